@@ -1,0 +1,240 @@
+"""Every setting, once: a dataclass whose defaults are the paper's, the presets, and the command line.
+
+Paper: section 4.1 ("Implementation Details"), Tables env_details, config_comparison, training_config and
+replay_config, "Common Settings" in appendix D. The README lists what the paper leaves open.
+
+A run's settings come from the dataclass, then the method, then the preset of the environment, then the flags.
+"""
+
+import argparse
+import dataclasses
+import sys
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import HfArgumentParser
+
+from envs import ENVS
+from envs.base import TextEnv
+from freshper.priority import exponential_decay, polynomial_decay
+
+
+def _flag(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text.replace("%", "%%")})
+
+
+@dataclass
+class Config:
+    env: str = _flag("frozenlake", f"the task: {', '.join(ENVS)} (appendix B)")
+    method: Literal["on_policy", "per", "freshper"] = _flag(
+        "freshper",
+        "no replay; Standard PER, without decay and with IS; FreshPER, with decay and without IS (Table replay_config)",
+    )
+    preset: Literal["tiny", "paper"] = _flag(
+        "tiny", "tiny: a model built here, minutes on a CPU; paper: the paper's tables"
+    )
+    model: str = _flag("tiny", "a hub id, a folder, or 'tiny' (Table env_details: Qwen2.5)")
+    seed: int = _flag(42, "of everything random (appendix D: 42)")
+    out: str = _flag("", "folder for metrics, plots, episodes and checkpoint; empty: out/<env>-<method>-<seed>")
+
+    iterations: int = _flag(400, "outer loop of Algorithm 1 (Table training_config: 400; NQ 300; VLM 100)")
+    rollout_batch_size: int = _flag(128, "episodes collected an iteration (appendix D: 128)")
+    batch_size: int = _flag(
+        128, "B, episodes drawn for a replay update (eq. weighted_loss; BS/dev x GA = 128 in Table training_config)"
+    )
+    replay_ratio: int = _flag(2, "K, replay updates an iteration (Table replay_config: 2); 0: none")
+    ppo_epochs: int = _flag(
+        1, "on-policy updates an iteration, each on all fresh episodes (Table config_comparison: 1)"
+    )
+
+    capacity: int = _flag(50_000, "of the buffer, in episodes (Table replay_config: 50K)")
+    eviction: Literal["fifo", "lowest_priority"] = _flag(
+        "fifo", "Table replay_config: FIFO; appendix A.1: lowest effective priority"
+    )
+    alpha: float = _flag(0.6, "priority exponent, P(i) ~ p_i^alpha (section 4.1: 0.6)")
+    epsilon: float = _flag(1e-6, "p_base = |r| + epsilon (not given in the paper; authors' code: 1e-6)")
+    decay: Literal["exponential", "polynomial", "none"] = _flag("exponential", "form of the age decay (eq. age_decay)")
+    tau: float = _flag(
+        500.0, "age decay constant in units of age (section 4.1: 500; AIME 1000; ablation 500, 1000, 1500)"
+    )
+    age_unit: Literal["step", "iteration"] = _flag(
+        "step", "of age: optimizer steps (section 3.4), or iterations (authors' code)"
+    )
+    is_correction: bool = _flag(
+        False, "IS weights on replay updates (Table replay_config: FreshPER no, Standard PER yes)"
+    )
+    beta: float = _flag(0.4, "beta_0 of the IS weights, annealed to 1 (section 4.1: 0.4)")
+    replay_advantage: Literal["running", "recompute", "stored"] = _flag(
+        "running", "what a replayed return is measured against (not given in the paper; see freshper/reinforce.py)"
+    )
+    baseline_window: int = _flag(256, "episodes behind the running mean of `replay_advantage running` (ours)")
+
+    lr: float = _flag(1e-6, "learning rate of AdamW (Table training_config: 1e-6)")
+    warmup_steps: int = _flag(10, "of the cosine schedule (appendix D: 10)")
+    max_grad_norm: float = _flag(1.0, "gradient clipping (Table config_comparison: 1.0)")
+    ratio_clip: float = _flag(0.2, "epsilon of the PPO ratio clip (section 4.1: 0.2)")
+    advantage_clip: float = _flag(0.2, "Table config_comparison: Config A 0.2, Default 20")
+    kl_loss_coef: float = _flag(0.0, "beta_KL (Table config_comparison: Config A 0, Default 0.05 to 0.1)")
+    kl_reward_coef: float = _flag(
+        0.0, "KL in the reward (Table config_comparison, 'Init KL coefficient': Config A 0, Default 0.1)"
+    )
+    entropy_coef: float = _flag(0.0, "lambda_ent (Table config_comparison: Config A 0, Default 0.01)")
+    loss_aggregation: Literal["token_mean", "token_sum"] = _flag(
+        "token_mean", "the constant C under the loss (not given in the paper; authors' code: token_sum)"
+    )
+    micro_batch_size: int = _flag(
+        4, "episodes a forward pass; the gradient does not depend on it (Table training_config: 1 to 4)"
+    )
+    behavior_logprobs: Literal["trainer", "engine"] = _flag("trainer", "who records log pi_mu (Algorithm 1 line 3)")
+    freeze_vision: bool = _flag(False, "keep the vision tower fixed and its features cached")
+
+    temperature: float = _flag(0.99, "sampling (appendix D: 0.99)")
+    top_k: int = _flag(100, "sampling (appendix D: 100); 0: off")
+    top_p: float = _flag(0.99, "sampling (appendix D: 0.99)")
+    max_tokens: int = _flag(2048, "of a conversation (Table env_details, 'Seq Len': 2048, VLM 4096)")
+    max_new_tokens: int = _flag(256, "of a reply (not given in the paper)")
+    prompt_style: Literal["full", "terse"] = _flag("full", "full: rules and form written out; terse: the state alone")
+    slippery: bool = _flag(False, "FrozenLake's ice (appendix B: slippery; see the README on the image task)")
+    cell_size: int = _flag(56, "pixels of a cell in FrozenLake's pictures (not given in the paper)")
+
+    engine: Literal["hf"] = _flag("hf", "who generates: the embedded transformers engine")
+    trainer: Literal["torch"] = _flag("torch", "who trains: plain torch, one process")
+    device: str = _flag("cpu", "torch device")
+    dtype: Literal["float32", "bfloat16"] = _flag("bfloat16", "of the weights (appendix D: BF16)")
+    threads: int = _flag(1, "torch CPU threads; results depend on it in the last digits")
+    eval_every: int = _flag(10, "iterations between evaluations on held-out seeds; the last is always evaluated")
+    eval_episodes: int = _flag(128, "held-out episodes an evaluation (appendix D: 128)")
+
+    def validate(self) -> None:
+        """Raises ValueError with one sentence that names the flag, its value and what is allowed."""
+        positive = (
+            "iterations",
+            "rollout_batch_size",
+            "batch_size",
+            "ppo_epochs",
+            "capacity",
+            "baseline_window",
+            "lr",
+            "tau",
+        )
+        positive += ("max_grad_norm", "ratio_clip", "advantage_clip", "micro_batch_size", "temperature", "epsilon")
+        positive += ("max_new_tokens", "cell_size", "threads", "eval_every", "eval_episodes")
+        not_negative = (
+            "replay_ratio",
+            "seed",
+            "warmup_steps",
+            "kl_loss_coef",
+            "kl_reward_coef",
+            "entropy_coef",
+            "top_k",
+        )
+        checks = [(name, getattr(self, name) > 0, "above 0") for name in positive]
+        checks += [(name, getattr(self, name) >= 0, "0 or more") for name in not_negative]
+        checks += [(name, 0.0 <= getattr(self, name) <= 1.0, "between 0 and 1") for name in ("alpha", "beta")]
+        checks += [
+            ("env", self.env in ENVS, f"one of {', '.join(ENVS)}"),
+            (
+                "model",
+                self.model == "tiny" or "/" in self.model or Path(self.model).is_dir(),
+                "tiny, a folder, or a hub id",
+            ),
+            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            ("capacity", self.capacity >= max(self.batch_size, self.rollout_batch_size), "at least a batch"),
+            ("max_new_tokens", self.max_new_tokens < self.max_tokens, f"below max_tokens {self.max_tokens}"),
+        ]
+        if self.model.startswith((".", "/", "~")):
+            checks.append(("model", (Path(self.model) / "config.json").is_file(), "a folder with a config.json"))
+        for name, good, allowed in checks:
+            if not good:
+                raise ValueError(f"--{name} is {getattr(self, name)}, but must be {allowed}")
+
+    def make_env(self) -> TextEnv:
+        """The environment behind --env, with the settings that concern it."""
+        return ENVS[self.env](slippery=self.slippery, style=self.prompt_style, cell_size=self.cell_size)
+
+    def decay_function(self) -> Any:
+        """age -> factor for the buffer, or None (Standard PER)."""
+        if self.decay == "polynomial":
+            return partial(polynomial_decay, tau=self.tau, power=1.0)
+        return partial(exponential_decay, tau=self.tau) if self.decay == "exponential" else None
+
+
+# Standard PER and FreshPER differ in nothing but what their rows of Table replay_config say.
+METHODS: dict[str, dict[str, Any]] = {
+    "on_policy": {"replay_ratio": 0},
+    "per": {"decay": "none", "is_correction": True},
+    "freshper": {},
+}
+
+# Table config_comparison
+CONFIG_A = {"advantage_clip": 0.2, "kl_loss_coef": 0.0, "kl_reward_coef": 0.0, "entropy_coef": 0.0}
+CONFIG_DEFAULT = {"advantage_clip": 20.0, "kl_loss_coef": 0.05, "kl_reward_coef": 0.1, "entropy_coef": 0.01}
+
+_TINY = {
+    "model": "tiny",
+    "dtype": "float32",
+    "prompt_style": "terse",
+    "cell_size": 14,
+    "capacity": 10_000,
+    "max_tokens": 512,
+    "max_new_tokens": 6,
+    "micro_batch_size": 64,
+    "advantage_clip": 20.0,
+    "epsilon": 0.01,
+    "tau": 20.0,
+    "lr": 1e-3,
+    "iterations": 200,
+    "rollout_batch_size": 32,
+    "batch_size": 32,
+    "eval_every": 20,
+}
+
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "paper": {
+        "frozenlake": {"model": "Qwen/Qwen2.5-0.5B-Instruct", "device": "cuda", "slippery": True, **CONFIG_A},
+        "frozenlake_vlm": {
+            "model": "Qwen/Qwen2.5-VL-3B-Instruct",
+            "device": "cuda",
+            "iterations": 100,
+            "max_tokens": 4096,
+            "micro_batch_size": 1,
+            **CONFIG_DEFAULT,
+        },
+    },
+    "tiny": {
+        "frozenlake": _TINY,
+        "frozenlake_vlm": {**_TINY, "freeze_vision": True},
+    },
+}
+
+
+def defaults(preset: str, env: str, method: str) -> dict[str, Any]:
+    """The settings in which a preset and a method differ from the dataclass."""
+    return PRESETS[preset].get(env, {}) | METHODS[method]
+
+
+def parse_args(argv: list[str] | None = None) -> Config:
+    """Flags to a checked Config. Wrong ones print one sentence and exit with 2; nothing has been written by then."""
+    first = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    for name, choices in (("preset", PRESETS), ("env", None), ("method", METHODS)):
+        default = next(f.default for f in dataclasses.fields(Config) if f.name == name)
+        first.add_argument(f"--{name}", default=default, choices=choices)
+    parser = HfArgumentParser(
+        Config,
+        description="FreshPER (Algorithm 1). Defaults are those of the preset.",
+        usage="%(prog)s [--flag value ...]",
+    )
+    try:
+        known, _ = first.parse_known_args(argv)
+        parser.set_defaults(**defaults(known.preset, known.env, known.method))
+    except argparse.ArgumentError:
+        pass  # the full parser says it better
+    (config,) = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    try:
+        config.validate()
+    except ValueError as error:
+        parser.exit(2, f"{Path(sys.argv[0]).name}: error: {error}\n")
+    config.out = config.out or f"out/{config.env}-{config.method}-{config.seed}"
+    return config

@@ -1,0 +1,175 @@
+"""The embedded engine: batched sampling from a transformers model, with the KV cache kept across turns.
+
+Paper: Algorithm 1 lines 2 and 12; appendix D, "Common Settings" (temperature 0.99, top-k 100, top-p 0.99).
+It plays vLLM's part where there is no vLLM, on a CPU or one GPU.
+
+A turn costs its new tokens only: the bridge is fed in one pass, then a token at a time, all episodes together.
+Rows of a batch are ragged, so a chunk is padded on the left and the cache has holes:
+
+    slots    0 1 2 3 4 | 5 | 6 | 7 8 9 ...
+    row 0    a b c d e | f | g | h i j          every row writes the same slots;
+    row 1    . . k l m | n | . | . o p          "." is a hole that no other slot ever attends to
+
+Positions count real tokens only, so a row computes the same numbers as it would alone. Trainer and engine
+share one model object: after an update the engine already has the new weights, and `sync` drops the cache.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from freshper.models import Policy
+from freshper.rollout import Conversation, Reply
+
+
+@dataclass
+class Sampling:
+    """How replies are drawn. 0 switches top_k off, 1.0 switches top_p off."""
+
+    temperature: float = 0.99
+    top_k: int = 100
+    top_p: float = 0.99
+
+
+class KVCache:
+    """Keys and values of all layers, in buffers that grow by doubling instead of being copied every token.
+
+    Stands in for a transformers `Cache`: attention layers call `update` and nothing else.
+    """
+
+    def __init__(self) -> None:
+        self.layers: list[list[torch.Tensor]] = []  # per layer: keys, values [B, heads, capacity, head_dim]
+        self.length = 0  # slots written by all layers
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_, **__
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append [B, heads, T, head_dim] and return all that this layer holds, [B, heads, length + T, head_dim]."""
+        end = self.length + keys.shape[2]
+        if layer == len(self.layers):
+            self.layers.append([x.new_empty(*x.shape[:2], max(128, 2 * end), x.shape[3]) for x in (keys, values)])
+        buffers = self.layers[layer]
+        for k, new in enumerate((keys, values)):
+            if end > buffers[k].shape[2]:
+                buffers[k] = torch.cat([buffers[k], torch.empty_like(buffers[k])], dim=2)
+            buffers[k][:, :, self.length : end] = new
+        return buffers[0][:, :, :end], buffers[1][:, :, :end]
+
+    def select(self, rows: list[int]) -> None:
+        """Keep only these rows of the batch."""
+        self.layers = [[x[rows] for x in layer] for layer in self.layers]
+
+
+class HFEngine:
+    """`generate` continues conversations; `sync` makes the next one start from the trainer's weights."""
+
+    def __init__(self, policy: Policy, sampling: Sampling, seed: int):
+        self.policy, self.sampling = policy, sampling
+        self.generator = torch.Generator(policy.device).manual_seed(seed)
+        self.sync()
+
+    def sync(self, trainer: object | None = None) -> None:
+        """Line 12, pi_mu <- pi_theta: forget every key and value that older weights computed."""
+        self.rows: list[Conversation] = []
+        self.cache = KVCache()
+        self.visible = torch.zeros(0, 0, dtype=torch.bool)  # [B, slots]: False in the holes
+        self.fed = np.zeros(0, dtype=np.int64)  # tokens of each conversation that the cache holds
+        self.images_fed = np.zeros(0, dtype=np.int64)
+        self.position = np.zeros(0, dtype=np.int64)  # the next position id
+
+    @torch.inference_mode()
+    def generate(self, conversations: list[Conversation], max_new_tokens: int) -> list[Reply]:
+        """One reply to each conversation. Those seen in the last call go on from the cache."""
+        self.policy.model.eval()
+        self._keep(conversations)
+        replies = [Reply([], []) for _ in conversations]
+        chunks = [np.array(c.tokens[n:]) for c, n in zip(conversations, self.fed, strict=True)]
+        images = [c.images[n:] for c, n in zip(conversations, self.images_fed, strict=True)]
+        active = list(range(len(conversations)))
+        while True:
+            logits = self._feed(chunks, images)  # [B, V]
+            tokens, logprobs = self._sample(logits)
+            for i in active:
+                replies[i].tokens.append(tokens[i])
+                replies[i].logprobs.append(logprobs[i])
+            active = [i for i in active if tokens[i] != self.policy.eos_id and len(replies[i].tokens) < max_new_tokens]
+            if not active:
+                return replies  # the last token of a reply is fed with the next turn
+            chunks = [np.empty(0, dtype=np.int64)] * len(replies)
+            for i in active:
+                chunks[i] = np.array([tokens[i]])
+            images = [[]] * len(replies)
+
+    def _keep(self, conversations: list[Conversation]) -> None:
+        """Drop the rows of episodes that have ended; start anew where a conversation is not in the cache."""
+        known = {id(c): row for row, c in enumerate(self.rows)}
+        rows = [known.get(id(c)) for c in conversations]
+        if None in rows:
+            self.sync()
+            n = len(conversations)
+            self.visible = torch.zeros(n, 0, dtype=torch.bool, device=self.policy.device)
+            self.fed, self.images_fed, self.position = np.zeros((3, n), dtype=np.int64)
+        elif rows != list(range(len(self.rows))):
+            self.cache.select(rows)
+            self.visible, self.fed = self.visible[rows], self.fed[rows]
+            self.images_fed, self.position = self.images_fed[rows], self.position[rows]
+        self.rows = list(conversations)
+
+    def _feed(self, chunks: list[np.ndarray], images: list[list[np.ndarray]]) -> torch.Tensor:
+        """Run new tokens through the model; the logits after the last one of each row, [B, V].
+
+        A row without new tokens gets a hole, and a meaningless row of logits.
+        """
+        width = max(len(chunk) for chunk in chunks)
+        tokens = np.zeros((len(chunks), width), dtype=np.int64)
+        positions = np.zeros((3, len(chunks), width), dtype=np.int64)
+        real = np.zeros((len(chunks), width), dtype=bool)
+        for row, (chunk, pictures) in enumerate(zip(chunks, images, strict=True)):
+            if len(chunk):
+                tokens[row, -len(chunk) :] = chunk
+                real[row, -len(chunk) :] = True
+                positions[:, row, -len(chunk) :] = self.policy.positions(chunk, pictures, self.position[row])
+                self.position[row] = positions[:, row].max() + 1
+            self.fed[row] += len(chunk)
+            self.images_fed[row] += len(pictures)
+        device = self.policy.device
+        self.visible = torch.cat([self.visible, torch.from_numpy(real).to(device)], dim=1)  # [B, slots]
+        slot = torch.arange(self.visible.shape[1], device=device)
+        query = slot[-width:, None]
+        # a hole may see itself, so that no row of the softmax is empty
+        mask = (self.visible[:, None] & (slot <= query)) | (slot == query)  # [B, width, slots]
+        hidden = self.policy.hidden(
+            torch.from_numpy(tokens).to(device),
+            torch.from_numpy(positions).to(device),
+            [picture for pictures in images for picture in pictures],
+            mask[:, None],
+            self.cache,
+        )
+        self.cache.length += width
+        return self.policy.model.lm_head(hidden[:, -1]).float()
+
+    def _sample(self, logits: torch.Tensor) -> tuple[list[int], list[float]]:
+        """Draw a token a row; its log-prob is under the whole vocabulary, before suppression and truncation."""
+        logits = logits / self.sampling.temperature
+        allowed = logits.clone()
+        allowed[:, self.policy.suppressed_ids] = -torch.inf
+        probabilities = truncated(allowed.softmax(-1), self.sampling.top_k, self.sampling.top_p)
+        tokens = torch.multinomial(probabilities, 1, generator=self.generator)  # [B, 1]
+        return tokens[:, 0].tolist(), logits.log_softmax(-1).gather(1, tokens)[:, 0].tolist()
+
+
+def truncated(probabilities: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """Zero all but the top_k most probable, then all but the fewest of those that hold a share top_p. [B, V].
+
+    Top-p counts shares of what top-k left, as vLLM does. The result is not normalised.
+    """
+    if 0 < top_k < probabilities.shape[-1]:
+        smallest = probabilities.topk(top_k).values[:, -1:]
+        probabilities = torch.where(probabilities >= smallest, probabilities, 0.0)
+    if top_p < 1.0:
+        ordered, order = probabilities.sort(descending=True)
+        before = ordered.cumsum(-1) - ordered  # the mass of everything more probable
+        ordered = torch.where(before < top_p * ordered.sum(-1, keepdim=True), ordered, 0.0)
+        probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered)
+    return probabilities

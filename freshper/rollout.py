@@ -1,0 +1,146 @@
+"""The multi-turn rollout: environments and policy take turns until every episode has ended.
+
+Paper: Algorithm 1 line 2 ("roll out pi_mu in E to collect episodes"); section 3.1 (s_{t+1} = s_t + a_t + o_t).
+
+    conversation   <prompt o_0> | <reply a_0> | <bridge o_1> | <reply a_1> | ...
+                                  \\_ sampled _/               \\_ sampled _/
+
+A conversation is a growing list of token ids. The engine appends a reply, the environment reads it as text
+and answers with an observation, whose tokens are appended; nothing is ever decoded and encoded again, so
+what is trained on is exactly what was sampled. All live episodes advance together, a turn at a time.
+
+An episode ends when the environment says so, or as truncated when the next turn would not fit `max_tokens`.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from envs.base import TextEnv
+from freshper.episode import Episode
+from freshper.models import Policy
+
+# Every seed is one map, one question, one puzzle. Held-out seeds lie where training never gets.
+EVAL_SEEDS = 1_000_000_000
+
+
+def training_seeds(seed: int, start: int, n: int) -> list[int]:
+    """Environment seeds of the training episodes number start..start+n-1 of the run with this seed."""
+    return [(seed % 900) * 1_000_000 + (start + k) % 1_000_000 for k in range(n)]
+
+
+@dataclass(eq=False)
+class Conversation:
+    """What an engine sees of one live episode. Engines read it, only the rollout appends to it."""
+
+    tokens: list[int]
+    images: list[np.ndarray] = field(default_factory=list)
+
+
+class Reply(NamedTuple):
+    tokens: list[int]  # at least one; ends with eos unless cut by the limit
+    logprobs: list[float]  # of each token under the whole vocabulary, at the sampling temperature
+
+
+class Engine(Protocol):
+    """Generation. A conversation keeps its identity from turn to turn, so that caches can be kept by it."""
+
+    def generate(self, conversations: list[Conversation], max_new_tokens: int) -> list[Reply]: ...
+
+
+class RandomEngine:
+    """The uniformly random player as an engine: its transcripts warm up the tiny models (freshper/tiny.py)."""
+
+    def __init__(self, policy: Policy, envs: list[TextEnv], seed: int):
+        self.policy, self.envs, self.rng = policy, envs, np.random.default_rng(seed)
+        self.players: dict[int, TextEnv] = {}
+        self.captions: dict[TextEnv, str] = {}  # of the last picture each environment has shown
+
+    def generate(self, conversations: list[Conversation], max_new_tokens: int) -> list[Reply]:
+        if not self.players:
+            self.players = {id(c): env for c, env in zip(conversations, self.envs, strict=True)}
+        replies = []
+        for conversation in conversations:
+            player = self.players[id(conversation)]
+            if conversation.images:
+                self.captions[player] = player.caption()
+            text = player.random_reply(self.rng)
+            tokens = [*self.policy.tokenizer.encode(text, add_special_tokens=False), self.policy.eos_id]
+            replies.append(Reply(tokens, [0.0] * len(tokens)))
+        return replies
+
+
+def rollout(
+    engine: Engine,
+    policy: Policy,
+    envs: list[TextEnv],
+    seeds: list[int],
+    max_tokens: int,
+    max_new_tokens: int,
+    step: int = 0,
+    name: str = "",
+) -> list[Episode]:
+    """Play one episode in each environment, reset with its seed. Returns them in that order.
+
+    `behavior_logprobs` are the engine's; line 3 of Algorithm 1 replaces them by the trainer's. Raises
+    ValueError where not even the first turn of an episode fits `max_tokens`.
+    """
+    observations = [env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)]
+    conversations = [Conversation(policy.first_prompt(o), list(o.images)) for o in observations]
+    longest = max(len(c.tokens) for c in conversations)
+    if longest + max_new_tokens > max_tokens:
+        raise ValueError(
+            f"max_tokens {max_tokens} is too small: the first turn takes {longest} + {max_new_tokens} tokens"
+        )
+    replies: list[list[tuple[int, Reply]]] = [[] for _ in envs]  # per episode: (position, reply)
+    rewards: list[list[float]] = [[] for _ in envs]
+    infos: list[dict] = [{"success": False, "invalid": 0} for _ in envs]
+
+    live = list(range(len(envs)))
+    while live:
+        answers = engine.generate([conversations[i] for i in live], max_new_tokens)
+        still_live = []
+        for i, reply in zip(live, answers, strict=True):
+            conversation = conversations[i]
+            replies[i].append((len(conversation.tokens), reply))
+            conversation.tokens += reply.tokens
+            observation, reward, terminated, truncated, info = envs[i].step(policy.reply_text(reply.tokens))
+            rewards[i].append(reward)
+            infos[i]["success"] = bool(info["success"])
+            infos[i]["invalid"] += not info.get("valid", True)
+            if terminated or truncated:
+                continue
+            bridge = policy.bridge(observation, closed=reply.tokens[-1] == policy.eos_id)
+            if len(conversation.tokens) + len(bridge) + max_new_tokens > max_tokens:
+                infos[i]["truncated"] = True
+                continue
+            conversation.tokens += bridge
+            conversation.images += observation.images
+            still_live.append(i)
+        live = still_live
+
+    episodes = []
+    for i, conversation in enumerate(conversations):
+        tokens = np.array(conversation.tokens, dtype=np.int32)
+        mask, logprobs = np.zeros(len(tokens), dtype=bool), np.zeros(len(tokens), dtype=np.float32)
+        for position, reply in replies[i]:
+            mask[position : position + len(reply.tokens)] = True
+            logprobs[position : position + len(reply.tokens)] = reply.logprobs
+        turn_rewards = np.array(rewards[i], dtype=np.float32)
+        total = float(turn_rewards.sum())
+        episodes.append(
+            Episode(tokens, mask, logprobs, total, turn_rewards, conversation.images, step, name, seeds[i], infos[i])
+        )
+    return episodes
+
+
+def summarize(episodes: list[Episode]) -> dict[str, float]:
+    """Success rate, mean return, turns an episode, and the share of replies that could not be read."""
+    turns = sum(len(e.turn_rewards) for e in episodes)
+    return {
+        "success": sum(e.info["success"] for e in episodes) / len(episodes),
+        "reward": sum(e.reward for e in episodes) / len(episodes),
+        "turns": turns / len(episodes),
+        "invalid": sum(e.info["invalid"] for e in episodes) / turns,
+    }

@@ -1,0 +1,100 @@
+"""FreshPER training: Algorithm 1 of the paper, line by line.
+
+    python train.py --env frozenlake_vlm                 a picture task, on a laptop, in minutes
+    python train.py --env frozenlake --method on_policy  the baseline without replay
+
+Each line of the algorithm is one call; open the module behind it to see how it works. Where we differ from
+the paper or from the authors' code, and why, stands at the head of that module and in the README's table.
+"""
+
+import sys
+
+import torch
+
+from freshper.buffer import ReplayBuffer
+from freshper.config import Config, parse_args
+from freshper.engine_hf import HFEngine, Sampling
+from freshper.is_weights import annealed_beta, importance_weights
+from freshper.models import load_policy
+from freshper.priority import reward_priority
+from freshper.reinforce import ReplayBaseline
+from freshper.report import Report
+from freshper.rollout import EVAL_SEEDS, rollout, summarize, training_seeds
+from freshper.tiny import tiny_model
+from freshper.trainer import NonFiniteError, TorchTrainer, keep_freed_memory
+
+
+def train(config: Config, report: Report) -> None:
+    """Run Algorithm 1. Raises NonFiniteError where log-probs, loss or gradient stop being numbers."""
+    torch.manual_seed(config.seed)
+    torch.set_num_threads(config.threads)
+    envs = [config.make_env() for _ in range(max(config.rollout_batch_size, config.eval_episodes))]
+    picture = config.env.endswith("_vlm")
+    name = str(tiny_model("vision" if picture else "text")) if config.model == "tiny" else config.model
+    policy = load_policy(name, config.device, getattr(torch, config.dtype), config.freeze_vision)
+    engine = HFEngine(policy, Sampling(config.temperature, config.top_k, config.top_p), config.seed)
+    trainer = TorchTrainer(policy, config, config.iterations * (config.ppo_epochs + config.replay_ratio))
+    buffer = ReplayBuffer(config.capacity, config.alpha, config.decay_function(), config.eviction, config.seed)
+    baseline = ReplayBaseline(config.replay_advantage, config.baseline_window)
+    report.start(policy, envs[0])
+
+    def collect(seeds: list[int]) -> list:
+        players = envs[: len(seeds)]
+        return rollout(
+            engine, policy, players, seeds, config.max_tokens, config.max_new_tokens, trainer.step, config.env
+        )
+
+    def age_clock(updates_ahead: int = 0) -> int:
+        return trainer.step + updates_ahead if config.age_unit == "step" else iteration
+
+    for iteration in report.progress():  # Algorithm 1, line 1
+        # 2: roll out pi_mu in E to collect episodes {e_j} with rewards {r_j}
+        seeds = training_seeds(config.seed, iteration * config.rollout_batch_size, config.rollout_batch_size)
+        episodes = collect(seeds)
+        # 3: compute behaviour log-probs log pi_mu(e_j), before training
+        report.add(trainer.record_behavior_logprobs(episodes))
+        baseline.observe(episodes)
+        # 4: store each e_j into B with base priority p_j^base and log pi_mu
+        buffer.add(episodes, reward_priority([e.reward for e in episodes], config.epsilon), step=age_clock())
+        # 6: refresh priorities p_i <- p_i^base * exp(-Delta_i / tau), on a CPU thread while line 5 trains
+        refresh = buffer.refresh_async(age_clock(updates_ahead=config.ppo_epochs))
+        # 5: train pi_theta on the fresh batch {e_j}
+        for _ in range(config.ppo_epochs):
+            report.add(trainer.update(episodes))
+        refresh.result()
+        # 7: for k = 1, ..., K
+        for _ in range(config.replay_ratio):
+            # 8: sample batch S from B with P(i) ~ p_i^alpha, stratified
+            replay = buffer.sample(config.batch_size)
+            # 9: compute IS weights w_i (beta = 0 gives 1 everywhere)
+            beta = annealed_beta(config.beta, iteration / config.iterations) if config.is_correction else 0.0
+            weights = importance_weights(replay.probabilities, len(buffer), beta)
+            # 10: train pi_theta on S with the IS-weighted policy gradient
+            stats = trainer.update(replay.episodes, weights, baseline.moments(replay.episodes))
+            report.add_replay(stats, replay)
+        # 12: sync the inference engine, pi_mu <- pi_theta
+        engine.sync(trainer)
+
+        if report.evaluation_due():
+            report.evaluated(summarize(collect([EVAL_SEEDS + k for k in range(config.eval_episodes)])))
+            engine.sync(trainer)
+        report.end_iteration(trainer, episodes, buffer)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0 done or interrupted, 1 numbers stopped being numbers, 2 bad flags."""
+    config = parse_args(argv)
+    keep_freed_memory()
+    with Report(config) as report:
+        try:
+            train(config, report)
+        except KeyboardInterrupt:
+            report.say("interrupted; writing what there is")
+        except NonFiniteError as error:
+            report.say(f"stopped in iteration {report.iteration}: {error}")
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
