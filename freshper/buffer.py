@@ -102,7 +102,7 @@ class ReplayBuffer:
     def refresh(self, step: int) -> None:
         """Line 6: p_i <- p_i^base * decay(step - t_i) for all i, and rebuild the tree. O(N), vectorised."""
         with self._lock:
-            self.now = step
+            self.now = max(self.now, step)  # a refresh that comes late must not turn the clock back
             self.tree.fill(self._leaves(slice(0, len(self))))
 
     def refresh_async(self, step: int) -> Future:
@@ -178,7 +178,7 @@ class ReplayBuffer:
         return np.concatenate([unused, below, ties[np.argpartition(self.order[ties], n - 1)[:n]]])
 
     def _shared(self, image: np.ndarray) -> np.ndarray:
-        key = hashlib.sha256(repr(image.shape).encode() + np.ascontiguousarray(image)).digest()
+        key = hashlib.sha256(repr(image.shape).encode() + image.tobytes()).digest()
         return self._images.setdefault(key, image)
 
     @staticmethod

@@ -127,7 +127,7 @@ class Policy:
 
     def image_features(self, images: list[np.ndarray]) -> torch.Tensor:
         """What the vision tower makes of pictures, [placeholders of all of them, hidden]. Equal ones are seen once."""
-        keys = [hashlib.sha256(image).digest() for image in images]
+        keys = [hashlib.sha256(image.tobytes()).digest() for image in images]
         unseen = {k: image for k, image in zip(keys, images, strict=True) if k not in self._features}
         found = {}
         if unseen:

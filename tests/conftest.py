@@ -1,0 +1,50 @@
+"""Shared set-up: one torch thread, and tiny policies with random weights (the warm start is tested on its own)."""
+
+import numpy as np
+import pytest
+import torch
+
+from freshper.episode import Episode
+from freshper.tiny import build_policy
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def text_policy():
+    return build_policy("text")
+
+
+@pytest.fixture(scope="session")
+def vision_policy():
+    return build_policy("vision")
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    """Folders of both families, as `--model` wants them."""
+    folders = {}
+    for family in ("text", "vision"):
+        folders[family] = str(tmp_path_factory.mktemp(family))
+        build_policy(family).save(folders[family])
+    return folders
+
+
+def make_episode(rng, turns=3, vocabulary=200, image=None, reward=None, **fields):
+    """An episode of random tokens: turns of 1 to 5 action tokens between bridges of 1 to 6."""
+    mask = [False] * int(rng.integers(2, 8))
+    for turn in range(turns):
+        mask += [True] * int(rng.integers(1, 6))
+        if turn < turns - 1:
+            mask += [False] * int(rng.integers(1, 7))
+    mask = np.array(mask)
+    turn_rewards = rng.normal(size=turns).astype(np.float32)
+    return Episode(
+        tokens=rng.integers(0, vocabulary, len(mask)).astype(np.int32),
+        action_mask=mask,
+        behavior_logprobs=np.where(mask, -rng.random(len(mask)), 0.0).astype(np.float32),
+        reward=float(turn_rewards.sum()) if reward is None else reward,
+        turn_rewards=turn_rewards,
+        images=[] if image is None else [image],
+        **fields,
+    )
