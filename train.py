@@ -14,29 +14,39 @@ import torch
 from freshper.buffer import ReplayBuffer
 from freshper.config import Config, parse_args
 from freshper.engine_hf import HFEngine, Sampling
+from freshper.episode import NonFiniteError
 from freshper.is_weights import annealed_beta, importance_weights
-from freshper.models import load_policy
+from freshper.models import Policy, load_policy
 from freshper.priority import reward_priority
 from freshper.reinforce import ReplayBaseline
 from freshper.report import Report
 from freshper.rollout import EVAL_SEEDS, rollout, summarize, training_seeds
 from freshper.tiny import tiny_model
-from freshper.trainer import NonFiniteError, TorchTrainer, keep_freed_memory
+from freshper.trainer import TorchTrainer, keep_freed_memory
 
 
-def train(config: Config, report: Report) -> None:
+def load(config: Config) -> Policy:
+    """The policy behind --model. Raises ValueError where there is none, or where it cannot see --env's pictures."""
+    pictures = bool(config.make_env().reset(seed=0)[0].images)
+    name = str(tiny_model("vision" if pictures else "text")) if config.model == "tiny" else config.model
+    try:
+        policy = load_policy(name, config.device, getattr(torch, config.dtype), config.freeze_vision)
+    except OSError as error:
+        raise ValueError(
+            f"--model is {name}, but no model could be loaded from there: {str(error).splitlines()[0]}"
+        ) from error
+    if pictures and not policy.image_processor:
+        raise ValueError(f"--model is {name}, which reads text only, but --env {config.env} shows pictures")
+    return policy
+
+
+def train(config: Config, policy: Policy, report: Report) -> None:
     """Run Algorithm 1. Raises NonFiniteError where log-probs, loss or gradient stop being numbers."""
-    torch.manual_seed(config.seed)
-    torch.set_num_threads(config.threads)
     envs = [config.make_env() for _ in range(max(config.rollout_batch_size, config.eval_episodes))]
-    picture = config.env.endswith("_vlm")
-    name = str(tiny_model("vision" if picture else "text")) if config.model == "tiny" else config.model
-    policy = load_policy(name, config.device, getattr(torch, config.dtype), config.freeze_vision)
     engine = HFEngine(policy, Sampling(config.temperature, config.top_k, config.top_p), config.seed)
     trainer = TorchTrainer(policy, config, config.iterations * (config.ppo_epochs + config.replay_ratio))
     buffer = ReplayBuffer(config.capacity, config.alpha, config.decay_function(), config.eviction, config.seed)
     baseline = ReplayBaseline(config.replay_advantage, config.baseline_window)
-    report.start(policy, envs[0])
 
     def collect(seeds: list[int]) -> list:
         players = envs[: len(seeds)]
@@ -82,14 +92,22 @@ def train(config: Config, report: Report) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 done or interrupted, 1 numbers stopped being numbers, 2 bad flags."""
+    """Exit status: 0 done, 1 numbers stopped being numbers, 2 bad flags, 130 interrupted."""
     config = parse_args(argv)
     keep_freed_memory()
-    with Report(config) as report:
+    torch.manual_seed(config.seed)
+    torch.set_num_threads(config.threads)
+    try:
+        policy = load(config)
+    except ValueError as error:
+        print(f"train.py: error: {error}", file=sys.stderr)
+        return 2
+    with Report(config, policy) as report:
         try:
-            train(config, report)
+            train(config, policy, report)
         except KeyboardInterrupt:
             report.say("interrupted; writing what there is")
+            return 130
         except NonFiniteError as error:
             report.say(f"stopped in iteration {report.iteration}: {error}")
             return 1

@@ -8,7 +8,7 @@ it in `envs/__init__.py`. `envs/frozenlake.py` is the worked example.
 """
 
 import re
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -24,11 +24,18 @@ class Observation(NamedTuple):
     images: tuple[np.ndarray, ...] = ()  # uint8 [H, W, 3]
 
 
+class FreeText(spaces.Text):
+    """Any string of at most `max_length` characters. (Gymnasium's own `Text` fixes an alphabet.)"""
+
+    def contains(self, x: Any) -> bool:
+        return isinstance(x, str) and len(x) <= self.max_length
+
+
 class TextEnv(gymnasium.Env):
     """The base of every environment. `info["success"]` is a bool in every step's info."""
 
     max_turns: ClassVar[int] = 10  # H of section 3.1
-    action_space = spaces.Text(min_length=0, max_length=100_000)
+    action_space = FreeText(min_length=0, max_length=100_000)
 
     def random_reply(self, rng: np.random.Generator) -> str:
         """A well-formed reply of a player that chooses uniformly among the actions."""

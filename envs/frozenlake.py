@@ -18,7 +18,7 @@ import gymnasium
 import numpy as np
 from PIL import Image, ImageDraw
 
-from envs.base import FORMAT_PENALTY, Observation, TextEnv, parse_answer
+from envs.base import FORMAT_PENALTY, FreeText, Observation, TextEnv, parse_answer
 
 ACTIONS = ("Left", "Down", "Right", "Up")  # Gymnasium's order
 SIDE = 4
@@ -86,10 +86,8 @@ class FrozenLake(TextEnv):
             raise ValueError(f"style must be full or terse, got {style}")
         self.slippery, self.image, self.style, self.cell_size = slippery, image, style, cell_size
         side = SIDE * cell_size
-        pictures = (gymnasium.spaces.Box(0, 255, (side, side, 3), np.uint8),) if image else ()
-        self.observation_space = gymnasium.spaces.Tuple(
-            (gymnasium.spaces.Text(5000, min_length=0), gymnasium.spaces.Tuple(pictures))
-        )
+        pictures = gymnasium.spaces.Sequence(gymnasium.spaces.Box(0, 255, (side, side, 3), np.uint8))
+        self.observation_space = gymnasium.spaces.Tuple((FreeText(5000, min_length=0), pictures))
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Observation, dict]:
         """The map and every slip of the ice follow from `seed`."""

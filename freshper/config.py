@@ -37,7 +37,7 @@ class Config:
     )
     model: str = _flag("tiny", "a hub id, a folder, or 'tiny' (Table env_details: Qwen2.5)")
     seed: int = _flag(42, "of everything random (appendix D: 42)")
-    out: str = _flag("", "folder for metrics, plots, episodes and checkpoint; empty: out/<env>-<method>-<seed>")
+    out: str = _flag("", "folder for all that the run writes; empty: out/<env>-<method>-<seed>, numbered")
 
     iterations: int = _flag(400, "outer loop of Algorithm 1 (Table training_config: 400; NQ 300; VLM 100)")
     rollout_batch_size: int = _flag(128, "episodes collected an iteration (appendix D: 128)")
@@ -140,6 +140,7 @@ class Config:
                 self.model == "tiny" or "/" in self.model or Path(self.model).is_dir(),
                 "tiny, a folder, or a hub id",
             ),
+            ("out", not self.out or not Path(self.out).exists(), "a folder that does not exist yet"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             ("capacity", self.capacity >= max(self.batch_size, self.rollout_batch_size), "at least a batch"),
             ("max_new_tokens", self.max_new_tokens < self.max_tokens, f"below max_tokens {self.max_tokens}"),
@@ -149,6 +150,13 @@ class Config:
         for name, good, allowed in checks:
             if not good:
                 raise ValueError(f"--{name} is {getattr(self, name)}, but must be {allowed}")
+
+    def folder(self) -> Path:
+        """--out, or the first out/<env>-<method>-<seed>[-n] that does not exist: no run overwrites another."""
+        if self.out:
+            return Path(self.out)
+        name = f"out/{self.env}-{self.method}-{self.seed}"
+        return next(path for n in range(1, 10**6) if not (path := Path(f"{name}-{n}" if n > 1 else name)).exists())
 
     def make_env(self) -> TextEnv:
         """The environment behind --env, with the settings that concern it."""
@@ -180,7 +188,7 @@ _TINY = {
     "capacity": 10_000,
     "max_tokens": 512,
     "max_new_tokens": 6,
-    "micro_batch_size": 64,
+    "micro_batch_size": 16,
     "advantage_clip": 20.0,
     "epsilon": 0.01,
     "tau": 20.0,
@@ -231,10 +239,11 @@ def parse_args(argv: list[str] | None = None) -> Config:
         parser.set_defaults(**defaults(known.preset, known.env, known.method))
     except argparse.ArgumentError:
         pass  # the full parser says it better
-    (config,) = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    config, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True, look_for_args_file=False)
     try:
+        if unknown:
+            raise ValueError(f"unknown flag {unknown[0]}; --help lists them all")
         config.validate()
     except ValueError as error:
         parser.exit(2, f"{Path(sys.argv[0]).name}: error: {error}\n")
-    config.out = config.out or f"out/{config.env}-{config.method}-{config.seed}"
     return config

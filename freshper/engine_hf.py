@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from freshper.episode import NonFiniteError
 from freshper.models import Policy
 from freshper.rollout import Conversation, Reply
 
@@ -89,6 +90,10 @@ class HFEngine:
         active = list(range(len(conversations)))
         while True:
             logits = self._feed(chunks, images)  # [B, V]
+            finite = torch.isfinite(logits).all(-1)
+            if not all(finite[i] for i in active):
+                seed = next(conversations[i].seed for i in active if not finite[i])
+                raise NonFiniteError(f"the rollout met logits that are not finite; episode seed {seed}")
             tokens, logprobs = self._sample(logits)
             for i in active:
                 replies[i].tokens.append(tokens[i])

@@ -21,6 +21,10 @@ import numpy as np
 import torch
 
 
+class NonFiniteError(ArithmeticError):
+    """A log-prob, loss or gradient stopped being a number. Names the phase and the seed of the episode."""
+
+
 @dataclass(eq=False)
 class Episode:
     """One trajectory e_j of Algorithm 1. T tokens, of which the action tokens were sampled in n turns."""

@@ -30,7 +30,6 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from envs.base import TextEnv
 from freshper.buffer import Replay, ReplayBuffer
 from freshper.config import Config
 from freshper.episode import Episode
@@ -48,9 +47,9 @@ replay_nonzero_advantages replay_success replay_age buffer_size mean_age lr
 class Report:
     """A context manager around the run: everything is on disk when it closes."""
 
-    def __init__(self, config: Config):
-        self.config, self.folder = config, Path(config.out)
-        self.iteration, self.policy, self.bar = 0, None, None
+    def __init__(self, config: Config, policy: Policy):
+        self.config, self.policy, self.folder = config, policy, config.folder()
+        self.iteration = 0
         self.values: dict[str, list[float]] = defaultdict(list)
         self.rows: list[dict[str, float]] = []
         self.baselines: dict[str, float] = {}
@@ -62,6 +61,15 @@ class Report:
         self.file = (self.folder / "metrics.csv").open("w", newline="")
         self.writer = csv.DictWriter(self.file, COLUMNS, restval="")
         self.writer.writeheader()
+        env = self.config.make_env()
+        if hasattr(env, "baselines"):
+            known = [env.baselines(EVAL_SEEDS + k) for k in range(self.config.eval_episodes)]
+            self.baselines = {name: float(np.mean([b[name] for b in known])) for name in known[0]}
+        parameters = sum(p.numel() for p in self.policy.model.parameters())
+        self.say(f"{self.title()}: {type(self.policy.model).__name__}, {parameters:,} parameters")
+        exact = ", ".join(f"{name} {value:.3f}" for name, value in self.baselines.items())
+        self.say(f"success on the {self.config.eval_episodes} held-out seeds, exactly: {exact or 'not known'}")
+        self.began = time.perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -72,17 +80,6 @@ class Report:
             (self.folder / "episodes.html").write_text(page, encoding="utf-8")
             self.policy.save(str(self.folder / "checkpoint"))
         self.say(f"written to {self.folder}/: {', '.join(sorted(p.name for p in self.folder.iterdir()))}")
-
-    def start(self, policy: Policy, env: TextEnv) -> None:
-        """Called once the model is there: states the run and its baselines, and starts the clock."""
-        self.policy, self.began = policy, time.perf_counter()
-        if hasattr(env, "baselines"):
-            known = [env.baselines(EVAL_SEEDS + k) for k in range(self.config.eval_episodes)]
-            self.baselines = {name: float(np.mean([b[name] for b in known])) for name in known[0]}
-        parameters = sum(p.numel() for p in policy.model.parameters())
-        self.say(f"{self.title()}: {type(policy.model).__name__}, {parameters:,} parameters")
-        exact = ", ".join(f"{name} {value:.3f}" for name, value in self.baselines.items())
-        self.say(f"success on the {self.config.eval_episodes} held-out seeds, exactly: {exact or 'not known'}")
 
     def progress(self) -> Iterator[int]:
         """Iteration numbers, with a progress bar."""

@@ -36,6 +36,7 @@ class Conversation:
 
     tokens: list[int]
     images: list[np.ndarray] = field(default_factory=list)
+    seed: int = 0  # of the environment, to name the episode in errors
 
 
 class Reply(NamedTuple):
@@ -87,7 +88,8 @@ def rollout(
     ValueError where not even the first turn of an episode fits `max_tokens`.
     """
     observations = [env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)]
-    conversations = [Conversation(policy.first_prompt(o), list(o.images)) for o in observations]
+    opened = zip(observations, seeds, strict=True)
+    conversations = [Conversation(policy.first_prompt(o), list(o.images), seed) for o, seed in opened]
     longest = max(len(c.tokens) for c in conversations)
     if longest + max_new_tokens > max_tokens:
         raise ValueError(

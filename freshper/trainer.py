@@ -22,13 +22,9 @@ import torch
 from transformers import get_scheduler
 
 from freshper.config import Config
-from freshper.episode import Batch, Episode, collate
+from freshper.episode import Batch, Episode, NonFiniteError, collate
 from freshper.models import Policy
 from freshper.reinforce import advantages, kl_k1, policy_loss
-
-
-class NonFiniteError(ArithmeticError):
-    """Names the phase and the seed of the episode."""
 
 
 def keep_freed_memory() -> None:
@@ -106,6 +102,7 @@ class TorchTrainer:
         tokens = int(batch.action_mask.sum())
         scale = tokens / len(episodes) if config.loss_aggregation == "token_mean" else 1.0
 
+        phase = "the on-policy update" if weights is None else "the replay update"
         self.policy.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         totals = {"loss": 0.0, "clipped": 0.0, "kl": 0.0}
@@ -126,7 +123,7 @@ class TorchTrainer:
                 batch_size=len(episodes),
                 scale=scale,
             )
-            self._check("the update", logprobs, [episodes[i] for i in rows])
+            self._check(phase, logprobs, [episodes[i] for i in rows])
             loss.backward()
             totals["loss"] += loss.item()
             totals["clipped"] += stats["clipped"]
@@ -134,9 +131,7 @@ class TorchTrainer:
         norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), config.max_grad_norm).item()
         if not np.isfinite([norm, totals["loss"]]).all():
             seeds = ", ".join(str(e.seed) for e in episodes[:8])
-            raise NonFiniteError(
-                f"the update has loss {totals['loss']} and gradient norm {norm}; episode seeds {seeds}"
-            )
+            raise NonFiniteError(f"{phase} has loss {totals['loss']} and gradient norm {norm}; episode seeds {seeds}")
         self.optimizer.step()
         self.scheduler.step()
         self.step += 1

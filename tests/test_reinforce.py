@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freshper.config import parse_args
-from freshper.episode import collate
+from freshper.episode import NonFiniteError, collate
 from freshper.models import Policy
 from freshper.reinforce import ReplayBaseline, advantages, kl_k1, kl_k3, policy_loss, returns_to_go, whiten
-from freshper.trainer import NonFiniteError, TorchTrainer, action_logprobs
+from freshper.trainer import TorchTrainer, action_logprobs
 
 
 def slow_advantages(episodes, clip, moments=None, kl=None, kl_coef=0.0):
@@ -27,7 +27,9 @@ def slow_advantages(episodes, clip, moments=None, kl=None, kl_coef=0.0):
         for t in range(len(e.tokens)):
             if e.action_mask[t]:
                 future = range(t, len(e.tokens))
-                total = sum(rewards.get(s, 0.0) - (kl_coef * kl[n][s] if kl and e.action_mask[s] else 0.0) for s in future)
+                total = sum(
+                    rewards.get(s, 0.0) - (kl_coef * kl[n][s] if kl and e.action_mask[s] else 0.0) for s in future
+                )
                 per_token.append(total)
         returns.append(per_token)
     flat = [g for per_token in returns for g in per_token]

@@ -1,0 +1,151 @@
+"""FrozenLake: Gymnasium's dynamics, maps that can be solved, exact baselines, pictures that show the state."""
+
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envs import ENVS
+from envs.base import FORMAT_PENALTY, parse_answer
+from envs.frozenlake import ACTIONS, random_map
+
+
+@pytest.mark.parametrize("name", ["frozenlake", "frozenlake_vlm"])
+@pytest.mark.parametrize("style", ["full", "terse"])
+def test_gymnasium_accepts_it(name, style, monkeypatch):
+    env = ENVS[name](style=style)
+    rng = np.random.default_rng(0)
+    monkeypatch.setattr(env.action_space, "sample", lambda *a, **k: env.random_reply(rng))
+    check_env(env, skip_render_check=True)
+
+
+def play(env, seed, choose):
+    observation, info = env.reset(seed=seed)
+    total, turns = 0.0, 0
+    while True:
+        observation, reward, terminated, truncated, info = env.step(choose(env))
+        assert env.observation_space.contains(observation)
+        total, turns = total + reward, turns + 1
+        if terminated or truncated:
+            return total, turns, info["success"]
+
+
+@pytest.mark.parametrize("slippery", [False, True])
+def test_exact_baselines_are_what_players_get(slippery):
+    """1,000 games of each player against dynamic programming, within 4 standard errors."""
+    env, rng = ENVS["frozenlake"](slippery=slippery), np.random.default_rng(0)
+    exact = {"random": 0.0, "optimal": 0.0}
+    seen = {"random": 0, "optimal": 0}
+    n = 1000
+    for seed in range(n):
+        for player, value in env.baselines(seed).items():
+            exact[player] += value / n
+        seen["random"] += play(env, seed, lambda e: e.random_reply(rng))[2]
+        seen["optimal"] += play(env, seed, lambda e: e.optimal_reply())[2]
+    for player in exact:
+        p = exact[player]
+        assert abs(seen[player] / n - p) <= 4 * np.sqrt(max(0.0, p * (1 - p)) / n) + 1e-12
+    assert exact["optimal"] == pytest.approx(0.502 if slippery else 1.0, abs=0.04)
+    assert exact["random"] == pytest.approx(0.217, abs=0.02)
+
+
+def test_maps_are_solvable_reproducible_and_different():
+    maps = ["".join(random_map(seed)) for seed in range(300)]
+    assert maps == ["".join(random_map(seed)) for seed in range(300)]
+    assert len(set(maps)) > 290
+    assert all(m.count("S") == m.count("G") == 1 for m in maps)
+    holes = np.mean([m.count("H") for m in maps]) / 14
+    assert 0.1 < holes < 0.2  # 0.2 of the cells before unsolvable maps are thrown away
+
+
+def test_moves_are_gymnasium_s():
+    env = ENVS["frozenlake"]()
+    env.reset(seed=0)
+    twin = ENVS["frozenlake"]()
+    twin.reset(seed=0)
+    for action in ("Right", "Down", "Left", "Up"):
+        _, reward, terminated, _, info = env.step(f"I think <answer> {action} </answer>")
+        state, expected, done, _, _ = twin.lake.step(ACTIONS.index(action))
+        assert (env.lake.s, reward, terminated, info["valid"]) == (state, expected, done, True)
+        if terminated:
+            break
+
+
+REPLIES = [
+    "", " ", "Right", "<answer>", "<answer>Right", "Right</answer>", "<answer></answer>", "<answer>right</answer>",
+    "<answer>Right</answer><answer>Right</answer>", "<answer><answer>Right</answer></answer>", "</answer>Right<answer>",
+    "<answer>Right Left</answer>", "<answer>2</answer>", "<think><answer>Up</answer>",
+    "\x00\ud800", "<answer>√</answer>",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("reply", REPLIES)
+def test_unreadable_replies_cost_a_turn_and_leave_the_state(reply):
+    env = ENVS["frozenlake"]()
+    before = env.reset(seed=1)[0]
+    observation, reward, terminated, truncated, info = env.step(reply)
+    if parse_answer(reply) in ACTIONS:
+        assert reply == "<think><answer>Up</answer>"
+        return
+    assert (reward, terminated, truncated, info["success"], info["valid"]) == (
+        FORMAT_PENALTY,
+        False,
+        False,
+        False,
+        False,
+    )
+    assert observation.text == before.text
+    for _ in range(8):
+        assert not env.step(reply)[3]
+    assert env.step(reply)[3]  # the tenth turn is the last
+
+
+@settings(max_examples=200, deadline=None)
+@given(reply=st.text(max_size=300))
+def test_arbitrary_text_never_earns_anything(reply):
+    env = ENVS["frozenlake"]()
+    env.reset(seed=2)
+    for text in (reply, f"<answer>{reply}</answer>", reply * 300):
+        observation, reward, *_ = env.step(text)
+        assert reward <= 0.0
+        assert env.observation_space.contains(observation)
+
+
+def test_text_and_picture_show_the_state():
+    text, picture = ENVS["frozenlake"](), ENVS["frozenlake_vlm"]()
+    for seed in range(30):
+        grid = text.reset(seed=seed)[0].text.split("\n")
+        image = picture.reset(seed=seed)[0].images[0].astype(int)
+        assert picture._observe().text == ""  # nothing but the picture says where things are
+        assert image.shape == (56, 56, 3)
+        for row in range(4):
+            for col in range(4):
+                cell = image[14 * row + 4 : 14 * row + 13, 14 * col + 4 : 14 * col + 13].reshape(-1, 3)
+                shown = grid[row][col]
+                is_red = ((cell[:, 0] > 150) & (cell[:, 1] < 100)).sum() > 8
+                is_green = ((cell[:, 1] > 130) & (cell[:, 0] < 60)).sum() > 8
+                is_dark = ((cell[:, 2] > 60) & (cell[:, 0] < 60) & (cell[:, 1] < 80)).sum() > 40
+                assert {"P": is_red, "G": is_green, "O": is_dark, "_": np.ptp(cell, axis=0).max() < 60}[shown]
+                assert sum([bool(is_red), bool(is_green), bool(is_dark)]) == (shown != "_")
+
+
+def test_captions_are_the_grid():
+    text, picture = ENVS["frozenlake"](), ENVS["frozenlake_vlm"]()
+    for seed in range(20):
+        grid = text.reset(seed=seed)[0].text
+        picture.reset(seed=seed)
+        place, shown = picture.caption().split("\n", 1)
+        assert shown == grid
+        cells = grid.replace("\n", "")
+        assert place == "".join(str(x) for symbol in "PG" for x in divmod(cells.index(symbol), 4))
+
+
+def test_full_prompts_say_what_a_pretrained_model_needs():
+    env = ENVS["frozenlake"](style="full", slippery=True)
+    first = env.reset(seed=0)[0].text
+    assert all(word in first for word in ("slippery", "Left", "Down", "Right", "Up", "<answer>", "actions left: 10"))
+    later = env.step("nonsense")[0].text
+    assert "Reward: -0.15" in later
+    assert "actions left: 9" in later
+    assert "slippery" not in ENVS["frozenlake"](style="full").reset(seed=0)[0].text
