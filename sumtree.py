@@ -13,7 +13,8 @@ To draw, pick a mass in [0, S) and walk down: left if the mass lies below the le
 otherwise subtract that sum and go right. Mass 3.5 -> node 2 -> node 5 -> leaf 1.
 
 Differences from the paper's text: none in what is drawn. All operations work on whole arrays, one
-numpy call a level, because a Python loop over 50,000 leaves would cost more than the gradient step.
+numpy call a level, because a Python loop over 50,000 leaves would cost more than the gradient step; the
+top nine levels of a walk are taken in one step, by the cumulative sums over the 512 nodes below them.
 A parent is always *recomputed* from its children (never `+= change`), so no rounding error gathers.
 
 Exercise: fill the tree with `[1, 3, 0, 6]` and find the masses 0, 0.99, 1, 3.99, 4, 9.99 by hand.
@@ -85,9 +86,10 @@ class SumTree:
         of the segments. Raises ValueError where the total is zero or not finite.
         """
         total = self._sampling_total()
-        # divide before multiplying: (b + u) * S overflows when S is near the largest float
-        masses = (np.arange(batch_size) + rng.random(batch_size)) / batch_size * total  # [B]
-        return self._descend(np.minimum(masses, np.nextafter(total, 0.0)))
+        masses = np.arange(batch_size) + rng.random(batch_size)  # [B], one in each [b, b + 1)
+        masses /= batch_size  # before multiplying: (b + u) * S overflows when S is near the largest float
+        masses *= total
+        return self._descend(masses)
 
     def _sampling_total(self) -> float:
         total = self.total()
@@ -96,18 +98,26 @@ class SumTree:
         return total
 
     def _descend(self, masses: np.ndarray) -> np.ndarray:
-        nodes, node = self.nodes, np.ones(len(masses), dtype=np.int64)
-        for _ in range(self.depth):
-            node <<= 1  # to the left child
+        nodes = self.nodes
+        top = min(self.depth, 9)  # the top levels at once: cumulative sums over the 512 nodes of level 9
+        bounds = np.zeros((1 << top) + 1)
+        nodes[1 << top : 2 << top].cumsum(out=bounds[1:])
+        masses = np.minimum(masses, np.nextafter(bounds[-1], 0.0))  # the root may round differently
+        node = bounds.searchsorted(masses, "right") - 1
+        masses -= bounds[node]
+        node += 1 << top
+        for _ in range(self.depth - top):
+            node += node  # to the left child
             left = nodes.take(node)
             go_right = masses >= left
-            masses = masses - left * go_right
+            masses -= left * go_right
             node += go_right
         # Rounding can push a mass past the end of its subtree, onto a zero leaf. Such a mass belongs
         # to the last leaf before it that is not zero; there is one, since the total is positive.
         leaf = node - self.size
-        for k in np.flatnonzero(nodes.take(node) == 0.0):
-            leaf[k] = np.flatnonzero(nodes[self.size : self.size + leaf[k]])[-1]
+        if not nodes.take(node).all():
+            for k in np.flatnonzero(nodes.take(node) == 0.0):
+                leaf[k] = np.flatnonzero(nodes[self.size : self.size + leaf[k]])[-1]
         return leaf
 
     def _checked_indices(self, indices: int | np.ndarray) -> np.ndarray:

@@ -41,8 +41,12 @@ class TextEnv(gymnasium.Env):
         """A well-formed reply of a player that chooses uniformly among the actions."""
         raise NotImplementedError
 
+    def observe(self) -> Observation:
+        """What a player sees now."""
+        raise NotImplementedError
+
     def caption(self) -> str:
-        """For picture environments: what the current picture shows, in words (used by the warm start only)."""
+        """What the current observation shows, in other words (used by the warm start only)."""
         raise NotImplementedError
 
 

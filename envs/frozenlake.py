@@ -46,6 +46,10 @@ def random_map(seed: int) -> list[str]:
             return ["".join(row) for row in cells]
 
 
+def cell_name(row: int, col: int) -> str:
+    return f"{'abcd'[col]}{row + 1}"
+
+
 def _reachable(cells: np.ndarray, start: tuple[int, int], goal: tuple[int, int]) -> bool:
     seen, frontier = {start}, [start]
     while frontier:
@@ -78,8 +82,9 @@ def solve(transitions: dict, horizon: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class FrozenLake(TextEnv):
-    """`style` "full" writes rules, legend and form out for a pretrained model, "terse" shows the state alone for
-    a tiny one. `image` draws the grid instead of writing it; `cell_size` is in pixels."""
+    """`style` "full" writes rules, legend, grid and form out for a pretrained model; "terse" names the cells that
+    matter (see `caption`) for a tiny one, to which a cell of a grid does not yet say where it is.
+    `image` draws the grid instead of writing it; `cell_size` is in pixels."""
 
     def __init__(self, slippery: bool = False, image: bool = False, style: str = "terse", cell_size: int = 14):
         if style not in ("full", "terse"):
@@ -98,7 +103,7 @@ class FrozenLake(TextEnv):
         self.lake = lake.unwrapped
         self.lake.reset(seed=map_seed)
         self.turn, self.last_reward = 0, 0.0
-        return self._observe(), {"success": False}
+        return self.observe(), {"success": False}
 
     def step(self, reply: str) -> tuple[Observation, float, bool, bool, dict]:
         self.turn += 1
@@ -109,7 +114,7 @@ class FrozenLake(TextEnv):
             _, reward, terminated, _, _ = self.lake.step(ACTIONS.index(action))
             info["success"] = self._cell() == "G"
         self.last_reward = float(reward)
-        return self._observe(), self.last_reward, bool(terminated), self.turn >= self.max_turns, info
+        return self.observe(), self.last_reward, bool(terminated), self.turn >= self.max_turns, info
 
     def random_reply(self, rng: np.random.Generator) -> str:
         return f"<answer>{ACTIONS[rng.integers(4)]}</answer>"
@@ -126,27 +131,29 @@ class FrozenLake(TextEnv):
         return {"random": float(random[-1, self.lake.s]), "optimal": float(optimal[-1, self.lake.s].max())}
 
     def caption(self) -> str:
-        """Row and column of the player and of the goal, then the grid."""
-        desc = self.lake.desc
-        row, col = divmod(int(self.lake.s), SIDE)
-        goal_row, goal_col = np.argwhere(desc == b"G")[0]
-        return f"{row}{col}{goal_row}{goal_col}\n" + self._grid("")
+        """The state in words, cell by cell: `P b1 G d3 O a2 c4`. Columns are a to d, rows 1 to 4 from the top."""
+        marks = {b"S": "P", b"F": "P", b"H": "X", b"G": "√"}
+        player = divmod(int(self.lake.s), SIDE)
+        holes = "".join(f" {cell_name(*cell)}" for cell in np.argwhere(self.lake.desc == b"H"))
+        goal = cell_name(*np.argwhere(self.lake.desc == b"G")[0])
+        return f"{marks[self.lake.desc[player]]} {cell_name(*player)} G {goal}" + (" O" + holes if holes else "")
 
     def _cell(self) -> str:
         return self.lake.desc[divmod(int(self.lake.s), SIDE)].decode()
 
-    def _grid(self, separator: str) -> str:
+    def _grid(self) -> str:
         symbols = {"S": "_", "F": "_", "H": "O", "G": "G"}
         rows = [[symbols[cell.decode()] for cell in row] for row in self.lake.desc]
         row, col = divmod(int(self.lake.s), SIDE)
         rows[row][col] = {"_": "P", "O": "X", "G": "√"}[rows[row][col]]
-        return "\n".join(separator.join(row) for row in rows)
+        return "\n".join(" ".join(row) for row in rows)
 
-    def _observe(self) -> Observation:
+    def observe(self) -> Observation:
+        """What a player sees now."""
         images = (draw(self.lake.desc, int(self.lake.s), self.cell_size),) if self.image else ()
         if self.style == "terse":
-            return Observation("" if self.image else self._grid(""), images)
-        state = "The picture shows the lake." if self.image else "State:\n" + self._grid(" ")
+            return Observation("" if self.image else self.caption(), images)
+        state = "The picture shows the lake." if self.image else "State:\n" + self._grid()
         if self.turn == 0:
             slippery = " The ice is slippery: you may slide to either side of where you want to go."
             opening = RULES.format(

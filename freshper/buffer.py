@@ -114,7 +114,8 @@ class ReplayBuffer:
         with self._lock:
             indices = self.tree.stratified_sample(batch_size, self.rng)
             probabilities = self.tree[indices] / self.tree.total()
-            return Replay([self.episodes[i] for i in indices], indices, probabilities, self.now - self.steps[indices])
+            episodes = list(map(self.episodes.__getitem__, indices.tolist()))
+            return Replay(episodes, indices, probabilities, self.now - self.steps[indices])
 
     def update_base_priorities(self, indices: np.ndarray, priorities: np.ndarray) -> None:
         """Section 3.5, "Priority Update": for |advantage| or |TD error| priorities, after a training step."""

@@ -75,6 +75,9 @@ class Config:
     warmup_steps: int = _flag(10, "of the cosine schedule (appendix D: 10)")
     max_grad_norm: float = _flag(1.0, "gradient clipping (Table config_comparison: 1.0)")
     ratio_clip: float = _flag(0.2, "epsilon of the PPO ratio clip (section 4.1: 0.2)")
+    dual_clip: float = _flag(
+        0.0, "bound c of rho A where A < 0 (Ye et al. 2020; not in the paper, see freshper/reinforce.py); 0: none"
+    )
     advantage_clip: float = _flag(0.2, "Table config_comparison: Config A 0.2, Default 20")
     kl_loss_coef: float = _flag(0.0, "beta_KL (Table config_comparison: Config A 0, Default 0.05 to 0.1)")
     kl_reward_coef: float = _flag(
@@ -129,6 +132,7 @@ class Config:
             "kl_reward_coef",
             "entropy_coef",
             "top_k",
+            "dual_clip",
         )
         checks = [(name, getattr(self, name) > 0, "above 0") for name in positive]
         checks += [(name, getattr(self, name) >= 0, "0 or more") for name in not_negative]
@@ -157,6 +161,12 @@ class Config:
             return Path(self.out)
         name = f"out/{self.env}-{self.method}-{self.seed}"
         return next(path for n in range(1, 10**6) if not (path := Path(f"{name}-{n}" if n > 1 else name)).exists())
+
+    def task(self) -> str:
+        """The environment as plots name it: slippery ice or not is said every time."""
+        if not self.env.startswith("frozenlake"):
+            return self.env
+        return f"{self.env} ({'slippery' if self.slippery else 'not slippery'})"
 
     def make_env(self) -> TextEnv:
         """The environment behind --env, with the settings that concern it."""

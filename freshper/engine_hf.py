@@ -90,7 +90,7 @@ class HFEngine:
         active = list(range(len(conversations)))
         while True:
             logits = self._feed(chunks, images)  # [B, V]
-            finite = torch.isfinite(logits).all(-1)
+            finite = torch.isfinite(logits).all(-1).tolist()
             if not all(finite[i] for i in active):
                 seed = next(conversations[i].seed for i in active if not finite[i])
                 raise NonFiniteError(f"the rollout met logits that are not finite; episode seed {seed}")
@@ -140,10 +140,12 @@ class HFEngine:
             self.images_fed[row] += len(pictures)
         device = self.policy.device
         self.visible = torch.cat([self.visible, torch.from_numpy(real).to(device)], dim=1)  # [B, slots]
-        slot = torch.arange(self.visible.shape[1], device=device)
-        query = slot[-width:, None]
+        # what is added to the attention scores, [B, width, slots]: -inf where a query must not look
+        bias = torch.zeros(self.visible.shape, dtype=self.policy.model.dtype, device=device)
+        mask = bias.masked_fill(~self.visible, -torch.inf)[:, None].repeat(1, width, 1)
+        mask[:, :, -width:] += torch.full((width, width), -torch.inf, device=device).triu(1)
         # a hole may see itself, so that no row of the softmax is empty
-        mask = (self.visible[:, None] & (slot <= query)) | (slot == query)  # [B, width, slots]
+        mask.diagonal(mask.shape[2] - width, 1, 2).zero_()
         hidden = self.policy.hidden(
             torch.from_numpy(tokens).to(device),
             torch.from_numpy(positions).to(device),
@@ -169,12 +171,10 @@ def truncated(probabilities: torch.Tensor, top_k: int, top_p: float) -> torch.Te
 
     Top-p counts shares of what top-k left, as vLLM does. The result is not normalised.
     """
-    if 0 < top_k < probabilities.shape[-1]:
-        smallest = probabilities.topk(top_k).values[:, -1:]
-        probabilities = torch.where(probabilities >= smallest, probabilities, 0.0)
+    if top_p == 1.0 and not 0 < top_k < probabilities.shape[-1]:
+        return probabilities
+    largest, ids = probabilities.topk(top_k if 0 < top_k < probabilities.shape[-1] else probabilities.shape[-1])
     if top_p < 1.0:
-        ordered, order = probabilities.sort(descending=True)
-        before = ordered.cumsum(-1) - ordered  # the mass of everything more probable
-        ordered = torch.where(before < top_p * ordered.sum(-1, keepdim=True), ordered, 0.0)
-        probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered)
-    return probabilities
+        before = largest.cumsum(-1) - largest  # the mass of everything more probable
+        largest = torch.where(before < top_p * largest.sum(-1, keepdim=True), largest, 0.0)
+    return torch.zeros_like(probabilities).scatter(-1, ids, largest)

@@ -23,12 +23,13 @@ def importance_weights(probabilities: np.ndarray, size: int, beta: float) -> np.
     Raises ValueError where a probability is not in (0, 1], or beta not in [0, 1].
     """
     probabilities = np.asarray(probabilities, dtype=np.float64)
-    if not (probabilities.min() > 0.0 and probabilities.max() <= 1.0):
+    smallest = probabilities.min()
+    if not (smallest > 0.0 and probabilities.max() <= 1.0):
         raise ValueError(f"probabilities must lie in (0, 1], got {probabilities.min()} to {probabilities.max()}")
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"beta must lie in [0, 1], got {beta}")
     # w_i / max_j w_j, with the quotient inside the power: N cancels and nothing can overflow
-    return (probabilities.min() / probabilities) ** beta
+    return (smallest / probabilities) ** beta
 
 
 def annealed_beta(beta0: float, progress: float) -> float:

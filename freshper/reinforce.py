@@ -21,6 +21,9 @@ Where the paper is silent, and what we do:
   but successes; whitened over itself its advantage is zero and the replay gradient dies silently. The
   default `running` therefore measures against the returns that were *collected* lately. `recompute`
   (the authors' code) and `stored` are there to compare.
+- *Dual clip* (Ye et al., AAAI 2020; ROLL, the paper's framework, has it too): where A_t < 0, rho_t A_t has no
+  lower bound, and a stale failure whose tokens have become likely since rules the whole batch. Bounding it by
+  `dual_clip` * A_t keeps replay stable; 0 leaves the loss as it is above.
 - C does not depend on how a batch is split, so neither does the gradient (see `policy_loss`).
 
 Exercise: set `--replay_advantage recompute` and watch `replay_success` and `replay_grad_norm`.
@@ -119,6 +122,7 @@ def policy_loss(
     weights: torch.Tensor | None = None,
     *,
     ratio_clip: float = 0.2,
+    dual_clip: float = 0.0,
     entropies: torch.Tensor | None = None,
     entropy_coef: float = 0.0,
     ref_logprobs: torch.Tensor | None = None,
@@ -140,7 +144,11 @@ def policy_loss(
     ratio = log_ratio.exp()  # rho_t [B, T]
     unclipped = ratio * advantages
     clipped = ratio.clamp(1.0 - ratio_clip, 1.0 + ratio_clip) * advantages
-    token_loss = -torch.minimum(unclipped, clipped)  # [B, T]
+    objective = torch.minimum(unclipped, clipped)  # [B, T]
+    if dual_clip:
+        # rho A is unbounded where A < 0: one token that has become likely since would rule the whole batch
+        objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
+    token_loss = -objective  # [B, T]
     if entropy_coef:
         token_loss = token_loss - entropy_coef * entropies
     if kl_coef:
@@ -152,7 +160,7 @@ def policy_loss(
     with torch.no_grad():
         stats = {
             "tokens": float(action_mask.sum()),
-            "clipped": float(((clipped < unclipped) & action_mask).sum()),
+            "clipped": float(((objective != unclipped) & action_mask).sum()),
             "kl": float((ratio - log_ratio - 1.0).sum()),
         }
     return loss, stats

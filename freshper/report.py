@@ -44,6 +44,15 @@ replay_nonzero_advantages replay_success replay_age buffer_size mean_age lr
 """.split()
 
 
+def exact_baselines(config: Config) -> dict[str, float]:
+    """Mean success of the random and the optimal player on the held-out seeds, where the environment knows it."""
+    env = config.make_env()
+    if not hasattr(env, "baselines"):
+        return {}
+    known = [env.baselines(EVAL_SEEDS + k) for k in range(config.eval_episodes)]
+    return {name: float(np.mean([b[name] for b in known])) for name in known[0]}
+
+
 class Report:
     """A context manager around the run: everything is on disk when it closes."""
 
@@ -61,10 +70,7 @@ class Report:
         self.file = (self.folder / "metrics.csv").open("w", newline="")
         self.writer = csv.DictWriter(self.file, COLUMNS, restval="")
         self.writer.writeheader()
-        env = self.config.make_env()
-        if hasattr(env, "baselines"):
-            known = [env.baselines(EVAL_SEEDS + k) for k in range(self.config.eval_episodes)]
-            self.baselines = {name: float(np.mean([b[name] for b in known])) for name in known[0]}
+        self.baselines = exact_baselines(self.config)
         parameters = sum(p.numel() for p in self.policy.model.parameters())
         self.say(f"{self.title()}: {type(self.policy.model).__name__}, {parameters:,} parameters")
         exact = ", ".join(f"{name} {value:.3f}" for name, value in self.baselines.items())
@@ -136,8 +142,7 @@ class Report:
 
     def title(self) -> str:
         c = self.config
-        ice = " (slippery)" if c.slippery else " (not slippery)" if c.env.startswith("frozenlake") else ""
-        return f"{c.env}{ice}, {c.method}, preset {c.preset}, seed {c.seed}"
+        return f"{c.task()}, {c.method}, preset {c.preset}, seed {c.seed}"
 
     @staticmethod
     def say(line: str) -> None:

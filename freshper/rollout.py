@@ -56,17 +56,13 @@ class RandomEngine:
     def __init__(self, policy: Policy, envs: list[TextEnv], seed: int):
         self.policy, self.envs, self.rng = policy, envs, np.random.default_rng(seed)
         self.players: dict[int, TextEnv] = {}
-        self.captions: dict[TextEnv, str] = {}  # of the last picture each environment has shown
 
     def generate(self, conversations: list[Conversation], max_new_tokens: int) -> list[Reply]:
         if not self.players:
             self.players = {id(c): env for c, env in zip(conversations, self.envs, strict=True)}
         replies = []
         for conversation in conversations:
-            player = self.players[id(conversation)]
-            if conversation.images:
-                self.captions[player] = player.caption()
-            text = player.random_reply(self.rng)
+            text = self.players[id(conversation)].random_reply(self.rng)
             tokens = [*self.policy.tokenizer.encode(text, add_special_tokens=False), self.policy.eos_id]
             replies.append(Reply(tokens, [0.0] * len(tokens)))
         return replies

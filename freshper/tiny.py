@@ -3,20 +3,21 @@
 Paper: appendix B (Qwen2.5-0.5B-Instruct, Qwen2.5-VL-3B-Instruct). Same transformers classes, 0.1 to 0.2 M
 parameters, and a tokenizer with Qwen's special tokens and chat template over bytes and a few whole words.
 
-RL needs a policy that can already write a legal reply. The *warm start* plays the part of pre-training:
-supervised learning on transcripts of a uniformly random player, never on good play. It teaches the form of a
-reply and what an observation says (for pictures, by captions), and leaves the success of a random player.
-Models are built once and cached; the key covers the code, the settings and the versions that shape them.
+RL needs a policy that can already write a legal reply; the warm start (freshper/warm_start.py) sees to that.
+The weights that come with the repository were made by the second command and are used as long as their key,
+which covers code and settings, fits; otherwise models are built once and cached.
 
-    python -m freshper.tiny            builds (or finds) both and describes them
+    python -m freshper.tiny            finds (or builds) both and describes them
+    python -m freshper.tiny --ship     also puts them where the repository keeps them
 """
 
+import argparse
+import ast
 import hashlib
 import inspect
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,14 +25,12 @@ import tokenizers
 import torch
 import transformers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tqdm import tqdm
 from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
-    get_scheduler,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -40,14 +39,15 @@ import envs.frozenlake
 import freshper.episode
 import freshper.models
 import freshper.rollout
+import freshper.warm_start
 from envs import ENVS
-from envs.base import Observation, TextEnv
 from envs.frozenlake import ACTIONS
 from freshper.engine_hf import HFEngine, Sampling
-from freshper.episode import Batch, Episode, collate
+from freshper.episode import collate
 from freshper.models import Policy, load_policy
-from freshper.rollout import EVAL_SEEDS, RandomEngine, rollout, summarize
+from freshper.rollout import EVAL_SEEDS, rollout, summarize
 from freshper.trainer import keep_freed_memory
+from freshper.warm_start import transcripts, warm_start
 
 SPECIAL = (
     "<|endoftext|>",
@@ -58,7 +58,8 @@ SPECIAL = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-WORDS = ("system", "user", "assistant", "<answer>", "</answer>", "<think>", "</think>", *ACTIONS)
+WORDS = ["system", "user", "assistant", "<answer>", "</answer>", "<think>", "</think>", *ACTIONS]
+WORDS += ["√", " G", " O", " a", " b", " c", " d"]  # of terse FrozenLake: a cell is a column and a row
 CHAT_TEMPLATE = """\
 {% for message in messages %}<|im_start|>{{ message.role }}
 {% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}\
@@ -69,11 +70,10 @@ CHAT_TEMPLATE = """\
 
 HIDDEN, LAYERS, HEADS = 64, 2, 4
 WARM_STARTS = {
-    "text": {"env": "frozenlake", "schedule": [(300, 10)], "lr": 3e-3},
-    "vision": {"env": "frozenlake_vlm", "schedule": [(500, 1), (150, 10)], "lr": 3e-3},
+    "text": {"env": "frozenlake", "schedule": [(400, 10)], "lr": 3e-3},
+    "vision": {"env": "frozenlake_vlm", "schedule": [(200, 1), (100, 10)], "lr": 3e-3},
 }
-BATCH = 64
-WARM_START_SEEDS = 2_000_000_000  # far from the seeds of training and evaluation
+SHIPPED = Path(__file__).parent / "weights"
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -143,78 +143,37 @@ def build_policy(family: str, seed: int = 0) -> Policy:
     return Policy(Qwen2_5_VLForConditionalGeneration(config), tokenizer, processor)
 
 
-def transcripts(policy: Policy, players: list[TextEnv], seeds: list[int]) -> list[Episode]:
-    """A game of the uniformly random player in each environment. Picture games end with a caption of the last
-    picture that was shown: a user turn without a picture, then what it shows."""
-    engine = RandomEngine(policy, players, seeds[0])
-    games = rollout(engine, policy, players, seeds, max_tokens=4096, max_new_tokens=8)
-    if policy.image_processor:
-        for game, player in zip(games, players, strict=True):
-            ask = policy.bridge(Observation("?"), closed=True)
-            tell = policy.tokenizer.encode(engine.captions[player], add_special_tokens=False)
-            game.tokens = np.concatenate([game.tokens, ask, tell]).astype(np.int32)
-            game.action_mask = np.concatenate([game.action_mask, [False] * len(ask), [True] * len(tell)])
-            game.behavior_logprobs = np.zeros(len(game.tokens), dtype=np.float32)
-            game.turn_rewards = np.append(game.turn_rewards, 0.0).astype(np.float32)
-    return games
-
-
-def supervised_step(policy: Policy, games: list[Episode]) -> float:
-    """Accumulate the gradient of the mean cross-entropy, and return it: over every token of text games (the
-    observations teach what a move does), over replies and captions of picture games (whose placeholders have
-    nothing to predict)."""
-
-    def targets(batch: Batch) -> torch.Tensor:
-        if policy.image_processor:
-            return batch.action_mask[:, 1:]
-        return torch.arange(1, batch.tokens.shape[1]) < torch.tensor(batch.lengths)[:, None]
-
-    batch = collate(games)
-    total, n = 0.0, targets(batch).sum()
-    for _, part in batch.micro_batches(16):
-        mask = targets(part)
-        logits = policy.model.lm_head(policy.batch_hidden(part)[:, :-1][mask])
-        loss = torch.nn.functional.cross_entropy(logits, part.tokens[:, 1:][mask], reduction="sum") / n
-        loss.backward()
-        total += loss.item()
-    return total
-
-
-def warm_start(policy: Policy, make_env: Callable[[], TextEnv], schedule: list[tuple[int, int]], lr: float) -> None:
-    """Supervised learning on fresh games of the random player. `schedule`: (batches, turns of their games)."""
-    players = [make_env() for _ in range(BATCH)]
-    total = sum(batches for batches, _ in schedule)
-    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=lr, weight_decay=0.0)
-    rate = get_scheduler("cosine", optimizer, total // 20, total)
-    policy.model.train()
-    with tqdm(total=total, desc="warm start (once)", unit="batch") as progress:
-        for batches, turns in schedule:
-            for player in players:
-                player.max_turns = turns
-            for _ in range(batches):
-                seeds = [WARM_START_SEEDS + progress.n * BATCH + k for k in range(BATCH)]
-                optimizer.zero_grad()
-                loss = supervised_step(policy, transcripts(policy, players, seeds))
-                torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
-                optimizer.step()
-                rate.step()
-                progress.set_postfix(loss=f"{loss:.3f}", refresh=False)
-                progress.update()
-
-
-def cache_folder(family: str) -> Path:
-    """Where the warm-started model of this family lies or will lie: FRESHPER_CACHE, or ~/.cache/freshper. The name
-    covers the code and the versions that shape it."""
-    shaped_by = (sys.modules[__name__], envs.base, envs.frozenlake, freshper.episode, freshper.models, freshper.rollout)
-    text = "".join(inspect.getsource(module) for module in shaped_by)
-    key = hashlib.sha256(f"{text} {torch.__version__} {transformers.__version__} {tokenizers.__version__}".encode())
-    root = Path(os.environ.get("FRESHPER_CACHE", Path.home() / ".cache" / "freshper"))
-    return root / f"tiny-{family}-{key.hexdigest()[:16]}"
+def shape_key(family: str) -> str:
+    """A hash of everything of ours that shapes the model: settings, and the code (not the comments) of the modules
+    that make transcripts and train on them."""
+    digest = hashlib.sha256(repr((family, WARM_STARTS[family])).encode())
+    for module in (
+        sys.modules[shape_key.__module__],
+        envs.base,
+        envs.frozenlake,
+        freshper.episode,
+        freshper.models,
+        freshper.rollout,
+        freshper.warm_start,
+    ):
+        tree = ast.parse(inspect.getsource(module))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+                node.body = node.body[1:]
+        digest.update(ast.dump(tree).encode())
+    return digest.hexdigest()[:12]
 
 
 def tiny_model(family: str) -> Path:
-    """The folder of the warm-started model, built first where it does not exist yet."""
-    folder = cache_folder(family)
+    """The folder of the warm-started model: the shipped one if it belongs to this code, else the one in the cache
+    (FRESHPER_CACHE, or ~/.cache/freshper), whose name also covers the library versions and which is built first
+    where it does not exist yet."""
+    name = f"{family}-{shape_key(family)}"
+    if (SHIPPED / name).is_dir():
+        return SHIPPED / name
+    versions = f"torch{torch.__version__}-transformers{transformers.__version__}-tokenizers{tokenizers.__version__}"
+    root = Path(os.environ.get("FRESHPER_CACHE", Path.home() / ".cache" / "freshper"))
+    folder = root / f"{name}-{versions}"
     if not folder.is_dir():
         policy = build_policy(family)
         settings = WARM_STARTS[family]
@@ -228,28 +187,61 @@ def tiny_model(family: str) -> Path:
     return folder
 
 
-def describe(family: str, episodes: int = 1000) -> dict[str, float]:
-    """Play held-out games with the warm-started model: it must do as well as the random player, and no better.
+@torch.no_grad()
+def caption_accuracy(policy: Policy, games: int = 256) -> float:
+    """The share of tokens of captions of held-out pictures that the model predicts right, given those before."""
+    players = [ENVS[WARM_STARTS["vision"]["env"]]() for _ in range(games)]
+    for player in players:
+        player.max_turns = 1
+    right = total = 0
+    batch = collate(transcripts(policy, players, [EVAL_SEEDS + k for k in range(games)]))
+    for _, part in batch.micro_batches(64):
+        predicted = policy.model.lm_head(policy.batch_hidden(part)).argmax(-1)  # [B, T]
+        for row, n in enumerate(part.lengths):
+            start = n - int(part.action_mask[row, :n].flip(0).int().argmin())  # the last reply is the caption
+            right += int((predicted[row, start - 1 : n - 1] == part.tokens[row, start:n]).sum())
+            total += n - start
+    return right / total
+
+
+def describe(folder: Path, family: str, episodes: int = 1000) -> dict[str, float]:
+    """Play held-out games with a warm-started model: it must do as well as the random player, and no better.
 
     Raises RuntimeError where its success is more than four standard errors from the random player's.
     """
-    policy = load_policy(str(tiny_model(family)), "cpu", torch.float32)
+    policy = load_policy(str(folder), "cpu", torch.float32)
     players = [ENVS[WARM_STARTS[family]["env"]]() for _ in range(episodes)]
     seeds = [EVAL_SEEDS + k for k in range(episodes)]
     played = summarize(rollout(HFEngine(policy, Sampling(), seed=0), policy, players, seeds, 512, 6))
     random = float(np.mean([player.baselines(seed)["random"] for player, seed in zip(players, seeds, strict=True)]))
     parameters = sum(p.numel() for p in policy.model.parameters())
-    print(tiny_model(family))
+    print(f"{folder}")
     print(f"  {type(policy.model).__name__}, {parameters:,} parameters, {len(policy.tokenizer)} tokens")
     print(f"  success {played['success']:.3f} over {episodes} held-out games, a random player {random:.3f} (exact)")
     print(f"  replies that cannot be read: {played['invalid']:.2%}")
+    if policy.image_processor:
+        played["caption"] = caption_accuracy(policy)
+        print(f"  tokens right in captions of held-out pictures: {played['caption']:.2%}")
     if abs(played["success"] - random) > 4 * (random * (1 - random) / episodes) ** 0.5:
         raise RuntimeError(f"the warm-started {family} model does not play like the random player; rebuild it")
-    return played | {"random": random}
+    return played
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Build (or find) and describe the tiny models.")
+    parser.add_argument("--family", choices=list(WARM_STARTS), nargs="+", default=list(WARM_STARTS))
+    parser.add_argument("--ship", action="store_true", help="copy them to where the repository keeps them")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    for family in args.family:
+        folder = tiny_model(family)
+        describe(folder, family)
+        if args.ship and folder.parent != SHIPPED:
+            for old in SHIPPED.glob(f"{family}-*"):
+                shutil.rmtree(old)
+            shutil.copytree(folder, SHIPPED / f"{family}-{shape_key(family)}")
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    for name in sys.argv[1:] or WARM_STARTS:
-        describe(name)
+    main()

@@ -116,6 +116,7 @@ class TorchTrainer:
                 part.action_mask.to(device),
                 all_weights[rows].to(device),
                 ratio_clip=config.ratio_clip,
+                dual_clip=config.dual_clip,
                 entropies=entropies,
                 entropy_coef=config.entropy_coef,
                 ref_logprobs=self._ref_logprobs(part).to(device) if config.kl_loss_coef else None,

@@ -112,33 +112,68 @@ def test_arbitrary_text_never_earns_anything(reply):
         assert env.observation_space.contains(observation)
 
 
-def test_text_and_picture_show_the_state():
-    text, picture = ENVS["frozenlake"](), ENVS["frozenlake_vlm"]()
+def cells(env):
+    """What stands where, read off Gymnasium's own map: {(row, col): symbol}."""
+    shown = {(r, c): {"H": "O", "G": "G"}.get(env.lake.desc[r, c].decode(), "_") for r in range(4) for c in range(4)}
+    player = divmod(int(env.lake.s), 4)
+    shown[player] = {"_": "P", "O": "X", "G": "√"}[shown[player]]
+    return shown
+
+
+def wander(env, seed):
+    """Every state of a random game."""
+    rng = np.random.default_rng(seed)
+    observation, _ = env.reset(seed=seed)
+    over = False
+    while True:
+        yield observation, cells(env)
+        if over:
+            return
+        observation, _, terminated, truncated, _ = env.step(env.random_reply(rng))
+        over = terminated or truncated
+
+
+def test_full_text_is_the_grid():
+    for seed in range(40):
+        for observation, shown in wander(ENVS["frozenlake"](style="full"), seed):
+            rows = observation.text.split("State:\n")[1].split("\n")[:4]
+            assert [row.split(" ") for row in rows] == [[shown[r, c] for c in range(4)] for r in range(4)]
+
+
+def test_terse_text_and_captions_name_the_cells():
+    for seed in range(40):
+        env, picture = ENVS["frozenlake"](), ENVS["frozenlake_vlm"]()
+        for (observation, shown), (seen, also) in zip(wander(env, seed), wander(picture, seed), strict=True):
+            assert also == shown
+            assert picture.caption() == observation.text
+            assert seen.text == ""  # nothing but the picture says where things are
+            words = observation.text.split(" ")
+            named = {("abcd".index(w[0]), int(w[1]) - 1): k for k, w in enumerate(words) if w[0] in "abcd"}
+            for (row, col), symbol in shown.items():
+                listed = (col, row) in named
+                assert listed == (symbol != "_")
+            player = next(cell for cell, symbol in shown.items() if symbol in "PX√")
+            assert words[0] == shown[player]
+            assert words[1] == f"{'abcd'[player[1]]}{player[0] + 1}"
+            assert words[2] == "G"
+            assert words[4:5] in ([], ["O"])
+
+
+def test_pictures_show_the_state():
+    """Red only where the player is, green only on the goal, dark blue only in holes, plain ice elsewhere."""
     for seed in range(30):
-        grid = text.reset(seed=seed)[0].text.split("\n")
-        image = picture.reset(seed=seed)[0].images[0].astype(int)
-        assert picture._observe().text == ""  # nothing but the picture says where things are
-        assert image.shape == (56, 56, 3)
-        for row in range(4):
-            for col in range(4):
+        for observation, shown in wander(ENVS["frozenlake_vlm"](), seed):
+            image = observation.images[0].astype(int)
+            assert image.shape == (56, 56, 3)
+            for (row, col), symbol in shown.items():
                 cell = image[14 * row + 4 : 14 * row + 13, 14 * col + 4 : 14 * col + 13].reshape(-1, 3)
-                shown = grid[row][col]
-                is_red = ((cell[:, 0] > 150) & (cell[:, 1] < 100)).sum() > 8
-                is_green = ((cell[:, 1] > 130) & (cell[:, 0] < 60)).sum() > 8
-                is_dark = ((cell[:, 2] > 60) & (cell[:, 0] < 60) & (cell[:, 1] < 80)).sum() > 40
-                assert {"P": is_red, "G": is_green, "O": is_dark, "_": np.ptp(cell, axis=0).max() < 60}[shown]
-                assert sum([bool(is_red), bool(is_green), bool(is_dark)]) == (shown != "_")
-
-
-def test_captions_are_the_grid():
-    text, picture = ENVS["frozenlake"](), ENVS["frozenlake_vlm"]()
-    for seed in range(20):
-        grid = text.reset(seed=seed)[0].text
-        picture.reset(seed=seed)
-        place, shown = picture.caption().split("\n", 1)
-        assert shown == grid
-        cells = grid.replace("\n", "")
-        assert place == "".join(str(x) for symbol in "PG" for x in divmod(cells.index(symbol), 4))
+                red = ((cell[:, 0] > 150) & (cell[:, 1] < 100)).sum() > 8
+                green = ((cell[:, 1] > 130) & (cell[:, 0] < 60)).sum() > 8
+                dark = ((cell[:, 2] > 60) & (cell[:, 0] < 60) & (cell[:, 1] < 80)).sum() > 20
+                assert red == (symbol in "PX√")
+                assert symbol == "√" or green == (symbol == "G")  # the player stands before the flag
+                assert dark == (symbol in "OX")
+                assert symbol != "_" or np.ptp(cell, axis=0).max() < 60
 
 
 def test_full_prompts_say_what_a_pretrained_model_needs():

@@ -42,7 +42,7 @@ def slow_advantages(episodes, clip, moments=None, kl=None, kl_coef=0.0):
     return result
 
 
-def slow_loss(episodes, logprobs, all_advantages, weights, eps, aggregation):
+def slow_loss(episodes, logprobs, all_advantages, weights, eps, aggregation, dual=0.0):
     """1/B sum_i w_i l_i with Python floats."""
     tokens = sum(int(e.action_mask.sum()) for e in episodes)
     scale = tokens / len(episodes) if aggregation == "token_mean" else 1.0
@@ -51,7 +51,8 @@ def slow_loss(episodes, logprobs, all_advantages, weights, eps, aggregation):
         loss = 0.0
         for a, t in zip(all_advantages[n], np.flatnonzero(e.action_mask), strict=True):
             ratio = math.exp(logprobs[n][t] - float(e.behavior_logprobs[t]))
-            loss -= min(ratio * a, max(1 - eps, min(1 + eps, ratio)) * a)
+            objective = min(ratio * a, max(1 - eps, min(1 + eps, ratio)) * a)
+            loss -= max(objective, dual * a) if dual and a < 0 else objective
         total += weights[n] * loss / scale
     return total / len(episodes)
 
@@ -71,7 +72,7 @@ def test_loss_matches_the_slow_loop(seed, n, clip, fixed):
     expected = slow_advantages(episodes, clip, moments)
     np.testing.assert_allclose(found[batch.action_mask], sum(expected, []), rtol=2e-3, atol=2e-4)
     assert (found[~batch.action_mask] == 0).all()
-    for aggregation in ("token_mean", "token_sum"):
+    for aggregation, dual in (("token_mean", 0.0), ("token_sum", 0.0), ("token_mean", 1.5)):
         scale = int(batch.action_mask.sum()) / n if aggregation == "token_mean" else 1.0
         loss, _ = policy_loss(
             logprobs.double(),
@@ -80,8 +81,9 @@ def test_loss_matches_the_slow_loop(seed, n, clip, fixed):
             batch.action_mask,
             torch.tensor(weights),
             scale=scale,
+            dual_clip=dual,
         )
-        reference = slow_loss(episodes, logprobs.tolist(), expected, weights, 0.2, aggregation)
+        reference = slow_loss(episodes, logprobs.tolist(), expected, weights, 0.2, aggregation, dual)
         assert loss.item() == pytest.approx(reference, rel=1e-6, abs=1e-9)
 
 
