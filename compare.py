@@ -76,8 +76,9 @@ def table(results: list[dict], arms: list[str]) -> Iterator[str]:
         rows = [r for r in results if r["arm"] == arm]
         last = np.array([r["last"] for r in rows])
         mean = {name: np.mean([r[name] for r in rows]) for name in ("peak", "updates", "invalid", "wall_s")}
+        each = " ".join(f"{x:.3f}" for x in last)
         yield (
-            f"| {arm} | {len(rows)} | {' '.join(f'{x:.3f}' for x in last)} | {last.mean():.3f} ± {last.std(ddof=1):.3f} "
+            f"| {arm} | {len(rows)} | {each} | {last.mean():.3f} ± {last.std(ddof=1):.3f} "
             f"| {mean['peak']:.3f} | {mean['updates']:.0f} | {mean['invalid']:.1%} | {mean['wall_s']:.0f} |"
         )
 

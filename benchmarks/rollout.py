@@ -7,8 +7,8 @@ tiny policy with random weights, one torch thread, replies of exactly 4 sampled 
 - `GenerateEngine` is what one writes first: at every turn it pads the whole conversations on the left and calls
   `model.generate` of transformers with the same sampling. That keeps a cache within the call, and the next turn
   starts at the first token again. It is spared the log-probs that ours returns; with --images every picture is
-  preprocessed once and kept, but seen by the vision tower again at every turn. Picture conversations are all of
-  one length here, its best case: no padding, so that transformers leaves out the attention mask.
+  preprocessed once and kept, but seen by the vision tower again at every turn, where ours sees it once. Picture
+  conversations are all of one length here, its best case: no padding, so that transformers leaves out the mask.
 
 No reply ends early (eos is suppressed), and the environment plays a legal move of its own instead of reading the
 reply, until turn 10: both engines do the same work, and the lengths of all conversations must agree.
@@ -104,6 +104,7 @@ class Timed:
 
 def play(policy, engine, style, images):
     """One game: seconds of the rollout, seconds of its turns [TURNS], lengths [TURNS, B]."""
+    policy._features.clear()  # the rounds show the same pictures again
     envs, engine, start = [EndlessLake(image=images, style=style) for _ in SEEDS], Timed(engine), time.perf_counter()
     episodes = rollout(engine, policy, envs, SEEDS, max_tokens=4096, max_new_tokens=REPLY)
     seconds = time.perf_counter() - start
@@ -143,6 +144,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     keep_freed_memory()
     policy = build_policy("vision" if images else "text")
+    policy.freeze_vision = images  # as in the tiny preset: a picture is seen once and remembered
     policy.suppressed_ids = [*policy.suppressed_ids, policy.eos_id]
     for style, (speedup, growth) in {style: compare(policy, style, images) for style in ROUNDS}.items():
         print(f"{'met   ' if speedup >= SPEEDUP else 'MISSED'}  {style}: rollout {speedup:.1f}x >= {SPEEDUP:g}x")

@@ -200,6 +200,7 @@ _TINY = {
     "max_new_tokens": 6,
     "micro_batch_size": 16,
     "advantage_clip": 20.0,
+    "dual_clip": 3.0,
     "epsilon": 0.01,
     "tau": 20.0,
     "lr": 1e-3,
@@ -207,6 +208,7 @@ _TINY = {
     "rollout_batch_size": 32,
     "batch_size": 32,
     "eval_every": 20,
+    "eval_episodes": 256,
 }
 
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {

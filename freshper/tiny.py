@@ -68,10 +68,11 @@ CHAT_TEMPLATE = """\
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
-HIDDEN, LAYERS, HEADS = 64, 2, 4
+HIDDEN, HEADS = 64, 4
+LAYERS = {"text": 3, "vision": 2}  # the vision tower is one more
 WARM_STARTS = {
     "text": {"env": "frozenlake", "schedule": [(400, 10)], "lr": 3e-3},
-    "vision": {"env": "frozenlake_vlm", "schedule": [(200, 1), (100, 10)], "lr": 3e-3},
+    "vision": {"env": "frozenlake_vlm", "schedule": [(250, 1), (150, 10)], "lr": 3e-3},
 }
 SHIPPED = Path(__file__).parent / "weights"
 
@@ -103,7 +104,7 @@ def build_policy(family: str, seed: int = 0) -> Policy:
         "vocab_size": len(tokenizer),
         "hidden_size": HIDDEN,
         "intermediate_size": 2 * HIDDEN,
-        "num_hidden_layers": LAYERS,
+        "num_hidden_layers": LAYERS[family],
         "num_attention_heads": HEADS,
         "num_key_value_heads": HEADS,
         "max_position_embeddings": 4096,
