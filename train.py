@@ -65,8 +65,7 @@ def train(config: Config, policy: Policy, report: Report) -> None:
         report.add(trainer.record_behavior_logprobs(episodes))
         baseline.observe(episodes)
         # 4: store each e_j into B with base priority p_j^base and log pi_mu
-        signal = [e.reward for e in episodes] if config.priority == "reward" else baseline.scores(episodes)
-        buffer.add(episodes, reward_priority(signal, config.epsilon), step=age_clock())
+        buffer.add(episodes, reward_priority([e.reward for e in episodes], config.epsilon), step=age_clock())
         # 6: refresh priorities p_i <- p_i^base * exp(-Delta_i / tau), on a CPU thread while line 5 trains
         refresh = buffer.refresh_async(age_clock(updates_ahead=config.ppo_epochs))
         # 5: train pi_theta on the fresh batch {e_j}

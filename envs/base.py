@@ -14,7 +14,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-FORMAT_PENALTY = -0.15  # reward of an unparsable reply (the authors' configuration); it also costs the turn
+FORMAT_PENALTY = 0.15  # what an unparsable reply costs beside its turn (the authors' configuration)
 
 
 class Observation(NamedTuple):

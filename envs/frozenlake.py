@@ -86,10 +86,18 @@ class FrozenLake(TextEnv):
     matter (see `caption`) for a tiny one, to which a cell of a grid does not yet say where it is.
     `image` draws the grid instead of writing it; `cell_size` is in pixels."""
 
-    def __init__(self, slippery: bool = False, image: bool = False, style: str = "terse", cell_size: int = 14):
+    def __init__(
+        self,
+        slippery: bool = False,
+        image: bool = False,
+        style: str = "terse",
+        cell_size: int = 14,
+        format_penalty: float = FORMAT_PENALTY,
+    ):
         if style not in ("full", "terse"):
             raise ValueError(f"style must be full or terse, got {style}")
         self.slippery, self.image, self.style, self.cell_size = slippery, image, style, cell_size
+        self.format_penalty = format_penalty
         side = SIDE * cell_size
         pictures = gymnasium.spaces.Sequence(gymnasium.spaces.Box(0, 255, (side, side, 3), np.uint8))
         self.observation_space = gymnasium.spaces.Tuple((FreeText(5000, min_length=0), pictures))
@@ -109,7 +117,7 @@ class FrozenLake(TextEnv):
         self.turn += 1
         action = parse_answer(reply)
         info = {"success": False, "valid": action in ACTIONS}
-        terminated, reward = False, FORMAT_PENALTY
+        terminated, reward = False, -self.format_penalty
         if info["valid"]:
             _, reward, terminated, _, _ = self.lake.step(ACTIONS.index(action))
             info["success"] = self._cell() == "G"

@@ -99,6 +99,9 @@ class Config:
     max_tokens: int = _flag(2048, "of a conversation (Table env_details, 'Seq Len': 2048, VLM 4096)")
     max_new_tokens: int = _flag(256, "of a reply (not given in the paper)")
     prompt_style: Literal["full", "terse"] = _flag("full", "full: rules and form written out; terse: the state alone")
+    format_penalty: float = _flag(
+        0.15, "cost of a reply that cannot be read (Table env_details: reward is binary, 0; authors' code: 0.15)"
+    )
     slippery: bool = _flag(False, "FrozenLake's ice (appendix B: slippery; see the README on the image task)")
     cell_size: int = _flag(56, "pixels of a cell in FrozenLake's pictures (not given in the paper)")
 
@@ -133,6 +136,7 @@ class Config:
             "entropy_coef",
             "top_k",
             "dual_clip",
+            "format_penalty",
         )
         checks = [(name, getattr(self, name) > 0, "above 0") for name in positive]
         checks += [(name, getattr(self, name) >= 0, "0 or more") for name in not_negative]
@@ -170,7 +174,12 @@ class Config:
 
     def make_env(self) -> TextEnv:
         """The environment behind --env, with the settings that concern it."""
-        return ENVS[self.env](slippery=self.slippery, style=self.prompt_style, cell_size=self.cell_size)
+        return ENVS[self.env](
+            slippery=self.slippery,
+            style=self.prompt_style,
+            cell_size=self.cell_size,
+            format_penalty=self.format_penalty,
+        )
 
     def decay_function(self) -> Any:
         """age -> factor for the buffer, or None (Standard PER)."""

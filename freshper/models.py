@@ -83,6 +83,11 @@ class Policy:
             prefix = prefix.removeprefix(self.tokenizer.eos_token)
         return self._encode(prefix + observation.text + suffix, observation.images)
 
+    @cached_property
+    def closing_tokens(self) -> int:
+        """How many tokens the template writes after a user's text, up to and with the next assistant header."""
+        return len(self.tokenizer.encode(self._template(0, first=False)[1], add_special_tokens=False))
+
     def reply_text(self, reply: list[int]) -> str:
         """The reply as the environment reads it, without a final eos."""
         return self.tokenizer.decode(reply[:-1] if reply and reply[-1] == self.eos_id else reply)

@@ -161,7 +161,7 @@ def shape_key(family: str) -> str:
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
                 node.body = node.body[1:]
-        digest.update(ast.dump(tree).encode())
+        digest.update(ast.unparse(tree).encode())
     return digest.hexdigest()[:12]
 
 
@@ -199,9 +199,10 @@ def caption_accuracy(policy: Policy, games: int = 256) -> float:
     for _, part in batch.micro_batches(64):
         predicted = policy.model.lm_head(policy.batch_hidden(part)).argmax(-1)  # [B, T]
         for row, n in enumerate(part.lengths):
-            start = n - int(part.action_mask[row, :n].flip(0).int().argmin())  # the last reply is the caption
-            right += int((predicted[row, start - 1 : n - 1] == part.tokens[row, start:n]).sum())
-            total += n - start
+            told = np.flatnonzero(part.action_mask[row, :n])
+            told = told[np.flatnonzero(np.diff(told, prepend=-2) > 1)[-1] :]  # the last run: after it no reply
+            right += int((predicted[row, told - 1] == part.tokens[row, told]).sum())
+            total += len(told)
     return right / total
 
 

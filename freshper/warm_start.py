@@ -4,12 +4,13 @@ Ours; the paper starts from Qwen2.5 instruct models (appendix B). Supervised lea
 random player, never on good play. It teaches the form of a reply, what a move does and what an observation shows,
 and leaves the success of a random player, which freshper/tiny.py checks.
 
-A transcript is a game, and then a question about the final observation, answered by a caption:
+A transcript is a game, and then a last user turn with the final observation and its caption:
 
-    <user> _P_ ... <assistant> <answer>Up</answer> <user> ... <user> ? ___ ... <assistant> 0122 ___ ...
+    <user> P a2 G b2 ... <assistant> <answer>Up</answer> <user> ... <user> ? X b3 G b2 ...
 
-Text models learn every token of it, pictures models the replies and captions: a placeholder of a picture has
-nothing to predict, and a caption is what makes the vision tower look.
+Text models learn every token of it, picture models the replies and captions: a placeholder of a picture has
+nothing to predict, and a caption is what makes the vision tower look. The caption stands in a user turn: as an
+assistant turn it would be a second thing to say, into which RL, pushing down failures, drives the policy.
 """
 
 from collections.abc import Callable
@@ -29,19 +30,21 @@ WARM_START_SEEDS = 2_000_000_000  # far from the seeds of training and evaluatio
 
 
 def transcripts(policy: Policy, players: list[TextEnv], seeds: list[int]) -> list[Episode]:
-    """A game of the uniformly random player in each environment, then one more user turn that asks what the final
-    observation shows, and the answer: a caption."""
+    """A game of the uniformly random player in each environment, then one more user turn: the final observation and
+    what it shows. The action mask of the result covers replies and captions."""
     engine = RandomEngine(policy, players, seeds[0])
     games = rollout(engine, policy, players, seeds, max_tokens=4096, max_new_tokens=8)
     for game, player in zip(games, players, strict=True):
-        final = player.observe()
-        ask = policy.bridge(Observation("?" + final.text, final.images), closed=True)
-        tell = policy.tokenizer.encode(player.caption(), add_special_tokens=False)
-        game.tokens = np.concatenate([game.tokens, ask, tell]).astype(np.int32)
-        game.action_mask = np.concatenate([game.action_mask, [False] * len(ask), [True] * len(tell)])
+        caption = policy.tokenizer.encode(player.caption(), add_special_tokens=False)
+        images = player.observe().images
+        turn = policy.bridge(Observation("?" + player.caption(), images), closed=True)
+        start = len(turn) - policy.closing_tokens - len(caption)
+        told = [start <= k < start + len(caption) for k in range(len(turn))]
+        game.tokens = np.concatenate([game.tokens, turn]).astype(np.int32)
+        game.action_mask = np.concatenate([game.action_mask, told])
         game.behavior_logprobs = np.zeros(len(game.tokens), dtype=np.float32)
         game.turn_rewards = np.append(game.turn_rewards, 0.0).astype(np.float32)
-        game.images = [*game.images, *final.images]
+        game.images = [*game.images, *images]
     return games
 
 

@@ -89,7 +89,7 @@ def test_unreadable_replies_cost_a_turn_and_leave_the_state(reply):
         assert reply == "<think><answer>Up</answer>"
         return
     assert (reward, terminated, truncated, info["success"], info["valid"]) == (
-        FORMAT_PENALTY,
+        -FORMAT_PENALTY,
         False,
         False,
         False,
