@@ -82,9 +82,8 @@ def solve(transitions: dict, horizon: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class FrozenLake(TextEnv):
-    """`style` "full" writes rules, legend, grid and form out for a pretrained model; "terse" names the cells that
-    matter (see `caption`) for a tiny one, to which a cell of a grid does not yet say where it is.
-    `image` draws the grid instead of writing it; `cell_size` is in pixels."""
+    """`style` "full" writes rules, legend, grid and form out for a pretrained model; "terse" shows the grid alone
+    for a tiny one. `image` draws the grid instead of writing it; `cell_size` is in pixels."""
 
     def __init__(
         self,
@@ -149,19 +148,19 @@ class FrozenLake(TextEnv):
     def _cell(self) -> str:
         return self.lake.desc[divmod(int(self.lake.s), SIDE)].decode()
 
-    def _grid(self) -> str:
+    def _grid(self, separator: str) -> str:
         symbols = {"S": "_", "F": "_", "H": "O", "G": "G"}
         rows = [[symbols[cell.decode()] for cell in row] for row in self.lake.desc]
         row, col = divmod(int(self.lake.s), SIDE)
         rows[row][col] = {"_": "P", "O": "X", "G": "√"}[rows[row][col]]
-        return "\n".join(" ".join(row) for row in rows)
+        return "\n".join(separator.join(row) for row in rows)
 
     def observe(self) -> Observation:
         """What a player sees now."""
         images = (draw(self.lake.desc, int(self.lake.s), self.cell_size),) if self.image else ()
         if self.style == "terse":
-            return Observation("" if self.image else self.caption(), images)
-        state = "The picture shows the lake." if self.image else "State:\n" + self._grid()
+            return Observation("" if self.image else self._grid(""), images)
+        state = "The picture shows the lake." if self.image else "State:\n" + self._grid(" ")
         if self.turn == 0:
             slippery = " The ice is slippery: you may slide to either side of where you want to go."
             opening = RULES.format(

@@ -59,7 +59,7 @@ SPECIAL = (
     "<|video_pad|>",
 )
 WORDS = ["system", "user", "assistant", "<answer>", "</answer>", "<think>", "</think>", *ACTIONS]
-WORDS += ["√", " G", " O", " a", " b", " c", " d"]  # of terse FrozenLake: a cell is a column and a row
+WORDS += ["√", " G", " O", " a", " b", " c", " d"]  # of captions: a cell is a column and a row
 CHAT_TEMPLATE = """\
 {% for message in messages %}<|im_start|>{{ message.role }}
 {% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}\
@@ -71,7 +71,7 @@ CHAT_TEMPLATE = """\
 HIDDEN, HEADS = 64, 4
 LAYERS = {"text": 3, "vision": 2}  # the vision tower is one more
 WARM_STARTS = {
-    "text": {"env": "frozenlake", "schedule": [(400, 10)], "lr": 3e-3},
+    "text": {"env": "frozenlake", "schedule": [(300, 10)], "lr": 3e-3},
     "vision": {"env": "frozenlake_vlm", "schedule": [(250, 1), (150, 10)], "lr": 3e-3},
 }
 SHIPPED = Path(__file__).parent / "weights"

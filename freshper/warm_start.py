@@ -6,7 +6,7 @@ and leaves the success of a random player, which freshper/tiny.py checks.
 
 A transcript is a game, and then a last user turn with the final observation and its caption:
 
-    <user> P a2 G b2 ... <assistant> <answer>Up</answer> <user> ... <user> ? X b3 G b2 ...
+    <user> the state <assistant> <answer>Up</answer> <user> ... <user> the last state ? X b3 G b2 O b3 c3 a4
 
 Text models learn every token of it, picture models the replies and captions: a placeholder of a picture has
 nothing to predict, and a caption is what makes the vision tower look. The caption stands in a user turn: as an
@@ -36,15 +36,15 @@ def transcripts(policy: Policy, players: list[TextEnv], seeds: list[int]) -> lis
     games = rollout(engine, policy, players, seeds, max_tokens=4096, max_new_tokens=8)
     for game, player in zip(games, players, strict=True):
         caption = policy.tokenizer.encode(player.caption(), add_special_tokens=False)
-        images = player.observe().images
-        turn = policy.bridge(Observation("?" + player.caption(), images), closed=True)
+        final = player.observe()
+        turn = policy.bridge(Observation(f"{final.text}?{player.caption()}", final.images), closed=True)
         start = len(turn) - policy.closing_tokens - len(caption)
         told = [start <= k < start + len(caption) for k in range(len(turn))]
         game.tokens = np.concatenate([game.tokens, turn]).astype(np.int32)
         game.action_mask = np.concatenate([game.action_mask, told])
         game.behavior_logprobs = np.zeros(len(game.tokens), dtype=np.float32)
         game.turn_rewards = np.append(game.turn_rewards, 0.0).astype(np.float32)
-        game.images = [*game.images, *images]
+        game.images = [*game.images, *final.images]
     return games
 
 

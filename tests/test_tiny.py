@@ -75,7 +75,7 @@ def test_the_shipped_weights_play_like_the_random_player(family):
     played = describe(tiny_model(family), family)
     assert played["invalid"] < 0.005
     if family == "vision":
-        assert played["caption"] > 0.99
+        assert played["caption"] > 0.97
 
 
 @pytest.mark.parametrize("family", ["text", "vision"])

@@ -250,9 +250,6 @@ def test_help_documents_every_flag(capsys):
         assert f"--{name}" in text
         sentence = " ".join(field.metadata["help"].replace("%%", "%").split())
         assert sentence in text
-        assert re.search(
-            r"paper|Table|section|appendix|Algorithm|eq\.|ours|\(|held|device|CPU|tower|reply|sampling", sentence
-        )
     assert text.count("(default: ") >= len(Config.__dataclass_fields__) - 2
 
 
