@@ -72,7 +72,6 @@ class Config:
     baseline_window: int = _flag(256, "episodes behind the running mean of `replay_advantage running` (ours)")
 
     lr: float = _flag(1e-6, "learning rate of AdamW (Table training_config: 1e-6)")
-    adam_eps: float = _flag(1e-8, "epsilon of AdamW (not given in the paper; see freshper/trainer.py)")
     warmup_steps: int = _flag(10, "of the cosine schedule (appendix D: 10)")
     max_grad_norm: float = _flag(1.0, "gradient clipping (Table config_comparison: 1.0)")
     ratio_clip: float = _flag(0.2, "epsilon of the PPO ratio clip (section 4.1: 0.2)")
@@ -127,7 +126,6 @@ class Config:
             "tau",
         )
         positive += (
-            "adam_eps",
             "max_grad_norm",
             "ratio_clip",
             "advantage_clip",
@@ -222,7 +220,6 @@ _TINY = {
     "epsilon": 0.01,
     "tau": 20.0,
     "lr": 1e-3,
-    "adam_eps": 1e-5,
     "iterations": 200,
     "rollout_batch_size": 32,
     "batch_size": 32,

@@ -61,9 +61,10 @@ class Policy:
 
     @cached_property
     def suppressed_ids(self) -> list[int]:
-        """Ids that are never sampled: every special token but eos (a sampled image placeholder has no picture)."""
+        """Ids that are never sampled: every special token but eos (a sampled image placeholder has no picture), and
+        what the model's generation config says (`suppress_tokens`)."""
         special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-        return sorted(special - {self.eos_id})
+        return sorted(special.union(self.model.generation_config.suppress_tokens or ()) - {self.eos_id})
 
     @cached_property
     def image_token_id(self) -> int:

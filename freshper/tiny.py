@@ -117,7 +117,7 @@ def build_policy(family: str, seed: int = 0) -> Policy:
     # at Qwen's theta of 1e6 the angle of one column would be 1e-4 rad: nothing a tiny model could see
     rope = {"rope_type": "default", "rope_theta": 100.0}
     if family == "text":
-        return Policy(Qwen2ForCausalLM(Qwen2Config(**language, rope_parameters=rope)), tokenizer)
+        return _speaking_words(Policy(Qwen2ForCausalLM(Qwen2Config(**language, rope_parameters=rope)), tokenizer))
     vision = {
         "depth": 1,
         "hidden_size": 32,
@@ -141,7 +141,14 @@ def build_policy(family: str, seed: int = 0) -> Policy:
         initializer_range=0.1,
     )
     processor = Qwen2VLImageProcessorPil(patch_size=7, merge_size=2, min_pixels=14 * 14, max_pixels=14 * 14 * 256)
-    return Policy(Qwen2_5_VLForConditionalGeneration(config), tokenizer, processor)
+    return _speaking_words(Policy(Qwen2_5_VLForConditionalGeneration(config), tokenizer, processor))
+
+
+def _speaking_words(policy: Policy) -> Policy:
+    """Bytes can be read but not sampled. No reply needs one, none occurs in the warm start's, and 256 tokens that
+    were never seen share one direction of the output layer: RL drifts into it and the policy writes garbage."""
+    policy.model.generation_config.suppress_tokens = list(range(256))
+    return policy
 
 
 def shape_key(family: str) -> str:

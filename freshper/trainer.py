@@ -10,11 +10,6 @@ Only action tokens are ever turned into logits: hidden states are selected first
 [B, T, vocabulary]. Micro-batches add up to exactly the gradient of the whole batch, because the loss divides
 by constants of the whole batch (freshper/reinforce.py).
 
-`adam_eps` matters more than it looks. Adam moves every weight by about the learning rate, however small its
-gradient, as long as the gradient is well above epsilon. Output rows of tokens that never occur get gradients of
-1e-7, nearly always of one sign (negative advantages push everything else up); at 1e-8 they rise step by step until a
-tiny policy writes garbage. 1e-5, usual in RL, leaves them where they are.
-
 A log-prob, loss or gradient that is not finite raises NonFiniteError, before the weights are touched.
 """
 
@@ -62,7 +57,7 @@ class TorchTrainer:
     def __init__(self, policy: Policy, config: Config, total_updates: int):
         self.policy, self.config, self.step = policy, config, 0
         trainable = [p for p in policy.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(trainable, lr=config.lr, eps=config.adam_eps, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(trainable, lr=config.lr, weight_decay=0.0)
         self.scheduler = get_scheduler("cosine", self.optimizer, config.warmup_steps, total_updates)
         self.reference = None  # pi_ref, for KL terms only
         if config.kl_reward_coef or config.kl_loss_coef:
