@@ -211,6 +211,7 @@ _TINY = {
     "dtype": "float32",
     "prompt_style": "terse",
     "cell_size": 14,
+    "format_penalty": 0.0,
     "capacity": 10_000,
     "max_tokens": 512,
     "max_new_tokens": 6,

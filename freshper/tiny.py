@@ -68,8 +68,7 @@ CHAT_TEMPLATE = """\
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
-HIDDEN, HEADS = 64, 4
-LAYERS = {"text": 3, "vision": 2}  # the vision tower is one more
+HIDDEN, LAYERS, HEADS = 64, 2, 4
 WARM_STARTS = {
     "text": {"env": "frozenlake", "schedule": [(300, 10)], "lr": 3e-3},
     "vision": {"env": "frozenlake_vlm", "schedule": [(250, 1), (150, 10)], "lr": 3e-3},
@@ -104,7 +103,7 @@ def build_policy(family: str, seed: int = 0) -> Policy:
         "vocab_size": len(tokenizer),
         "hidden_size": HIDDEN,
         "intermediate_size": 2 * HIDDEN,
-        "num_hidden_layers": LAYERS[family],
+        "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
         "num_key_value_heads": HEADS,
         "max_position_embeddings": 4096,
