@@ -241,7 +241,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "tiny": {
-        "frozenlake": _TINY,
+        "frozenlake": {**_TINY, "lr": 6e-4},
         "frozenlake_vlm": {**_TINY, "freeze_vision": True},
     },
 }
