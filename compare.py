@@ -101,9 +101,9 @@ def figure(out: Path, arms: list[str], seeds: list[int], title: str, baselines: 
         if name in baselines:
             axes.axhline(baselines[name], color="black", linestyle=style, linewidth=1)
             label = f"{name} player: {baselines[name]:.3f}, exact"
-            axes.annotate(label, (0, baselines[name] + 0.01), fontsize=8)
+            axes.text(0.01, baselines[name] + 0.01, label, fontsize=8, transform=axes.get_yaxis_transform())
     axes.set(xlabel="episodes", ylabel="success on held-out seeds", title=title, ylim=(0, 1.06))
-    axes.legend(fontsize="small", loc="center left")
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(0.0, 0.93))
     page.savefig(out / "figure.png", dpi=130)
 
 

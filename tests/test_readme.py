@@ -53,7 +53,7 @@ def test_every_file_and_flag_named_exists():
         assert (ROOT / path).exists() or path == "curve.png", path
     for link in re.findall(r"\]\(([^)#]+)\)", README):
         assert link.startswith("http") or (ROOT / link).exists(), link
-    for flag in set(re.findall(r"`(?:[^`]* )?--([a-z_]+)", README)) - {
+    for flag in set(re.findall(r"`(?:[^`\n]* )?--([a-z_]+)", README)) - {
         "help",
         "seeds",
         "arm",
