@@ -46,9 +46,9 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, eps: float = 1e-8) -> torch
 
     Population variance. Where all entries are equal the result is zero, not noise.
     """
-    selected = values[mask]
+    selected = values[mask].double()  # in float32 the mean of equal values can miss them by more than eps
     mean, std = selected.mean(), selected.std(correction=0)
-    return torch.where(mask, (values - mean) / (std + eps), 0.0)
+    return torch.where(mask, (values.double() - mean) / (std + eps), 0.0).to(values.dtype)
 
 
 def kl_k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
@@ -159,7 +159,6 @@ def policy_loss(
     loss = sample_loss.sum() / (batch_size or len(logprobs))
     with torch.no_grad():
         stats = {
-            "tokens": float(action_mask.sum()),
             "clipped": float(((objective != unclipped) & action_mask).sum()),
             "kl": float((ratio - log_ratio - 1.0).sum()),
         }

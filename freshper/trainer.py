@@ -93,8 +93,8 @@ class TorchTrainer:
         Returns loss, gradient norm, clip fraction, KL and the share of advantages that are not zero.
         """
         config, batch = self.config, collate(episodes)
+        ref_logprobs = self._ref_logprobs(batch) if self.reference else None
         if config.kl_reward_coef:
-            ref_logprobs = self._ref_logprobs(batch)
             kl = kl_k1(batch.behavior_logprobs, ref_logprobs) * batch.action_mask
             batch = batch._replace(rewards=batch.rewards - config.kl_reward_coef * kl)
         all_advantages = advantages(batch.rewards, batch.action_mask, config.advantage_clip, moments)  # [B, T]
@@ -119,7 +119,7 @@ class TorchTrainer:
                 dual_clip=config.dual_clip,
                 entropies=entropies,
                 entropy_coef=config.entropy_coef,
-                ref_logprobs=self._ref_logprobs(part).to(device) if config.kl_loss_coef else None,
+                ref_logprobs=None if ref_logprobs is None else ref_logprobs[rows, :width].to(device),
                 kl_coef=config.kl_loss_coef,
                 batch_size=len(episodes),
                 scale=scale,

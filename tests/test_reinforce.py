@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_episode
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from freshper.config import parse_args
@@ -59,6 +59,7 @@ def slow_loss(episodes, logprobs, all_advantages, weights, eps, aggregation, dua
 
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 10**6), n=st.integers(1, 6), clip=st.sampled_from([0.2, 20.0]), fixed=st.booleans())
+@example(seed=343, n=1, clip=0.2, fixed=False)  # three equal returns whose float32 mean is another number
 def test_loss_matches_the_slow_loop(seed, n, clip, fixed):
     rng = np.random.default_rng(seed)
     episodes = [make_episode(rng, turns=int(rng.integers(1, 5))) for _ in range(n)]
