@@ -68,7 +68,7 @@ def test_loss_matches_the_slow_loop(seed, n, clip, fixed):
     logprobs[batch.action_mask] = torch.tensor(-rng.random(int(batch.action_mask.sum())), dtype=torch.float32)
     weights = rng.random(n) + 0.1
     moments = [(rng.normal(), rng.random() + 0.5) for _ in range(n)] if fixed else None
-    tensor = None if moments is None else torch.tensor(moments).T[..., None]
+    tensor = None if moments is None else torch.tensor(moments, dtype=torch.float64).T[..., None]
     found = advantages(batch.rewards, batch.action_mask, clip, tensor)
     expected = slow_advantages(episodes, clip, moments)
     np.testing.assert_allclose(found[batch.action_mask], sum(expected, []), rtol=2e-3, atol=2e-4)
