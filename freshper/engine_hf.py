@@ -90,7 +90,7 @@ class HFEngine:
         active = list(range(len(conversations)))
         while True:
             logits = self._feed(chunks, images)  # [B, V]
-            finite = torch.isfinite(logits).all(-1).tolist()
+            finite = torch.isfinite(logits.logsumexp(-1)).tolist()
             if not all(finite[i] for i in active):
                 seed = next(conversations[i].seed for i in active if not finite[i])
                 raise NonFiniteError(f"the rollout met logits that are not finite; episode seed {seed}")
@@ -154,16 +154,14 @@ class HFEngine:
             self.cache,
         )
         self.cache.length += width
-        return self.policy.model.lm_head(hidden[:, -1]).float()
+        return self.policy.logits(hidden[:, -1])
 
     def _sample(self, logits: torch.Tensor) -> tuple[list[int], list[float]]:
-        """Draw a token a row; its log-prob is under the whole vocabulary, before suppression and truncation."""
-        logits = logits / self.sampling.temperature
-        allowed = logits.clone()
-        allowed[:, self.policy.suppressed_ids] = -torch.inf
-        probabilities = truncated(allowed.softmax(-1), self.sampling.top_k, self.sampling.top_p)
+        """Draw a token a row; its log-prob is at the sampling temperature, before truncation."""
+        logprobs = (logits / self.sampling.temperature).log_softmax(-1)
+        probabilities = truncated(logprobs.exp(), self.sampling.top_k, self.sampling.top_p)
         tokens = torch.multinomial(probabilities, 1, generator=self.generator)  # [B, 1]
-        return tokens[:, 0].tolist(), logits.log_softmax(-1).gather(1, tokens)[:, 0].tolist()
+        return tokens[:, 0].tolist(), logprobs.gather(1, tokens)[:, 0].tolist()
 
 
 def truncated(probabilities: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:

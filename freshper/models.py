@@ -198,6 +198,16 @@ class Policy:
         out = model(inputs_embeds=embeddings, position_ids=positions, attention_mask=attention_mask, **extra)
         return out.last_hidden_state
 
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Next-token logits, float32 [n, V] from hidden states [n, hidden]; -inf for ids that are never sampled.
+
+        Engine and trainer both start from these. Were such ids left in the trainer's softmax, nothing would ever
+        punish them, and probability would drift there unseen.
+        """
+        logits = self.model.lm_head(hidden).float()
+        logits[:, self.suppressed_ids] = -torch.inf
+        return logits
+
     def save(self, folder: str) -> None:
         """Write model, tokenizer and image processor in the Hugging Face format, for `load_policy`."""
         for part in (self.model, self.tokenizer, self.image_processor):

@@ -41,7 +41,7 @@ class Conversation:
 
 class Reply(NamedTuple):
     tokens: list[int]  # at least one; ends with eos unless cut by the limit
-    logprobs: list[float]  # of each token under the whole vocabulary, at the sampling temperature
+    logprobs: list[float]  # of each token at the sampling temperature, before top-k and top-p
 
 
 class Engine(Protocol):

@@ -44,7 +44,7 @@ def action_logprobs(
     tokens, mask = batch.tokens.to(policy.device), batch.action_mask.to(policy.device)
     hidden = policy.batch_hidden(batch)  # [B, T, H]
     selected = hidden[:, :-1][mask[:, 1:]]  # [n, H]: the state before each of the n action tokens
-    logits = policy.model.lm_head(selected).float() / temperature  # [n, V]
+    logits = policy.logits(selected) / temperature  # [n, V]
     chosen = logits.log_softmax(-1).gather(1, tokens[mask][:, None])[:, 0]  # [n]
     zeros = torch.zeros(tokens.shape, device=policy.device)
     entropies = torch.distributions.Categorical(logits=logits).entropy() if entropy else None

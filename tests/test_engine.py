@@ -24,6 +24,7 @@ def stock_logprobs(policy, episode, temperature):
         inputs["mm_token_type_ids"] = (tokens == policy.image_token_id).int()
     with torch.no_grad():
         logits = policy.model(**inputs).logits[0].double() / temperature
+    logits[:, policy.suppressed_ids] = -torch.inf  # what is never sampled has no probability
     chosen = logits.log_softmax(-1)[:-1].gather(1, tokens[0, 1:, None])[:, 0].numpy()
     return np.where(episode.action_mask, np.append(0.0, chosen), 0.0)
 
@@ -144,6 +145,7 @@ def test_sync_forgets_the_cache(text_policy):
         reply = engine.generate([conversation], 1)[0]
         tokens = torch.tensor([conversation.tokens])
         logits = text_policy.model(tokens).logits[0, -1] / 0.99
+        logits[text_policy.suppressed_ids] = -torch.inf
         text_policy.model.model.layers[0].mlp.up_proj.weight.div_(1.5)
     assert reply.logprobs[0] == pytest.approx(logits.log_softmax(-1)[reply.tokens[0]].item(), abs=1e-4)
 
@@ -154,9 +156,9 @@ def test_sampling_follows_the_model(text_policy):
 
     engine = HFEngine(text_policy, Sampling(temperature=0.8, top_k=20, top_p=0.9), 0)
     logits = torch.randn(1, 274, generator=torch.Generator().manual_seed(0)) * 2
+    logits[:, text_policy.suppressed_ids] = -torch.inf
     tokens, _ = engine._sample(logits.expand(20_000, -1))
     allowed = (logits[0].double() / 0.8).softmax(-1)
-    allowed[text_policy.suppressed_ids] = 0
     order = allowed.argsort(descending=True)[:20]
     shares = allowed[order] / allowed[order].sum()
     kept = order[: int((shares.cumsum(0) - shares < 0.9).sum())]

@@ -185,7 +185,11 @@ def trainer_for(policy, **changes):
 
 def episodes_for(policy, n, seed=0):
     rng = np.random.default_rng(seed)
-    return [make_episode(rng, turns=int(rng.integers(1, 5)), seed=k) for k in range(n)]
+    episodes = [make_episode(rng, turns=int(rng.integers(1, 5)), seed=k) for k in range(n)]
+    speakable = np.setdiff1d(np.arange(len(policy.tokenizer)), policy.suppressed_ids)
+    for e in episodes:
+        e.tokens[e.action_mask] = rng.choice(speakable, e.action_mask.sum())
+    return episodes
 
 
 @pytest.mark.parametrize("terms", [{}, {"entropy_coef": 0.01, "kl_loss_coef": 0.05, "kl_reward_coef": 0.1}])
@@ -212,6 +216,7 @@ def test_trainer_computes_the_loss_of_the_equations(text_policy):
     for e in episodes:
         tokens = torch.from_numpy(e.tokens.astype(np.int64))[None]
         logits = trainer.policy.model(tokens).logits[0].double() / 0.99
+        logits[:, trainer.policy.suppressed_ids] = -torch.inf
         chosen = logits.log_softmax(-1)[:-1].gather(1, tokens[0, 1:, None])[:, 0]
         logprobs.append([0.0, *chosen.tolist()])
         # near the policy, so that ratios fall inside and outside the clip
