@@ -26,7 +26,7 @@ import numpy as np
 from tqdm import tqdm
 
 from freshper.config import Config
-from freshper.report import exact_baselines
+from freshper.report import baselines
 
 ROOT = Path(__file__).parent
 COLORS = ("#4285F4", "#FBBC04", "#EA4335", "#34A853", "#FF9800", "#9E9E9E", "#7B1FA2", "#00838F")  # the paper's first
@@ -131,7 +131,7 @@ def main() -> None:
         writer.writerows(results)
     config = Config(**json.loads((folder_of(out, *jobs[0]) / "config.json").read_text()))
     title = f"{config.task()}, preset {config.preset}, {len(args.seeds)} seeds"
-    figure(out, arms, args.seeds, title, exact_baselines(config))
+    figure(out, arms, args.seeds, title, baselines(config))
     text = "\n".join(table(results, arms)) + "\n"
     (out / "table.md").write_text(text)
     print(text)

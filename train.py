@@ -11,6 +11,7 @@ import sys
 
 import torch
 
+from envs.base import EVAL_SEEDS
 from freshper.buffer import ReplayBuffer
 from freshper.config import Config, parse_args
 from freshper.engine_hf import HFEngine, Sampling
@@ -20,7 +21,7 @@ from freshper.models import Policy, load_policy
 from freshper.priority import reward_priority
 from freshper.reinforce import ReplayBaseline
 from freshper.report import Report
-from freshper.rollout import EVAL_SEEDS, rollout, summarize, training_seeds
+from freshper.rollout import rollout, training_seeds
 from freshper.tiny import tiny_model
 from freshper.trainer import TorchTrainer, keep_freed_memory
 
@@ -28,7 +29,7 @@ from freshper.trainer import TorchTrainer, keep_freed_memory
 def load(config: Config) -> Policy:
     """The policy behind --model. Raises ValueError where there is none, or where it cannot see --env's pictures."""
     pictures = bool(config.make_env().reset(seed=0)[0].images)
-    name = str(tiny_model("vision" if pictures else "text")) if config.model == "tiny" else config.model
+    name = str(tiny_model(config.env)) if config.model == "tiny" else config.model
     try:
         policy = load_policy(name, config.device, getattr(torch, config.dtype), config.freeze_vision)
     except OSError as error:
@@ -86,7 +87,7 @@ def train(config: Config, policy: Policy, report: Report) -> None:
         engine.sync(trainer)
 
         if report.evaluation_due():
-            report.evaluated(summarize(collect([EVAL_SEEDS + k for k in range(config.eval_episodes)])))
+            report.evaluated(collect([EVAL_SEEDS + k for k in range(config.eval_episodes)]))
             engine.sync(trainer)
         report.end_iteration(trainer, episodes, buffer)
 

@@ -7,7 +7,6 @@ To add your own: subclass `TextEnv` in a file of its own, give it `reset`, `step
 it in `envs/__init__.py`. `envs/frozenlake.py` is the worked example.
 """
 
-import re
 from typing import Any, ClassVar, NamedTuple
 
 import gymnasium
@@ -15,6 +14,14 @@ import numpy as np
 from gymnasium import spaces
 
 FORMAT_PENALTY = 0.15  # what an unparsable reply costs beside its turn (the authors' configuration)
+
+# Every seed is one map, one question, one puzzle. Held-out seeds lie where training never gets.
+EVAL_SEEDS, WARM_START_SEEDS = 1_000_000_000, 2_000_000_000
+
+
+def held_out(seed: int) -> bool:
+    """Whether this seed belongs to evaluation: tasks with data take it from the validation split then."""
+    return EVAL_SEEDS <= seed < WARM_START_SEEDS
 
 
 class Observation(NamedTuple):
@@ -32,10 +39,27 @@ class FreeText(spaces.Text):
 
 
 class TextEnv(gymnasium.Env):
-    """The base of every environment. `info["success"]` is a bool in every step's info."""
+    """The base of every environment.
 
-    max_turns: ClassVar[int] = 10  # H of section 3.1
+    `info["success"]` is a bool in every step's info, `info["valid"]` says whether the reply could be read, and
+    `info["metrics"]` holds a number for each of the class's `metrics`, which are averaged and logged.
+    """
+
+    max_turns: int = 10  # H of section 3.1
+    metrics: ClassVar[tuple[str, ...]] = ()
     action_space = FreeText(min_length=0, max_length=100_000)
+    # for the tiny models: what their tokenizer holds as one token each (all that replies and captions consist
+    # of), and how many batches of random games of how many turns warm them up
+    words: ClassVar[tuple[str, ...]] = ()
+    warm_start: tuple[tuple[int, int], ...] = ((300, 10),)
+
+    def __init__(self, style: str = "terse", format_penalty: float = FORMAT_PENALTY, max_turns: int = 0):
+        """`style` "full" writes rules and form out for a pretrained model, "terse" the bare state for a tiny one.
+        `max_turns` 0 leaves the task's own. Raises ValueError for another style."""
+        if style not in ("full", "terse"):
+            raise ValueError(f"style must be full or terse, got {style}")
+        self.style, self.format_penalty = style, format_penalty
+        self.max_turns = max_turns or self.max_turns
 
     def random_reply(self, rng: np.random.Generator) -> str:
         """A well-formed reply of a player that chooses uniformly among the actions."""
@@ -49,10 +73,36 @@ class TextEnv(gymnasium.Env):
         """What the current observation shows, in other words (used by the warm start only)."""
         raise NotImplementedError
 
+    def baselines(self, seed: int) -> dict[str, float]:
+        """Success of a `random` player on this seed and, where a task can tell, of an `optimal` one. Here: one
+        random game. Tasks that know the exact probability say that instead."""
+        self.reset(seed=seed)
+        rng, ended = np.random.default_rng(seed), False
+        while not ended:
+            _, _, terminated, truncated, info = self.step(self.random_reply(rng))
+            ended = terminated or truncated
+        return {"random": float(info["success"])}
+
+    def has_exact_baselines(self) -> bool:
+        return type(self).baselines is not TextEnv.baselines
+
+
+def parse_tag(reply: str, tag: str) -> str | None:
+    """The stripped text between the only `<tag>` and `</tag>` outside an optional `<think>` block, or None where
+    there is not exactly one such pair. Linear in the length of the reply."""
+    if "<think>" in reply or "</think>" in reply:
+        before, _, thought = reply.partition("<think>")
+        _, closed, after = thought.partition("</think>")
+        reply = before + after
+        if not closed or "<think>" in reply or "</think>" in reply:
+            return None
+    start, end = f"<{tag}>", f"</{tag}>"
+    if reply.count(start) != 1 or reply.count(end) != 1:
+        return None
+    inner, closed, _ = reply.partition(start)[2].partition(end)
+    return inner.strip() if closed else None
+
 
 def parse_answer(reply: str) -> str | None:
-    """The stripped text between the only pair of `<answer>` tags, or None where there is not exactly one."""
-    answers = re.findall(r"<answer>(.*?)</answer>", reply, re.DOTALL)
-    if len(answers) != 1 or reply.count("<answer>") != 1 or reply.count("</answer>") != 1:
-        return None
-    return answers[0].strip()
+    """`parse_tag` for `<answer>`."""
+    return parse_tag(reply, "answer")

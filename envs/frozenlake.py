@@ -85,6 +85,8 @@ class FrozenLake(TextEnv):
     """`style` "full" writes rules, legend, grid and form out for a pretrained model; "terse" shows the grid alone
     for a tiny one. `image` draws the grid instead of writing it; `cell_size` is in pixels."""
 
+    words = (*ACTIONS, "√", " G", " O", " a", " b", " c", " d")  # in captions a cell is a column and a row
+
     def __init__(
         self,
         slippery: bool = False,
@@ -92,11 +94,12 @@ class FrozenLake(TextEnv):
         style: str = "terse",
         cell_size: int = 14,
         format_penalty: float = FORMAT_PENALTY,
+        max_turns: int = 0,
     ):
-        if style not in ("full", "terse"):
-            raise ValueError(f"style must be full or terse, got {style}")
-        self.slippery, self.image, self.style, self.cell_size = slippery, image, style, cell_size
-        self.format_penalty = format_penalty
+        super().__init__(style, format_penalty, max_turns)
+        self.slippery, self.image, self.cell_size = slippery, image, cell_size
+        if image:  # first to see, then to play
+            self.warm_start = ((250, 1), (150, 10))
         side = SIDE * cell_size
         pictures = gymnasium.spaces.Sequence(gymnasium.spaces.Box(0, 255, (side, side, 3), np.uint8))
         self.observation_space = gymnasium.spaces.Tuple((FreeText(5000, min_length=0), pictures))

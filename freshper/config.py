@@ -8,6 +8,7 @@ A run's settings come from the dataclass, then the method, then the preset of th
 
 import argparse
 import dataclasses
+import inspect
 import sys
 from dataclasses import dataclass, field
 from functools import partial
@@ -102,6 +103,8 @@ class Config:
     format_penalty: float = _flag(
         0.15, "cost of a reply that cannot be read (Table env_details: reward is binary, 0; authors' code: 0.15)"
     )
+    max_turns: int = _flag(0, "H, assistant turns an episode; 0: the task's own (Table env_details, 'Max Actions')")
+    data: str = _flag("", "questions: a hub id or a json, jsonl or parquet file; empty: tasks generated here")
     slippery: bool = _flag(False, "FrozenLake's ice (appendix B: slippery; see the README on the image task)")
     cell_size: int = _flag(56, "pixels of a cell in FrozenLake's pictures (not given in the paper)")
 
@@ -144,6 +147,7 @@ class Config:
             "top_k",
             "dual_clip",
             "format_penalty",
+            "max_turns",
         )
         checks = [(name, getattr(self, name) > 0, "above 0") for name in positive]
         checks += [(name, getattr(self, name) >= 0, "0 or more") for name in not_negative]
@@ -181,12 +185,9 @@ class Config:
 
     def make_env(self) -> TextEnv:
         """The environment behind --env, with the settings that concern it."""
-        return ENVS[self.env](
-            slippery=self.slippery,
-            style=self.prompt_style,
-            cell_size=self.cell_size,
-            format_penalty=self.format_penalty,
-        )
+        settings = {name: getattr(self, flag) for name, flag in ENV_SETTINGS.items()}
+        accepted = inspect.signature(ENVS[self.env]).parameters
+        return ENVS[self.env](**{name: value for name, value in settings.items() if name in accepted})
 
     def decay_function(self) -> Any:
         """age -> factor for the buffer, or None (Standard PER)."""
@@ -194,6 +195,16 @@ class Config:
             return partial(polynomial_decay, tau=self.tau, power=1.0)
         return partial(exponential_decay, tau=self.tau) if self.decay == "exponential" else None
 
+
+# argument of an environment: flag
+ENV_SETTINGS = {
+    "style": "prompt_style",
+    "format_penalty": "format_penalty",
+    "max_turns": "max_turns",
+    "slippery": "slippery",
+    "cell_size": "cell_size",
+    "data": "data",
+}
 
 # Standard PER and FreshPER differ in nothing but what their rows of Table replay_config say.
 METHODS: dict[str, dict[str, Any]] = {
@@ -249,7 +260,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 
 def defaults(preset: str, env: str, method: str) -> dict[str, Any]:
     """The settings in which a preset and a method differ from the dataclass."""
-    return PRESETS[preset].get(env, {}) | METHODS[method]
+    return PRESETS[preset].get(env, _TINY if preset == "tiny" else {}) | METHODS[method]
 
 
 def parse_args(argv: list[str] | None = None) -> Config:

@@ -7,7 +7,8 @@
 Rows are written as they come; the rest when the run ends, also when it is interrupted or fails.
 
 Columns of metrics.csv: `step` optimizer steps; `episodes` collected so far; `train_*` of this iteration's
-episodes, `eval_*` on held-out seeds (empty where not evaluated); `invalid` share of unreadable replies;
+episodes, `eval_*` on held-out seeds (empty where not evaluated), the environment's own `metrics` among them;
+`invalid` share of unreadable replies;
 `mismatch` mean |engine - trainer log-prob|; `grad_norm`, `clip_fraction` (ratios cut by the PPO clip), `kl`
 (k3 of pi_mu against pi_theta) of the on-policy update; `replay_*` means over the K replay updates, where
 `replay_age` is in optimizer steps, `replay_success` the share of successes drawn and
@@ -30,11 +31,12 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
+from envs.base import EVAL_SEEDS
 from freshper.buffer import Replay, ReplayBuffer
 from freshper.config import Config
 from freshper.episode import Episode
 from freshper.models import Policy
-from freshper.rollout import EVAL_SEEDS, summarize
+from freshper.rollout import summarize
 from freshper.trainer import TorchTrainer
 
 COLUMNS = """
@@ -44,11 +46,9 @@ replay_nonzero_advantages replay_success replay_age buffer_size mean_age lr
 """.split()
 
 
-def exact_baselines(config: Config) -> dict[str, float]:
-    """Mean success of the random and the optimal player on the held-out seeds, where the environment knows it."""
+def baselines(config: Config) -> dict[str, float]:
+    """Mean success of the random player on the held-out seeds and, where the environment knows it, the optimal."""
     env = config.make_env()
-    if not hasattr(env, "baselines"):
-        return {}
     known = [env.baselines(EVAL_SEEDS + k) for k in range(config.eval_episodes)]
     return {name: float(np.mean([b[name] for b in known])) for name in known[0]}
 
@@ -68,13 +68,16 @@ class Report:
         self.folder.mkdir(parents=True)
         (self.folder / "config.json").write_text(json.dumps(dataclasses.asdict(self.config), indent=1) + "\n")
         self.file = (self.folder / "metrics.csv").open("w", newline="")
-        self.writer = csv.DictWriter(self.file, COLUMNS, restval="")
+        self.metrics = self.config.make_env().metrics
+        own = [f"{phase}_{name}" for phase in ("train", "eval") for name in self.metrics]
+        self.writer = csv.DictWriter(self.file, COLUMNS + own, restval="")
         self.writer.writeheader()
-        self.baselines = exact_baselines(self.config)
+        self.baselines = baselines(self.config)
         parameters = sum(p.numel() for p in self.policy.model.parameters())
         self.say(f"{self.title()}: {type(self.policy.model).__name__}, {parameters:,} parameters")
-        exact = ", ".join(f"{name} {value:.3f}" for name, value in self.baselines.items())
-        self.say(f"success on the {self.config.eval_episodes} held-out seeds, exactly: {exact or 'not known'}")
+        players = ", ".join(f"{name} {value:.3f}" for name, value in self.baselines.items())
+        how = "exactly" if self.config.make_env().has_exact_baselines() else "one game each"
+        self.say(f"players on the {self.config.eval_episodes} held-out seeds, {how}: success {players}")
         self.began = time.perf_counter()
         return self
 
@@ -109,13 +112,15 @@ class Report:
         done = self.iteration + 1
         return done % self.config.eval_every == 0 or done == self.config.iterations
 
-    def evaluated(self, summary: dict[str, float]) -> None:
-        self.add({"eval_success": summary["success"], "eval_reward": summary["reward"]})
+    def evaluated(self, episodes: list[Episode]) -> None:
+        """Take note of games on held-out seeds."""
+        summary = summarize(episodes, self.metrics)
+        self.add({f"eval_{name}": summary[name] for name in ("success", "reward", *self.metrics)})
 
     def end_iteration(self, trainer: TorchTrainer, episodes: list[Episode], buffer: ReplayBuffer) -> None:
         """Write the row of this iteration and move the bar."""
         self.episodes = episodes
-        fresh = summarize(episodes)
+        fresh = summarize(episodes, self.metrics)
         row = {name: round(float(np.mean(values)), 6) for name, values in self.values.items()}
         row |= {
             "iteration": self.iteration,
@@ -126,6 +131,7 @@ class Report:
             "train_reward": round(fresh["reward"], 4),
             "turns": round(fresh["turns"], 3),
             "invalid": round(fresh["invalid"], 4),
+            **{f"train_{name}": round(fresh[name], 4) for name in self.metrics},
             "buffer_size": len(buffer),
             "mean_age": round(float(buffer.ages().mean()), 2),
             "lr": trainer.optimizer.param_groups[0]["lr"],
@@ -163,9 +169,7 @@ def plot(rows: list[dict[str, float]], baselines: dict[str, float], title: str, 
         axes.plot(*zip(*held_out, strict=True), "o-", color="tab:blue", label="held-out seeds")
     for name, style in (("optimal", "--"), ("random", ":")):
         if name in baselines:
-            axes.axhline(
-                baselines[name], color="black", linestyle=style, label=f"{name} player, exact: {baselines[name]:.3f}"
-            )
+            axes.axhline(baselines[name], color="black", linestyle=style, label=f"{name} player: {baselines[name]:.3f}")
     axes.set(xlabel="episodes", ylabel="success", title=title, ylim=(-0.02, 1.05))
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=120)

@@ -21,9 +21,6 @@ from envs.base import TextEnv
 from freshper.episode import Episode
 from freshper.models import Policy
 
-# Every seed is one map, one question, one puzzle. Held-out seeds lie where training never gets.
-EVAL_SEEDS = 1_000_000_000
-
 
 def training_seeds(seed: int, start: int, n: int) -> list[int]:
     """Environment seeds of the training episodes number start..start+n-1 of the run with this seed."""
@@ -107,6 +104,7 @@ def rollout(
             rewards[i].append(reward)
             infos[i]["success"] = bool(info["success"])
             infos[i]["invalid"] += not info.get("valid", True)
+            infos[i] |= info.get("metrics", {})
             if terminated or truncated:
                 continue
             bridge = policy.bridge(observation, closed=reply.tokens[-1] == policy.eos_id)
@@ -133,12 +131,14 @@ def rollout(
     return episodes
 
 
-def summarize(episodes: list[Episode]) -> dict[str, float]:
-    """Success rate, mean return, turns an episode, and the share of replies that could not be read."""
+def summarize(episodes: list[Episode], metrics: tuple[str, ...] = ()) -> dict[str, float]:
+    """Success rate, mean return, turns an episode, the share of replies that could not be read, and means of the
+    environment's own `metrics`."""
     turns = sum(len(e.turn_rewards) for e in episodes)
     return {
         "success": sum(e.info["success"] for e in episodes) / len(episodes),
         "reward": sum(e.reward for e in episodes) / len(episodes),
         "turns": turns / len(episodes),
         "invalid": sum(e.info["invalid"] for e in episodes) / turns,
+        **{name: sum(e.info[name] for e in episodes) / len(episodes) for name in metrics},
     }

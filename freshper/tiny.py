@@ -35,17 +35,17 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import envs.base
-import envs.frozenlake
 import freshper.episode
 import freshper.models
 import freshper.rollout
 import freshper.warm_start
 from envs import ENVS
-from envs.frozenlake import ACTIONS
+from envs.base import EVAL_SEEDS, TextEnv
+from freshper.config import defaults
 from freshper.engine_hf import HFEngine, Sampling
 from freshper.episode import collate
 from freshper.models import Policy, load_policy
-from freshper.rollout import EVAL_SEEDS, rollout, summarize
+from freshper.rollout import rollout, summarize
 from freshper.trainer import keep_freed_memory
 from freshper.warm_start import transcripts, warm_start
 
@@ -58,8 +58,7 @@ SPECIAL = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-WORDS = ["system", "user", "assistant", "<answer>", "</answer>", "<think>", "</think>", *ACTIONS]
-WORDS += ["√", " G", " O", " a", " b", " c", " d"]  # of captions: a cell is a column and a row
+WORDS = ("system", "user", "assistant", "<answer>", "</answer>", "<think>", "</think>")  # and those of the task
 CHAT_TEMPLATE = """\
 {% for message in messages %}<|im_start|>{{ message.role }}
 {% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}\
@@ -69,21 +68,18 @@ CHAT_TEMPLATE = """\
 {% endif %}"""
 
 HIDDEN, LAYERS, HEADS = 64, 2, 4
-WARM_STARTS = {
-    "text": {"env": "frozenlake", "schedule": [(300, 10)], "lr": 3e-3},
-    "vision": {"env": "frozenlake_vlm", "schedule": [(250, 1), (150, 10)], "lr": 3e-3},
-}
 SHIPPED = Path(__file__).parent / "weights"
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """256 bytes, Qwen's special tokens, and the words above as one token each: any text can be encoded."""
+def build_tokenizer(words: tuple[str, ...]) -> PreTrainedTokenizerFast:
+    """256 bytes, Qwen's special tokens, and the words above and of a task as one token each: any text can be
+    encoded."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens(list(SPECIAL))
-    core.add_tokens([AddedToken(word, normalized=False) for word in WORDS])
+    core.add_tokens([AddedToken(word, normalized=False) for word in (*WORDS, *words)])
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token="<|im_end|>",
@@ -94,10 +90,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_policy(family: str, seed: int = 0) -> Policy:
-    """A policy with random weights. `family`: "text" (Qwen2) or "vision" (Qwen2.5-VL, 14 pixels a token)."""
+def build_policy(env: TextEnv, seed: int = 0) -> Policy:
+    """A policy with random weights for a task: a Qwen2, or a Qwen2.5-VL (14 pixels a token) if it shows pictures."""
     torch.manual_seed(seed)
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(env.words)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
     language = {
         "vocab_size": len(tokenizer),
@@ -115,7 +111,7 @@ def build_policy(family: str, seed: int = 0) -> Policy:
     }
     # at Qwen's theta of 1e6 the angle of one column would be 1e-4 rad: nothing a tiny model could see
     rope = {"rope_type": "default", "rope_theta": 100.0}
-    if family == "text":
+    if not env.reset(seed=0)[0].images:
         return _speaking_words(Policy(Qwen2ForCausalLM(Qwen2Config(**language, rope_parameters=rope)), tokenizer))
     vision = {
         "depth": 1,
@@ -150,19 +146,13 @@ def _speaking_words(policy: Policy) -> Policy:
     return policy
 
 
-def shape_key(family: str) -> str:
-    """A hash of everything of ours that shapes the model: settings, and the code (not the comments) of the modules
-    that make transcripts and train on them."""
-    digest = hashlib.sha256(repr((family, WARM_STARTS[family])).encode())
-    for module in (
-        sys.modules[shape_key.__module__],
-        envs.base,
-        envs.frozenlake,
-        freshper.episode,
-        freshper.models,
-        freshper.rollout,
-        freshper.warm_start,
-    ):
+def shape_key(name: str) -> str:
+    """A hash of everything of ours that shapes the model of a task: the code (not the comments) of the modules that
+    make transcripts and train on them."""
+    digest = hashlib.sha256(name.encode())
+    task = sys.modules[type(ENVS[name]()).__module__]
+    modules = (freshper.episode, freshper.models, freshper.rollout, freshper.warm_start)
+    for module in (sys.modules[shape_key.__module__], envs.base, task, *modules):
         tree = ast.parse(inspect.getsource(module))
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
@@ -171,20 +161,19 @@ def shape_key(family: str) -> str:
     return digest.hexdigest()[:12]
 
 
-def tiny_model(family: str) -> Path:
-    """The folder of the warm-started model: the shipped one if it belongs to this code, else the one in the cache
-    (FRESHPER_CACHE, or ~/.cache/freshper), whose name also covers the library versions and which is built first
-    where it does not exist yet."""
-    name = f"{family}-{shape_key(family)}"
-    if (SHIPPED / name).is_dir():
-        return SHIPPED / name
+def tiny_model(name: str) -> Path:
+    """The folder of the warm-started model of a task: the shipped one if it belongs to this code, else the one in
+    the cache (FRESHPER_CACHE, or ~/.cache/freshper), whose name also covers the library versions and which is
+    built first where it does not exist yet."""
+    key = f"{name}-{shape_key(name)}"
+    if (SHIPPED / key).is_dir():
+        return SHIPPED / key
     versions = f"torch{torch.__version__}-transformers{transformers.__version__}-tokenizers{tokenizers.__version__}"
     root = Path(os.environ.get("FRESHPER_CACHE", Path.home() / ".cache" / "freshper"))
-    folder = root / f"{name}-{versions}"
+    folder = root / f"{key}-{versions}"
     if not folder.is_dir():
-        policy = build_policy(family)
-        settings = WARM_STARTS[family]
-        warm_start(policy, ENVS[settings["env"]], settings["schedule"], settings["lr"])
+        policy = build_policy(ENVS[name]())
+        warm_start(policy, ENVS[name], ENVS[name]().warm_start)
         unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
         policy.save(str(unfinished))
         try:
@@ -195,11 +184,9 @@ def tiny_model(family: str) -> Path:
 
 
 @torch.no_grad()
-def caption_accuracy(policy: Policy, games: int = 256) -> float:
+def caption_accuracy(policy: Policy, name: str, games: int = 256) -> float:
     """The share of tokens of captions of held-out pictures that the model predicts right, given those before."""
-    players = [ENVS[WARM_STARTS["vision"]["env"]]() for _ in range(games)]
-    for player in players:
-        player.max_turns = 1
+    players = [ENVS[name](max_turns=1) for _ in range(games)]
     right = total = 0
     batch = collate(transcripts(policy, players, [EVAL_SEEDS + k for k in range(games)]))
     for _, part in batch.micro_batches(64):
@@ -212,43 +199,48 @@ def caption_accuracy(policy: Policy, games: int = 256) -> float:
     return right / total
 
 
-def describe(folder: Path, family: str, episodes: int = 1000) -> dict[str, float]:
+def describe(folder: Path, name: str, episodes: int = 1000) -> dict[str, float]:
     """Play held-out games with a warm-started model: it must do as well as the random player, and no better.
 
     Raises RuntimeError where its success is more than four standard errors from the random player's.
     """
     policy = load_policy(str(folder), "cpu", torch.float32)
-    players = [ENVS[WARM_STARTS[family]["env"]]() for _ in range(episodes)]
+    preset = defaults("tiny", name, "freshper")
+    players = [ENVS[name]() for _ in range(episodes)]
     seeds = [EVAL_SEEDS + k for k in range(episodes)]
-    played = summarize(rollout(HFEngine(policy, Sampling(), seed=0), policy, players, seeds, 512, 6))
+    engine = HFEngine(policy, Sampling(), seed=0)
+    played = summarize(rollout(engine, policy, players, seeds, preset["max_tokens"], preset["max_new_tokens"]))
     random = float(np.mean([player.baselines(seed)["random"] for player, seed in zip(players, seeds, strict=True)]))
+    exact = players[0].has_exact_baselines()
     parameters = sum(p.numel() for p in policy.model.parameters())
     print(f"{folder}")
     print(f"  {type(policy.model).__name__}, {parameters:,} parameters, {len(policy.tokenizer)} tokens")
-    print(f"  success {played['success']:.3f} over {episodes} held-out games, a random player {random:.3f} (exact)")
+    how = "exact" if exact else "one game a seed"
+    print(f"  success {played['success']:.3f} over {episodes} held-out games, a random player {random:.3f} ({how})")
     print(f"  replies that cannot be read: {played['invalid']:.2%}")
     if policy.image_processor:
-        played["caption"] = caption_accuracy(policy)
+        played["caption"] = caption_accuracy(policy, name)
         print(f"  tokens right in captions of held-out pictures: {played['caption']:.2%}")
-    if abs(played["success"] - random) > 4 * (random * (1 - random) / episodes) ** 0.5:
-        raise RuntimeError(f"the warm-started {family} model does not play like the random player; rebuild it")
+    standard_error = (random * (1 - random) * (1 if exact else 2) / episodes) ** 0.5
+    if abs(played["success"] - random) > 4 * standard_error:
+        raise RuntimeError(f"the warm-started {name} model does not play like the random player; rebuild it")
     return played
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Build (or find) and describe the tiny models.")
-    parser.add_argument("--family", choices=list(WARM_STARTS), nargs="+", default=list(WARM_STARTS))
+    parser.add_argument("--env", choices=list(ENVS), nargs="+", default=list(ENVS))
     parser.add_argument("--ship", action="store_true", help="copy them to where the repository keeps them")
     args = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
-    for family in args.family:
-        folder = tiny_model(family)
-        describe(folder, family)
+    for name in args.env:
+        folder = tiny_model(name)
+        describe(folder, name)
         if args.ship and folder.parent != SHIPPED:
-            for old in SHIPPED.glob(f"{family}-*"):
+            for old in SHIPPED.glob(f"{name}-*"):
                 shutil.rmtree(old)
-            shutil.copytree(folder, SHIPPED / f"{family}-{shape_key(family)}")
+            shutil.copytree(folder, SHIPPED / f"{name}-{shape_key(name)}")
 
 
 if __name__ == "__main__":

@@ -20,13 +20,12 @@ import torch
 from tqdm import tqdm
 from transformers import get_scheduler
 
-from envs.base import Observation, TextEnv
+from envs.base import WARM_START_SEEDS, Observation, TextEnv
 from freshper.episode import Batch, Episode, collate
 from freshper.models import Policy
 from freshper.rollout import RandomEngine, rollout
 
 BATCH = 64
-WARM_START_SEEDS = 2_000_000_000  # far from the seeds of training and evaluation
 
 
 def transcripts(policy: Policy, players: list[TextEnv], seeds: list[int]) -> list[Episode]:
@@ -69,7 +68,9 @@ def supervised_step(policy: Policy, games: list[Episode]) -> float:
     return total
 
 
-def warm_start(policy: Policy, make_env: Callable[[], TextEnv], schedule: list[tuple[int, int]], lr: float) -> None:
+def warm_start(
+    policy: Policy, make_env: Callable[[], TextEnv], schedule: tuple[tuple[int, int], ...], lr: float = 3e-3
+) -> None:
     """Supervised learning on fresh games of the random player. `schedule`: (batches, turns of their games)."""
     players = [make_env() for _ in range(BATCH)]
     total = sum(batches for batches, _ in schedule)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from envs import ENVS
 from freshper.episode import Episode
 from freshper.tiny import build_policy
 
@@ -12,21 +13,21 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def text_policy():
-    return build_policy("text")
+    return build_policy(ENVS["frozenlake"]())
 
 
 @pytest.fixture(scope="session")
 def vision_policy():
-    return build_policy("vision")
+    return build_policy(ENVS["frozenlake_vlm"]())
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
     """Folders of both families, as `--model` wants them."""
     folders = {}
-    for family in ("text", "vision"):
+    for family, name in (("text", "frozenlake"), ("vision", "frozenlake_vlm")):
         folders[family] = str(tmp_path_factory.mktemp(family))
-        build_policy(family).save(folders[family])
+        build_policy(ENVS[name]()).save(folders[family])
     return folders
 
 

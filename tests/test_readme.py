@@ -58,7 +58,6 @@ def test_every_file_and_flag_named_exists():
         "seeds",
         "arm",
         "ship",
-        "family",
         "out",
         "images",
     }:

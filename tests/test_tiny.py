@@ -1,5 +1,7 @@
 """The tiny models: a tokenizer for any text, Qwen's classes and template, and weights that play at random."""
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -8,12 +10,14 @@ from hypothesis import strategies as st
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2ForCausalLM
 
 from envs import ENVS
+from envs.frozenlake import ACTIONS, FrozenLake
 from freshper import tiny
 from freshper.models import load_policy
 from freshper.tiny import SPECIAL, build_policy, build_tokenizer, describe, shape_key, tiny_model
 from freshper.warm_start import transcripts, warm_start
 
-tokenizer = build_tokenizer()
+tokenizer = build_tokenizer(FrozenLake.words)
+SHIPPED_TASKS = [path.name.rsplit("-", 1)[0] for path in tiny.SHIPPED.iterdir()]
 
 
 @given(st.text(max_size=200))
@@ -52,39 +56,43 @@ def test_transcripts_are_random_play(text_policy, vision_policy):
     for policy, name in ((text_policy, "frozenlake"), (vision_policy, "frozenlake_vlm")):
         games = transcripts(policy, [ENVS[name]() for _ in range(200)], list(range(200)))
         text = "".join(policy.tokenizer.decode(g.tokens) for g in games)
-        counts = np.array([text.count(f"<answer>{action}</answer>") for action in tiny.ACTIONS])
+        counts = np.array([text.count(f"<answer>{action}</answer>") for action in ACTIONS])
         assert (np.abs(counts / counts.sum() - 0.25) < 0.05).all()
         assert np.mean([g.info["success"] for g in games]) < 0.35
 
 
 def test_the_key_covers_code_and_settings_but_not_comments(monkeypatch):
-    before = shape_key("text")
-    assert before != shape_key("vision")
-    monkeypatch.setitem(tiny.WARM_STARTS["text"], "lr", 1e-9)
-    assert shape_key("text") != before
+    before = shape_key("frozenlake")
+    assert before != shape_key("frozenlake_vlm")
+    source = inspect.getsource
+    for old, new, changes in (
+        ("the paper", "a paper", False),
+        ("FROZEN_PROBABILITY = 0.8", "FROZEN_PROBABILITY = 0.7", True),
+    ):
+        monkeypatch.setattr(inspect, "getsource", lambda m, old=old, new=new: source(m).replace(old, new))
+        assert (shape_key("frozenlake") != before) is changes
 
 
 def test_the_shipped_weights_belong_to_this_code():
     """Fails when the code that shapes them has changed: run `python -m freshper.tiny --ship` and commit."""
-    for family in tiny.WARM_STARTS:
-        assert tiny_model(family).is_relative_to(tiny.SHIPPED)
+    for name in SHIPPED_TASKS:
+        assert tiny_model(name).is_relative_to(tiny.SHIPPED)
 
 
-@pytest.mark.parametrize("family", ["text", "vision"])
-def test_the_shipped_weights_play_like_the_random_player(family):
-    played = describe(tiny_model(family), family)
+@pytest.mark.parametrize("name", SHIPPED_TASKS)
+def test_the_shipped_weights_play_like_the_random_player(name):
+    played = describe(tiny_model(name), name)
     assert played["invalid"] < 0.005
-    if family == "vision":
+    if "caption" in played:
         assert played["caption"] > 0.97
 
 
-@pytest.mark.parametrize("family", ["text", "vision"])
-def test_a_rebuild_is_as_good(family, monkeypatch, tmp_path):
+@pytest.mark.parametrize("name", ["frozenlake", "frozenlake_vlm"])
+def test_a_rebuild_is_as_good(name, tmp_path):
     """A quarter of the warm start from other weights learns the form and (vision) most of the picture."""
-    policy = build_policy(family, seed=1)
-    settings = tiny.WARM_STARTS[family]
-    schedule = [(max(1, batches // 4), turns) for batches, turns in settings["schedule"]]
-    warm_start(policy, ENVS[settings["env"]], schedule, settings["lr"])
+    policy = build_policy(ENVS[name](), seed=1)
+    schedule = tuple((max(1, batches // 4), turns) for batches, turns in ENVS[name]().warm_start)
+    warm_start(policy, ENVS[name], schedule)
     policy.save(str(tmp_path / "model"))
-    played = describe(tmp_path / "model", family, episodes=300)
+    played = describe(tmp_path / "model", name, episodes=300)
     assert played["invalid"] < 0.2

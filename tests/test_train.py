@@ -218,7 +218,7 @@ def test_numbers_that_stop_being_numbers_end_the_run(model_folder, tmp_path, cap
     if not flags:
         policy = load_policy(model_folder["text"], "cpu", torch.float32)
         with torch.no_grad():
-            policy.model.lm_head.weight[3] = torch.nan
+            policy.model.lm_head.weight[policy.eos_id] = torch.nan
         policy.save(str(tmp_path / "broken"))
         folder = {"text": str(tmp_path / "broken")}
     assert run(folder, tmp_path / "run", "--warmup_steps", "0", *flags) == 1
