@@ -229,7 +229,7 @@ _TINY = {
     "micro_batch_size": 16,
     "advantage_clip": 20.0,
     "dual_clip": 3.0,
-    "epsilon": 0.01,
+    "epsilon": 0.1,
     "tau": 20.0,
     "lr": 1e-3,
     "iterations": 200,
@@ -252,7 +252,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "tiny": {
-        "frozenlake": {**_TINY, "lr": 6e-4},
+        "frozenlake": {**_TINY, "lr": 1.5e-3, "replay_ratio": 4},
         "frozenlake_vlm": {**_TINY, "freeze_vision": True},
     },
 }

@@ -14,7 +14,7 @@ paper announces as a comparison (end of section 3.3) but does not show, has no s
 
 Where we differ: the paper does not give epsilon (the authors' code uses 1e-6). With 0/1 rewards it
 decides how often failures are replayed: P(success) / P(failure) = ((1 + epsilon) / epsilon)^alpha, about
-4,000 at epsilon = 1e-6 and 16 at our tiny presets' 0.01 (alpha = 0.6). It is therefore a parameter.
+4,000 at epsilon = 1e-6 and 4 at our tiny presets' 0.1 (alpha = 0.6). It is therefore a parameter.
 
 Exercise: plot `exponential_decay` and `polynomial_decay` at equal half-life over ages 0 to 10 tau.
 """
