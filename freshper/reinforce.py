@@ -88,7 +88,8 @@ class ReplayBaseline:
         if self.mode == "stored":
             return torch.tensor([e.info["moments"] for e in episodes]).T[..., None]
         returns = torch.tensor(self.returns, dtype=torch.float64)
-        pair = torch.stack([returns.mean(), returns.std(correction=0)]).float()
+        # returns that differ by rounding alone (ten times -0.1 in another order) must not become advantages
+        pair = torch.stack([returns.mean(), returns.std(correction=0).clamp_min(1e-3)]).float()
         return pair[:, None, None].expand(2, len(episodes), 1)
 
 
