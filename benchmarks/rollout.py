@@ -143,7 +143,7 @@ if __name__ == "__main__":
     images = parser.parse_args().images
     torch.set_num_threads(1)
     keep_freed_memory()
-    policy = build_policy("vision" if images else "text")
+    policy = build_policy(FrozenLake(image=images))
     policy.freeze_vision = images  # as in the tiny preset: a picture is seen once and remembered
     policy.suppressed_ids = [*policy.suppressed_ids, policy.eos_id]
     for style, (speedup, growth) in {style: compare(policy, style, images) for style in ROUNDS}.items():
