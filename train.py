@@ -71,7 +71,7 @@ def train(config: Config, policy: Policy, report: Report) -> None:
         refresh = buffer.refresh_async(age_clock(updates_ahead=config.ppo_epochs))
         # 5: train pi_theta on the fresh batch {e_j}
         for _ in range(config.ppo_epochs):
-            report.add(trainer.update(episodes))
+            report.add(trainer.update(episodes)[0])
         refresh.result()
         # 7: for k = 1, ..., K
         for _ in range(config.replay_ratio):
@@ -81,8 +81,7 @@ def train(config: Config, policy: Policy, report: Report) -> None:
             beta = annealed_beta(config.beta, iteration / config.iterations) if config.is_correction else 0.0
             weights = importance_weights(replay.probabilities, len(buffer), beta)
             # 10: train pi_theta on S with the IS-weighted policy gradient
-            stats = trainer.update(replay.episodes, weights, baseline.moments(replay.episodes))
-            report.add_replay(stats, replay)
+            report.add_replay(replay, *trainer.update(replay.episodes, weights, baseline.moments(replay.episodes)))
         # 12: sync the inference engine, pi_mu <- pi_theta
         engine.sync(trainer)
 

@@ -130,7 +130,7 @@ def policy_loss(
     kl_coef: float = 0.0,
     batch_size: int | None = None,
     scale: float = 1.0,
-) -> tuple[torch.Tensor, dict[str, float]]:
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """L = 1/B sum_i w_i l_i (eq. weighted_loss), with l_i = (sum over the action tokens of i) / C.
 
     All tensors [B, T] but `weights` [B] (None: all 1). `scale` is C: 1 for token sums as in the authors'
@@ -138,7 +138,8 @@ def policy_loss(
     micro-batch, B = `batch_size` and C are those of the whole batch, and the losses of the parts add up
     to the loss of the whole. KL and entropy terms belong to l_i and are weighted with it.
 
-    Returns the loss and sums over action tokens for the log (`clipped`, `kl`: k3 of pi_mu against pi_theta).
+    Returns the loss and, for the log, sums over the action tokens of each row [B]: `log_ratio` (log rho of the whole
+    trajectory), `ratio` and `ratio_sq` (rho_t, rho_t^2), `kl` (k3 of pi_mu against pi_theta), `clipped`.
     """
     zero = torch.zeros_like(logprobs)
     log_ratio = torch.where(action_mask, logprobs - behavior_logprobs, zero)
@@ -160,7 +161,10 @@ def policy_loss(
     loss = sample_loss.sum() / (batch_size or len(logprobs))
     with torch.no_grad():
         stats = {
-            "clipped": float(((objective != unclipped) & action_mask).sum()),
-            "kl": float((ratio - log_ratio - 1.0).sum()),
+            "log_ratio": log_ratio.sum(-1),
+            "ratio": (ratio * action_mask).sum(-1),
+            "ratio_sq": (ratio.square() * action_mask).sum(-1),
+            "kl": (ratio - log_ratio - 1.0).sum(-1),
+            "clipped": ((objective != unclipped) & action_mask).sum(-1),
         }
     return loss, stats

@@ -2,6 +2,7 @@
 
     out/config.json     every setting            out/curve.png       success against episodes, with baselines
     out/metrics.csv     one row an iteration     out/episodes.html   a few episodes, turn by turn
+    out/replay.csv      one row a replayed trajectory (see freshper/diagnostics.py), and diagnostics.png of them
     out/checkpoint/     the policy, for `load_policy` and `from_pretrained`
 
 Rows are written as they come; the rest when the run ends, also when it is interrupted or fails.
@@ -32,6 +33,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from envs.base import EVAL_SEEDS
+from freshper import diagnostics
 from freshper.buffer import Replay, ReplayBuffer
 from freshper.config import Config
 from freshper.episode import Episode
@@ -44,6 +46,8 @@ iteration step episodes wall_s train_success train_reward eval_success eval_rewa
 loss grad_norm clip_fraction kl nonzero_advantages replay_loss replay_grad_norm replay_clip_fraction replay_kl
 replay_nonzero_advantages replay_success replay_age buffer_size mean_age lr
 """.split()
+
+REPLAY_COLUMNS = "iteration age probability reward tokens log_ratio ratio ratio_sq kl clipped".split()
 
 
 def baselines(config: Config) -> dict[str, float]:
@@ -72,6 +76,9 @@ class Report:
         own = [f"{phase}_{name}" for phase in ("train", "eval") for name in self.metrics]
         self.writer = csv.DictWriter(self.file, COLUMNS + own, restval="")
         self.writer.writeheader()
+        if self.config.replay_ratio:
+            self.replay_file = (self.folder / "replay.csv").open("w", newline="")
+            csv.writer(self.replay_file).writerow(REPLAY_COLUMNS)
         self.baselines = baselines(self.config)
         parameters = sum(p.numel() for p in self.policy.model.parameters())
         self.say(f"{self.title()}: {type(self.policy.model).__name__}, {parameters:,} parameters")
@@ -83,6 +90,9 @@ class Report:
 
     def __exit__(self, *_: object) -> None:
         self.file.close()
+        if self.config.replay_ratio:
+            self.replay_file.close()
+            diagnostics.plot(self.folder)
         if self.rows:
             plot(self.rows, self.baselines, self.title(), self.folder / "curve.png")
             page = episodes_page(self.episodes, self.policy, self.title())
@@ -103,8 +113,16 @@ class Report:
         for name, value in stats.items():
             self.values[name].append(value)
 
-    def add_replay(self, stats: dict[str, float], replay: Replay) -> None:
-        """Numbers of one replay update."""
+    def add_replay(self, replay: Replay, stats: dict[str, float], drift: dict[str, np.ndarray]) -> None:
+        """Numbers of one replay update, and of each trajectory in it."""
+        own = {
+            "iteration": [self.iteration] * len(replay.episodes),
+            "age": replay.ages,
+            "probability": replay.probabilities,
+            "reward": [e.reward for e in replay.episodes],
+        }
+        columns = own | {name: np.round(values, 6) for name, values in drift.items()}
+        csv.writer(self.replay_file).writerows(zip(*(columns[name] for name in REPLAY_COLUMNS), strict=True))
         drawn = {"success": np.mean([e.info["success"] for e in replay.episodes]), "age": replay.ages.mean()}
         self.add({f"replay_{name}": float(value) for name, value in (stats | drawn).items()})
 
@@ -138,6 +156,8 @@ class Report:
         }
         self.writer.writerow(row)
         self.file.flush()
+        if self.config.replay_ratio:
+            self.replay_file.flush()
         self.rows.append(row)
         recent = [r["train_success"] for r in self.rows[-10:]]
         evaluations = [r["eval_success"] for r in self.rows if "eval_success" in r]

@@ -86,11 +86,12 @@ class TorchTrainer:
 
     def update(
         self, episodes: list[Episode], weights: np.ndarray | None = None, moments: torch.Tensor | None = None
-    ) -> dict[str, float]:
+    ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
         """One optimizer step on these episodes: lines 5 (fresh, whitened) and 10 (replayed, IS-weighted).
 
         `weights` [B] are w_i; `moments` are what replay advantages are measured against, [2, B, 1].
-        Returns loss, gradient norm, clip fraction, KL and the share of advantages that are not zero.
+        Returns loss, gradient norm, clip fraction, KL and the share of advantages that are not zero; and how far the
+        policy has moved on each episode, [B] (the sums of `policy_loss`, and `tokens`).
         """
         config, batch = self.config, collate(episodes)
         ref_logprobs = self._ref_logprobs(batch) if self.reference else None
@@ -105,7 +106,7 @@ class TorchTrainer:
         phase = "the on-policy update" if weights is None else "the replay update"
         self.policy.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        totals = {"loss": 0.0, "clipped": 0.0, "kl": 0.0}
+        total_loss, drift = 0.0, {"tokens": batch.action_mask.sum(-1).numpy().astype(np.float64)}
         for rows, part in batch.micro_batches(self.config.micro_batch_size):
             width, device = part.tokens.shape[1], self.policy.device
             logprobs, entropies = action_logprobs(self.policy, part, config.temperature, config.entropy_coef > 0)
@@ -126,23 +127,24 @@ class TorchTrainer:
             )
             self._check(phase, logprobs, [episodes[i] for i in rows])
             loss.backward()
-            totals["loss"] += loss.item()
-            totals["clipped"] += stats["clipped"]
-            totals["kl"] += stats["kl"]
+            total_loss += loss.item()
+            for name, sums in stats.items():
+                drift.setdefault(name, np.zeros(len(episodes)))[rows] = sums.double().cpu().numpy()
         norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), config.max_grad_norm).item()
-        if not np.isfinite([norm, totals["loss"]]).all():
+        if not np.isfinite([norm, total_loss]).all():
             seeds = ", ".join(str(e.seed) for e in episodes[:8])
-            raise NonFiniteError(f"{phase} has loss {totals['loss']} and gradient norm {norm}; episode seeds {seeds}")
+            raise NonFiniteError(f"{phase} has loss {total_loss} and gradient norm {norm}; episode seeds {seeds}")
         self.optimizer.step()
         self.scheduler.step()
         self.step += 1
-        return {
-            "loss": totals["loss"],
+        stats = {
+            "loss": total_loss,
             "grad_norm": norm,
-            "clip_fraction": totals["clipped"] / tokens,
-            "kl": totals["kl"] / tokens,
+            "clip_fraction": float(drift["clipped"].sum()) / tokens,
+            "kl": float(drift["kl"].sum()) / tokens,
             "nonzero_advantages": float((all_advantages != 0).sum()) / tokens,
         }
+        return stats, drift
 
     @torch.no_grad()
     def _ref_logprobs(self, batch: Batch) -> torch.Tensor:

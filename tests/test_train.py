@@ -75,16 +75,24 @@ def test_every_method_runs_and_leaves_everything(model_folder, tmp_path, env, me
     out = tmp_path / "run"
     assert run(model_folder, out, "--method", method, env=env) == 0
     names = {p.name for p in out.iterdir()}
-    assert names == {"config.json", "metrics.csv", "curve.png", "episodes.html", "checkpoint"}
+    replayed = set() if method == "on_policy" else {"replay.csv", "diagnostics.png"}
+    assert names == {"config.json", "metrics.csv", "curve.png", "episodes.html", "checkpoint"} | replayed
     table = rows(out)
     assert list(table[0]) == COLUMNS
-    updates = 1 if method == "on_policy" else 3
+    k = 0 if method == "on_policy" else PRESETS["tiny"][env].get("replay_ratio", 2)
+    updates = 1 + k
     assert [int(r["step"]) for r in table] == [updates, 2 * updates, 3 * updates]
     assert [int(r["episodes"]) for r in table] == [int(r["buffer_size"]) for r in table] == [4, 8, 12]
     assert [bool(r["eval_success"]) for r in table] == [False, True, True]
     assert all((r["replay_loss"] == "") == (method == "on_policy") for r in table)
     settings = json.loads((out / "config.json").read_text())
-    assert settings["replay_ratio"] == (0 if method == "on_policy" else 2)
+    assert settings["replay_ratio"] == k
+    if k:
+        with open(out / "replay.csv", newline="") as file:
+            replayed = list(csv.DictReader(file))
+        assert len(replayed) == 3 * k * 4  # iterations, updates, batch
+        assert {int(r["iteration"]) for r in replayed} == {0, 1, 2}
+        assert all(0 < float(r["probability"]) <= 1 and int(r["age"]) >= 1 for r in replayed)
     assert (settings["is_correction"], settings["decay"] == "none") == (method == "per", method == "per")
     assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
     page = (out / "episodes.html").read_text()
@@ -114,7 +122,7 @@ def test_the_same_seed_gives_the_same_metrics(model_folder, tmp_path, env):
 def test_every_setting_reaches_the_run(model_folder, tmp_path):
     """The less common paths, through the real train.py."""
     flags = {
-        "decay": "polynomial", "is_correction": "True",
+        "decay": "polynomial", "is_correction": "True", "replay_ratio": "2",
         "kl_loss_coef": "0.05", "kl_reward_coef": "0.1", "entropy_coef": "0.01",
         "eviction": "lowest_priority", "capacity": "6", "behavior_logprobs": "engine", "age_unit": "iteration",
         "replay_advantage": "stored", "loss_aggregation": "token_sum", "ppo_epochs": "2", "slippery": "True",
@@ -238,7 +246,9 @@ def test_ctrl_c_writes_everything(model_folder, tmp_path):
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 130
-    assert {"config.json", "metrics.csv", "curve.png", "episodes.html", "checkpoint"} == {p.name for p in out.iterdir()}
+    assert {p.name for p in out.iterdir()} == {
+        "config.json", "metrics.csv", "replay.csv", "curve.png", "diagnostics.png", "episodes.html", "checkpoint"
+    }  # fmt: skip
     assert len(rows(out)) >= 3
 
 

@@ -1,0 +1,100 @@
+"""ESS and KL by age, against closed forms, a loop, and the law of section 3.3."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from freshper.diagnostics import by_age, fit, fits, main, plot, read
+
+
+def rows_of(log_ratio, probability=None, age=None, tokens=None):
+    n = len(log_ratio)
+    log_ratio = np.asarray(log_ratio, dtype=float)
+    tokens = np.full(n, 1.0) if tokens is None else tokens
+    return {
+        "age": np.zeros(n) if age is None else np.asarray(age, dtype=float),
+        "probability": np.full(n, 1 / n) if probability is None else np.asarray(probability),
+        "reward": np.arange(n) % 2.0,
+        "tokens": tokens,
+        "log_ratio": log_ratio,
+        "ratio": np.exp(log_ratio),
+        "ratio_sq": np.exp(2 * log_ratio),
+        "kl": np.exp(log_ratio) - log_ratio - 1,
+        "clipped": np.zeros(n),
+    }
+
+
+def test_gaussian_closed_forms():
+    """mu = N(0, 1), theta = N(d, 1): log rho = d x - d^2 / 2, KL = d^2 / 2 both ways, ESS / n = exp(-d^2)."""
+    d = 0.5
+    x = np.random.default_rng(0).normal(size=400_000)
+    (found,) = by_age(rows_of(d * x - d**2 / 2), bins=1)
+    assert found.ess == pytest.approx(np.exp(-(d**2)), rel=0.02)
+    assert found.kl == pytest.approx(d**2 / 2, rel=0.02)
+    assert found.kl_reverse == pytest.approx(d**2 / 2, rel=0.02)
+    assert found.ess_token == pytest.approx(found.ess)  # one token a trajectory
+
+
+def test_weights_undo_the_priorities():
+    """Drawn four times as often where x > 0: the estimates are those of the collected trajectories all the same."""
+    rng, d = np.random.default_rng(1), 0.5
+    x = rng.normal(size=400_000)
+    priority = np.where(x > 0, 4.0, 1.0)
+    drawn = rng.choice(len(x), size=400_000, p=priority / priority.sum())
+    rows = rows_of(d * x[drawn] - d**2 / 2, probability=priority[drawn] / priority.sum())
+    (found,) = by_age(rows, bins=1)
+    assert found.kl == pytest.approx(d**2 / 2, rel=0.03)
+    assert found.ess == pytest.approx(np.exp(-(d**2)), rel=0.03)
+    (biased,) = by_age(rows | {"probability": np.full(len(x), 1.0)}, bins=1)
+    assert abs(biased.kl_reverse - d**2 / 2) > 0.1
+
+
+@settings(deadline=None)
+@given(
+    log_ratio=st.lists(st.floats(-30, 30), min_size=1, max_size=40),
+    seed=st.integers(0, 1000),
+)
+def test_the_bound_of_the_paper(log_ratio, seed):
+    """1 / n <= ESS / n <= exp(-KL(theta || mu)) (eq. ess_decay), and KL >= 0: Renyi's order, for any ratios."""
+    probability = np.random.default_rng(seed).uniform(0.1, 1.0, len(log_ratio))
+    (found,) = by_age(rows_of(log_ratio, probability), bins=1)
+    v = 1 / probability / (1 / probability).sum()
+    assert v.min() - 1e-12 <= found.ess <= np.exp(-found.kl) * (1 + 1e-9)
+    assert found.kl >= -1e-9
+
+
+def test_bins_are_by_age_and_fits_find_a_line():
+    ages = np.repeat([5.0, 10.0, 20.0], 30)
+    shuffled = np.random.default_rng(0).permutation(90)
+    sign = np.tile([1.0, -1.0], 45)
+    rows = rows_of((0.01 * ages * sign)[shuffled], age=ages[shuffled])
+    found = by_age(rows, bins=3)
+    assert [b.age for b in found] == [5.0, 10.0, 20.0]
+    assert [b.n for b in found] == [30, 30, 30]
+    for b in found:
+        rho = np.exp([0.01 * b.age, -0.01 * b.age])
+        assert b.ess == pytest.approx(rho.sum() ** 2 / (2 * (rho**2).sum()))
+    line = fit(np.array([1.0, 2.0, 4.0]), np.array([3.0, 5.0, 9.0]))
+    assert line == pytest.approx((2.0, 1.0, 1.0))
+    assert all(np.isfinite(f).all() for f in fits(found).values())
+
+
+def test_the_command_line(tmp_path, capsys, monkeypatch):
+    rows = rows_of(np.random.default_rng(0).normal(0, 0.1, 60), age=np.repeat(np.arange(6), 10))
+    text = ",".join(rows) + "\n" + "\n".join(",".join(map(str, row)) for row in zip(*rows.values(), strict=True))
+    (tmp_path / "replay.csv").write_text(text + "\n")
+    assert {name: values.tolist() for name, values in read(tmp_path).items()} == {
+        name: values.tolist() for name, values in rows.items()
+    }
+    monkeypatch.setattr("sys.argv", ["diagnostics", str(tmp_path), "--bins", "3"])
+    main()
+    assert len(capsys.readouterr().out.splitlines()) == 1 + 3 + 5
+    assert (tmp_path / "diagnostics.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "replay.csv").write_text(",".join(rows) + "\n")
+    assert plot(tmp_path) == []
+    monkeypatch.setattr("sys.argv", ["diagnostics", str(tmp_path / "nowhere")])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert "holds no replay.csv" in capsys.readouterr().err
