@@ -252,7 +252,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "tiny": {
-        "frozenlake": {**_TINY, "lr": 1.5e-3, "replay_ratio": 4},
+        "frozenlake": {**_TINY, "batch_size": 64},
         "frozenlake_vlm": {**_TINY, "freeze_vision": True},
     },
 }
