@@ -1,13 +1,19 @@
-"""Methods side by side: every method with every seed through the real train.py, one figure, one table.
+"""Methods side by side: every arm with every seed through the real train.py, one figure, one table.
 
-    python compare.py --env frozenlake --seeds 0 1 2            on-policy, Standard PER and FreshPER
-    python compare.py --env frozenlake --arm "freshper --tau 5" --arm "freshper --tau 500" --seeds 0 1 2
+    python compare.py --env frozenlake --seeds 11 12 13               on-policy, Standard PER and FreshPER
+    python compare.py --exhibit tau --env frozenlake                  a ready-made comparison, see EXHIBITS
+    python compare.py --arm "freshper --tau 5" --arm "freshper --tau 500" --out out/mine
 
-Paper: Table main_results, Fig. llm_main and vlm_main. Runs that are finished already are not repeated. In the
-folder (--out) it leaves one folder a run, `results.csv` (one row a run), `table.md` and `figure.png`.
+Paper: Table main_results, Fig. llm_main, vlm_main, tau_ablation, is_ablation, control; Table config_comparison; and
+controls that the paper does not have. Flags that are not ours go to every run (`--preset paper` where there are GPUs).
+Runs that are finished are not repeated. The folder gets a folder a run, `results.csv` (one row a run), `table.md` and
+`figure.png`.
 
-The table gives the mean of the last three held-out evaluations, which is the honest number, beside the peak,
-which the paper reports; +- is the standard deviation over seeds. All methods see the same held-out seeds.
+How to read the table: the mean of the last three held-out evaluations is the honest number, the peak is what the paper
+reports. Intervals are for 95 %: of a mean over seeds Student's t, of the difference to the first arm a bootstrap over
+seeds (with three seeds both are rough). All arms see the same held-out seeds. A run whose numbers stopped being numbers
+counts with 0 for the evaluations that it missed; it and runs with over half of the replies unreadable at the end are
+counted as diverged.
 """
 
 import argparse
@@ -21,117 +27,206 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import matplotlib.axes
 import matplotlib.figure
 import numpy as np
+from scipy import stats
 from tqdm import tqdm
 
-from freshper.config import Config
+from freshper.config import PRESETS, Config, defaults
 from freshper.report import baselines
 
 ROOT = Path(__file__).parent
 COLORS = ("#4285F4", "#FBBC04", "#EA4335", "#34A853", "#FF9800", "#9E9E9E", "#7B1FA2", "#00838F")  # the paper's first
+CONFIG_DEFAULT = "--advantage_clip 20 --kl_loss_coef 0.05 --kl_reward_coef 0.1 --entropy_coef 0.01"
+
+
+def exhibits(preset: str, env: str) -> dict[str, list[str]]:
+    """Ready-made comparisons: name -> arms. K and the number of iterations are those of the preset."""
+    known = {"replay_ratio": 2, "iterations": 400, "eval_every": 10} | defaults(preset, env, "freshper")
+    updates = known["replay_ratio"] + 1
+    longer = f"--iterations {updates * known['iterations']} --eval_every {updates * known['eval_every']}"
+    taus = (500, 1000, 1500) if preset == "paper" else (5, 20, 80, 320)
+    return {
+        # Table main_results, Fig. llm_main, vlm_main, control
+        "main": ["on_policy", "per", "freshper"],
+        # Fig. tau_ablation: the paper's values, or from a quarter to sixteen times the tiny presets'
+        "tau": [*(f"freshper --tau {tau}" for tau in taus), "freshper --decay none"],
+        # Fig. is_ablation, and the other half that the paper leaves out
+        "is": ["freshper", "freshper --is_correction True", "per --is_correction False", "per"],
+        # Table config_comparison
+        "config": ["freshper --advantage_clip 0.2", f"freshper {CONFIG_DEFAULT}", "freshper --advantage_clip 20"],
+        # ours: as many updates, as many tokens, no priorities, no decay
+        "controls": [
+            "on_policy",
+            f"on_policy --ppo_epochs {updates}",
+            f"on_policy {longer}",
+            "per --alpha 0 --is_correction False",
+            "per",
+            "per --is_correction False",
+            "freshper --alpha 0",
+            "freshper",
+        ],
+        "decay": ["freshper", "freshper --decay polynomial", "freshper --decay none", "freshper --age_unit iteration"],
+        "ratio": ["on_policy", *(f"freshper --replay_ratio {k}" for k in (1, 2, 4, 8))],
+        "epsilon": [f"freshper --epsilon {epsilon}" for epsilon in (1e-6, 0.01, 0.1, 1.0)],
+        "advantage": [f"freshper --replay_advantage {mode}" for mode in ("running", "recompute", "stored")],
+    }
 
 
 def folder_of(out: Path, arm: str, seed: int) -> Path:
     return out / f"{re.sub(r'[^A-Za-z0-9_.]+', '-', arm).strip('-')}-seed{seed}"
 
 
+def finished(folder: Path) -> bool:
+    """Whether a run has all its rows, or has stopped for good (`stopped.txt`)."""
+    if (folder / "stopped.txt").exists():
+        return True
+    if not (folder / "metrics.csv").exists():
+        return False
+    return len(read(folder)["iteration"]) == json.loads((folder / "config.json").read_text())["iterations"]
+
+
 def run(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> None:
-    """One training run in a process of its own. Raises RuntimeError with its last words where it fails."""
-    if (folder / "checkpoint").is_dir():
+    """One training run in a process of its own, unless it is finished. A run whose numbers stop being numbers (exit
+    status 1) leaves its last words in `stopped.txt`. Raises RuntimeError where one fails otherwise."""
+    if finished(folder):
         return
+    if folder.exists():
+        raise RuntimeError(f"{folder} holds an unfinished run; resume it or delete it")
     method, *arm_flags = arm.split()
     command = [sys.executable, "train.py", "--env", env, "--method", method, *arm_flags, *flags]
     command += ["--seed", str(seed), "--out", str(folder.resolve())]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    if done.returncode:
+    if done.returncode == 1 and "not finite" in done.stdout:
+        (folder / "stopped.txt").write_text(done.stdout)
+    elif done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
 
 
 def read(folder: Path) -> dict[str, np.ndarray]:
     """Columns of a run's metrics.csv as float arrays, NaN where empty."""
     with open(folder / "metrics.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    return {name: np.array([float(r[name] or "nan") for r in rows]) for name in rows[0]}
+        names, *rows = list(csv.reader(file))
+    table = np.array([[float(x or "nan") for x in row] for row in rows]).reshape(-1, len(names))
+    return dict(zip(names, table.T, strict=True))
 
 
-def summary(metrics: dict[str, np.ndarray]) -> dict[str, float]:
+def summary(folder: Path) -> dict[str, float]:
+    """What a run came to. Evaluations that a stopped run missed count as 0."""
+    metrics, config = read(folder), Config(**json.loads((folder / "config.json").read_text()))
     evaluations = metrics["eval_success"][~np.isnan(metrics["eval_success"])]
+    due = -(-config.iterations // config.eval_every)
+    evaluations = np.append(evaluations, np.zeros(due - len(evaluations)))
+    invalid = float(metrics["invalid"][-10:].mean()) if len(metrics["invalid"]) else 1.0
     return {
         "last": float(evaluations[-3:].mean()),
         "final": float(evaluations[-1]),
         "peak": float(evaluations.max()),
-        "episodes": int(metrics["episodes"][-1]),
-        "updates": int(metrics["step"][-1]),
-        "invalid": float(metrics["invalid"][-10:].mean()),
-        "wall_s": float(metrics["wall_s"][-1]),
+        "episodes": int(metrics["episodes"].max(initial=0)),
+        "updates": int(metrics["step"].max(initial=0)),
+        "invalid": invalid,
+        "diverged": int((folder / "stopped.txt").exists() or invalid > 0.5),
+        "wall_s": float(metrics["wall_s"].max(initial=0)),
     }
+
+
+def interval(values: np.ndarray) -> float:
+    """Half the width of the 95 % interval of a mean, Student's t; NaN for a single value."""
+    n = len(values)
+    return float(stats.t.ppf(0.975, n - 1) * values.std(ddof=1) / n**0.5) if n > 1 else float("nan")
+
+
+def difference(values: np.ndarray, others: np.ndarray, draws: int = 10_000) -> tuple[float, float]:
+    """95 % interval of mean(values) - mean(others): percentiles over bootstrap samples of either."""
+    rng = np.random.default_rng(0)
+    means = [rng.choice(x, (draws, len(x))).mean(1) for x in (values, others)]
+    low, high = np.percentile(means[0] - means[1], [2.5, 97.5])
+    return float(low), float(high)
 
 
 def table(results: list[dict], arms: list[str]) -> Iterator[str]:
     """Markdown, one row an arm."""
-    yield "| arm | seeds | last 3 evaluations, per seed | mean ± sd | peak | updates | unreadable | seconds |"
+    yield f"| arm | last 3 evaluations, per seed | mean ± 95 % | - {arms[0]} | peak | updates | diverged | seconds |"
     yield "|---|---|---|---|---|---|---|---|"
+    first = np.array([r["last"] for r in results if r["arm"] == arms[0]])
     for arm in arms:
         rows = [r for r in results if r["arm"] == arm]
         last = np.array([r["last"] for r in rows])
-        mean = {name: np.mean([r[name] for r in rows]) for name in ("peak", "updates", "invalid", "wall_s")}
+        mean = {name: np.mean([r[name] for r in rows]) for name in ("peak", "updates", "wall_s")}
         each = " ".join(f"{x:.3f}" for x in last)
+        low, high = difference(last, first)
         yield (
-            f"| {arm} | {len(rows)} | {each} | {last.mean():.3f} ± {last.std(ddof=1):.3f} "
-            f"| {mean['peak']:.3f} | {mean['updates']:.0f} | {mean['invalid']:.1%} | {mean['wall_s']:.0f} |"
+            f"| {arm} | {each} | {last.mean():.3f} ± {interval(last):.3f} "
+            f"| {'' if arm == arms[0] else f'{low:+.3f} to {high:+.3f}'} | {mean['peak']:.3f} | {mean['updates']:.0f} "
+            f"| {sum(r['diverged'] for r in rows)} of {len(rows)} | {mean['wall_s']:.0f} |"
         )
 
 
-def figure(out: Path, arms: list[str], seeds: list[int], title: str, baselines: dict[str, float]) -> None:
-    """Held-out success against episodes: mean over seeds, each seed as a thin line, exact baselines."""
-    page = matplotlib.figure.Figure(figsize=(7, 4.2), layout="constrained")
-    axes = page.subplots()
-    for arm, color in zip(arms, COLORS, strict=False):
-        curves = []
-        for seed in seeds:
-            m = read(folder_of(out, arm, seed))
-            done = ~np.isnan(m["eval_success"])
-            axes.plot(m["episodes"][done], m["eval_success"][done], color=color, alpha=0.25, linewidth=1)
-            curves.append((m["episodes"][done], m["eval_success"][done]))
-        x = np.unique(np.concatenate([episodes for episodes, _ in curves]))
-        mean = np.mean([np.interp(x, *curve) for curve in curves], axis=0)
-        axes.plot(x, mean, color=color, linewidth=2.2, label=arm)
-    for name, style in (("optimal", "--"), ("random", ":")):
-        if name in baselines:
-            axes.axhline(baselines[name], color="black", linestyle=style, linewidth=1)
-            label = f"{name} player: {baselines[name]:.3f}, exact"
-            axes.text(0.01, baselines[name] + 0.01, label, fontsize=8, transform=axes.get_yaxis_transform())
-    axes.set(xlabel="episodes", ylabel="success on held-out seeds", title=title, ylim=(0, 1.06))
-    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(0.0, 0.93))
-    page.savefig(out / "figure.png", dpi=130)
+def curves(axes: matplotlib.axes.Axes, x_name: str, runs: dict[str, list[dict[str, np.ndarray]]]) -> None:
+    """Held-out success: the mean over seeds with its 95 % band, and each seed as a thin line."""
+    for (arm, metrics), color in zip(runs.items(), COLORS * 2, strict=False):
+        evaluated = [(m, ~np.isnan(m["eval_success"])) for m in metrics]
+        lines = [(m[x_name][done], m["eval_success"][done]) for m, done in evaluated if done.any()]
+        if not lines:
+            continue  # stopped before the first evaluation; the table counts it
+        for line in lines:
+            axes.plot(*line, color=color, alpha=0.25, linewidth=1)
+        x = np.linspace(min(x[0] for x, _ in lines), max(x[-1] for x, _ in lines), 60)
+        y = np.array([np.interp(x, *line) for line in lines])
+        axes.plot(x, y.mean(0), color=color, linewidth=2.2, label=arm)
+        if len(lines) > 1:
+            half = np.array([interval(column) for column in y.T])
+            axes.fill_between(x, y.mean(0) - half, y.mean(0) + half, color=color, alpha=0.12, linewidth=0)
+
+
+def figure(path: Path, runs: dict[str, list[dict[str, np.ndarray]]], title: str, players: dict[str, float]) -> None:
+    """Success against episodes and against seconds, with the random and the optimal player."""
+    page = matplotlib.figure.Figure(figsize=(12, 4.4), layout="constrained")
+    for axes, (x_name, label) in zip(
+        page.subplots(1, 2), (("episodes", "episodes"), ("wall_s", "seconds")), strict=True
+    ):
+        curves(axes, x_name, runs)
+        for name, style in (("optimal", "--"), ("random", ":")):
+            if name in players:
+                axes.axhline(players[name], color="black", linestyle=style, linewidth=1)
+                where = {"fontsize": 8, "transform": axes.get_yaxis_transform()}
+                axes.text(0.99, players[name] + 0.01, f"{name} player: {players[name]:.3f}", ha="right", **where)
+        axes.set(xlabel=label, ylabel="success on held-out seeds", ylim=(0, 1.06))
+    page.axes[0].legend(fontsize="small", loc="upper left")
+    page.suptitle(title)
+    page.savefig(path, dpi=130)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--env", default="frozenlake")
+    parser.add_argument("--exhibit", default="main", choices=list(exhibits("tiny", "frozenlake")))
     parser.add_argument("--arm", action="append", help="a method and flags of train.py; may be repeated")
+    parser.add_argument("--preset", default="tiny", choices=list(PRESETS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, a thread each")
-    parser.add_argument("--out", type=Path, help="default: out/compare-<env>")
+    parser.add_argument("--out", type=Path, help="default: out/compare-<env>-<exhibit>")
     args, flags = parser.parse_known_args()  # flags that are not ours go to every run
-    arms = args.arm or ["on_policy", "per", "freshper"]
-    out = args.out or Path(f"out/compare-{args.env}")
+    arms = args.arm or exhibits(args.preset, args.env)[args.exhibit]
+    out = args.out or Path(f"out/compare-{args.env}-{'own' if args.arm else args.exhibit}")
     out.mkdir(parents=True, exist_ok=True)
     jobs = [(arm, seed) for seed in args.seeds for arm in arms]
+    flags = ["--preset", args.preset, *flags]
     with ThreadPoolExecutor(args.jobs) as pool:
         futures = [pool.submit(run, args.env, a, s, folder_of(out, a, s), flags) for a, s in jobs]
         for future in tqdm(futures, unit="run"):
             future.result()
 
-    results = [{"arm": a, "seed": s, **summary(read(folder_of(out, a, s)))} for a, s in jobs]
+    results = [{"arm": a, "seed": s, **summary(folder_of(out, a, s))} for a, s in jobs]
     with open(out / "results.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, results[0])
         writer.writeheader()
         writer.writerows(results)
     config = Config(**json.loads((folder_of(out, *jobs[0]) / "config.json").read_text()))
+    runs = {arm: [read(folder_of(out, arm, seed)) for seed in args.seeds] for arm in arms}
     title = f"{config.task()}, preset {config.preset}, {len(args.seeds)} seeds"
-    figure(out, arms, args.seeds, title, baselines(config))
+    figure(out / "figure.png", runs, title, baselines(config))
     text = "\n".join(table(results, arms)) + "\n"
     (out / "table.md").write_text(text)
     print(text)

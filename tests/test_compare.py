@@ -1,0 +1,71 @@
+"""compare.py: real runs side by side, its statistics against known results, and what it does with failed runs."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+import compare
+from freshper.config import PRESETS, parse_args
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_arms_and_seeds_through_train(model_folder, tmp_path):
+    """Two arms, two seeds; a second call repeats nothing; a run that cannot go on is counted, not dropped."""
+    flags = ["--iterations", "2", "--rollout_batch_size", "4", "--batch_size", "4", "--eval_episodes", "4"]
+    flags += ["--eval_every", "1", "--model", model_folder["text"], "--format_penalty", "0.15", "--warmup_steps", "0"]
+    arms = ["on_policy", "freshper --tau 5", "freshper --lr 1e30"]
+    own = [part for arm in arms for part in ("--arm", arm)]
+    command = [sys.executable, "compare.py", *own, "--seeds", "3", "4", "--out", str(tmp_path), *flags]
+    assert subprocess.run(command, cwd=ROOT).returncode == 0
+    with open(tmp_path / "results.csv", newline="") as file:
+        results = list(csv.DictReader(file))
+    assert [(r["arm"], r["seed"]) for r in results] == [(arm, seed) for seed in "34" for arm in arms]
+    assert [r["episodes"] for r in results if "1e30" not in r["arm"]] == ["8"] * 4
+    assert [r["updates"] for r in results if "1e30" not in r["arm"]] == ["2", "6"] * 2
+    assert [r["diverged"] for r in results if "1e30" in r["arm"]] == ["1", "1"]
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert len((tmp_path / "table.md").read_text().splitlines()) == 5
+    config = json.loads((compare.folder_of(tmp_path, arms[1], 4) / "config.json").read_text())
+    assert (config["tau"], config["seed"], config["method"]) == (5.0, 4, "freshper")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.csv")}
+    assert subprocess.run(command, cwd=ROOT).returncode == 0
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.csv")} == before
+
+    unfinished = compare.folder_of(tmp_path, arms[0], 3)
+    rows = (unfinished / "metrics.csv").read_text().splitlines(keepends=True)
+    (unfinished / "metrics.csv").write_text("".join(rows[:-1]))
+    with pytest.raises(RuntimeError, match="unfinished run"):
+        compare.run("frozenlake", arms[0], 3, unfinished, [])
+
+
+def test_intervals():
+    values = np.array([0.5, 0.6, 0.9])
+    low, high = stats.t.interval(0.95, 2, loc=values.mean(), scale=stats.sem(values))
+    assert compare.interval(values) == pytest.approx((high - low) / 2)
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(300):  # the difference of the means is 0.2; ten seeds an arm
+        low, high = compare.difference(rng.normal(0.7, 0.1, 10), rng.normal(0.5, 0.1, 10), draws=1000)
+        covered += low <= 0.2 <= high
+    assert 0.85 < covered / 300 < 0.98
+
+
+@pytest.mark.parametrize("preset", list(PRESETS))
+def test_every_arm_of_every_exhibit_is_a_valid_command(preset, tmp_path):
+    for name, arms in compare.exhibits(preset, "frozenlake").items():
+        assert len(arms) == len(set(arms)) > 1, name
+        for arm in arms:
+            method, *flags = arm.split()
+            config = parse_args(["--preset", preset, "--method", method, *flags, "--out", str(tmp_path / "none")])
+            assert config.method == method
+    epochs, longer = compare.exhibits(preset, "frozenlake")["controls"][1:3]
+    base = parse_args(["--preset", preset, "--out", str(tmp_path / "none")])
+    assert epochs.endswith(f"--ppo_epochs {base.replay_ratio + 1}")
+    assert f"--iterations {base.iterations * (base.replay_ratio + 1)}" in longer
