@@ -98,8 +98,7 @@ class FrozenLake(TextEnv):
     ):
         super().__init__(style, format_penalty, max_turns)
         self.slippery, self.image, self.cell_size = slippery, image, cell_size
-        if image:  # first to see, then to play
-            self.warm_start = ((250, 1), (150, 10))
+        self.warm_start = ((250, 1), (150, 10)) if image else ((400, 1), (200, 10))
         side = SIDE * cell_size
         pictures = gymnasium.spaces.Sequence(gymnasium.spaces.Box(0, 255, (side, side, 3), np.uint8))
         self.observation_space = gymnasium.spaces.Tuple((FreeText(5000, min_length=0), pictures))

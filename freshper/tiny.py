@@ -185,7 +185,8 @@ def tiny_model(name: str) -> Path:
 
 @torch.no_grad()
 def caption_accuracy(policy: Policy, name: str, games: int = 256) -> float:
-    """The share of tokens of captions of held-out pictures that the model predicts right, given those before."""
+    """The share of tokens of captions of held-out states that the model predicts right, given those before: how well
+    it reads what it is shown."""
     players = [ENVS[name](max_turns=1) for _ in range(games)]
     right = total = 0
     batch = collate(transcripts(policy, players, [EVAL_SEEDS + k for k in range(games)]))
@@ -218,9 +219,8 @@ def describe(folder: Path, name: str, episodes: int = 1000) -> dict[str, float]:
     how = "exact" if exact else "one game a seed"
     print(f"  success {played['success']:.3f} over {episodes} held-out games, a random player {random:.3f} ({how})")
     print(f"  replies that cannot be read: {played['invalid']:.2%}")
-    if policy.image_processor:
-        played["caption"] = caption_accuracy(policy, name)
-        print(f"  tokens right in captions of held-out pictures: {played['caption']:.2%}")
+    played["caption"] = caption_accuracy(policy, name)
+    print(f"  tokens right in captions of held-out states: {played['caption']:.2%}")
     standard_error = (random * (1 - random) * (1 if exact else 2) / episodes) ** 0.5
     if abs(played["success"] - random) > 4 * standard_error:
         raise RuntimeError(f"the warm-started {name} model does not play like the random player; rebuild it")

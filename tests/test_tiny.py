@@ -17,6 +17,8 @@ from freshper.tiny import SPECIAL, build_policy, build_tokenizer, describe, shap
 from freshper.warm_start import transcripts, warm_start
 
 tokenizer = build_tokenizer(FrozenLake.words)
+# how well the shipped models read: what a policy cannot read it cannot learn to act on
+CAPTIONS = {"frozenlake": 0.85, "frozenlake_vlm": 0.97}
 SHIPPED_TASKS = [path.name.rsplit("-", 1)[0] for path in tiny.SHIPPED.iterdir()]
 
 
@@ -83,8 +85,8 @@ def test_the_shipped_weights_belong_to_this_code():
 def test_the_shipped_weights_play_like_the_random_player(name):
     played = describe(tiny_model(name), name)
     assert played["invalid"] < 0.005
-    if "caption" in played:
-        assert played["caption"] > 0.97
+    if name in CAPTIONS:
+        assert played["caption"] > CAPTIONS[name]
 
 
 @pytest.mark.parametrize("name", ["frozenlake", "frozenlake_vlm"])
