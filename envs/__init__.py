@@ -9,6 +9,7 @@ import gymnasium
 
 from envs.base import TextEnv
 from envs.frozenlake import FrozenLake
+from envs.sokoban import Sokoban
 
 # `python -m envs.frozenlake` runs a module that this package has imported already: a second copy, and no harm
 warnings.filterwarnings("ignore", "'envs.* found in sys.modules", RuntimeWarning)
@@ -16,6 +17,10 @@ warnings.filterwarnings("ignore", "'envs.* found in sys.modules", RuntimeWarning
 ENVS: dict[str, Callable[..., TextEnv]] = {
     "frozenlake": FrozenLake,
     "frozenlake_vlm": partial(FrozenLake, image=True),
+    "sokoban_simple": Sokoban,
+    "sokoban_hard": partial(Sokoban, side=8, boxes=2),
+    "sokoban_simple_vlm": partial(Sokoban, image=True),
+    "sokoban_hard_vlm": partial(Sokoban, side=8, boxes=2, image=True),
 }
 
 for _name, _make in ENVS.items():

@@ -239,21 +239,34 @@ _TINY = {
     "eval_episodes": 256,
 }
 
+_TINY_SOKOBAN = {**_TINY, "epsilon": 0.1, "replay_ratio": 4}
+
+_PAPER_VLM = {
+    "model": "Qwen/Qwen2.5-VL-3B-Instruct",
+    "device": "cuda",
+    "iterations": 100,
+    "max_tokens": 4096,
+    "micro_batch_size": 1,
+    **CONFIG_DEFAULT,
+}
+
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "paper": {
         "frozenlake": {"model": "Qwen/Qwen2.5-0.5B-Instruct", "device": "cuda", "slippery": True, **CONFIG_A},
-        "frozenlake_vlm": {
-            "model": "Qwen/Qwen2.5-VL-3B-Instruct",
-            "device": "cuda",
-            "iterations": 100,
-            "max_tokens": 4096,
-            "micro_batch_size": 1,
-            **CONFIG_DEFAULT,
-        },
+        "frozenlake_vlm": _PAPER_VLM,
+        "sokoban_simple": {"model": "Qwen/Qwen2.5-0.5B-Instruct", "device": "cuda", **CONFIG_A},
+        "sokoban_hard": {"model": "Qwen/Qwen2.5-0.5B-Instruct", "device": "cuda", **CONFIG_A},
+        # not in the paper: as its FrozenLake in pictures
+        "sokoban_simple_vlm": _PAPER_VLM,
+        "sokoban_hard_vlm": {**_PAPER_VLM, "cell_size": 28},  # 64 tokens a picture; 56 pixels would make it 256
     },
     "tiny": {
         "frozenlake": {**_TINY, "lr": 6e-4},
         "frozenlake_vlm": {**_TINY, "freeze_vision": True},
+        "sokoban_simple": _TINY_SOKOBAN,
+        "sokoban_hard": {**_TINY_SOKOBAN, "epsilon": 1.0, "max_tokens": 768},  # one box in place: a return of 0
+        "sokoban_simple_vlm": {**_TINY_SOKOBAN, "freeze_vision": True, "max_tokens": 768},
+        "sokoban_hard_vlm": {**_TINY_SOKOBAN, "epsilon": 1.0, "freeze_vision": True, "max_tokens": 1024},
     },
 }
 
