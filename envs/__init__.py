@@ -8,6 +8,7 @@ from functools import partial
 import gymnasium
 
 from envs.base import TextEnv
+from envs.cliffwalking import CliffWalking
 from envs.frozenlake import FrozenLake
 from envs.sokoban import Sokoban
 
@@ -21,6 +22,7 @@ ENVS: dict[str, Callable[..., TextEnv]] = {
     "sokoban_hard": partial(Sokoban, side=8, boxes=2),
     "sokoban_simple_vlm": partial(Sokoban, image=True),
     "sokoban_hard_vlm": partial(Sokoban, side=8, boxes=2, image=True),
+    "cliffwalking": CliffWalking,
 }
 
 for _name, _make in ENVS.items():

@@ -72,7 +72,8 @@ def main(make_env: Callable[..., TextEnv], argv: list[str] | None = None) -> Non
     what.add_argument("--play", action="store_true", help="play it yourself; a line is a reply, or just an action")
     what.add_argument("--random", type=int, metavar="N", help="statistics of the random player over N seeds")
     parser.add_argument("--seed", type=int, default=0, help="of the game, or the first of N (default 0)")
-    known = {name: p.default for name, p in inspect.signature(make_env).parameters.items()}
+    parameters = inspect.signature(make_env).parameters
+    known = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
     for name, default in known.items():
         kind = {"action": argparse.BooleanOptionalAction} if isinstance(default, bool) else {"type": type(default)}
         parser.add_argument(f"--{name}", **kind, help=f"default {default!r}")

@@ -256,6 +256,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "frozenlake_vlm": _PAPER_VLM,
         "sokoban_simple": {"model": "Qwen/Qwen2.5-0.5B-Instruct", "device": "cuda", **CONFIG_A},
         "sokoban_hard": {"model": "Qwen/Qwen2.5-0.5B-Instruct", "device": "cuda", **CONFIG_A},
+        "cliffwalking": {"model": "Qwen/Qwen2.5-0.5B-Instruct", "device": "cuda", "max_turns": 200, **CONFIG_A},
         # not in the paper: as its FrozenLake in pictures
         "sokoban_simple_vlm": _PAPER_VLM,
         "sokoban_hard_vlm": {**_PAPER_VLM, "cell_size": 28},  # 64 tokens a picture; 56 pixels would make it 256
@@ -263,6 +264,8 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "tiny": {
         "frozenlake": {**_TINY, "lr": 6e-4},
         "frozenlake_vlm": {**_TINY, "freeze_vision": True},
+        # returns from -13 to -600: |r| prefers the worst games, an epsilon this large treats all alike
+        "cliffwalking": {**_TINY, "epsilon": 1000.0, "max_tokens": 1024, "iterations": 150, "eval_episodes": 64},
         "sokoban_simple": _TINY_SOKOBAN,
         "sokoban_hard": {**_TINY_SOKOBAN, "epsilon": 1.0, "max_tokens": 768},  # one box in place: a return of 0
         "sokoban_simple_vlm": {**_TINY_SOKOBAN, "freeze_vision": True, "max_tokens": 768},
