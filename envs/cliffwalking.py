@@ -68,7 +68,7 @@ class CliffWalking(TextEnv):
     max_turns = 50
     metrics = ("score",)
     words = (*ACTIONS, *(f" {letter}" for letter in "abcdefghijkl"))
-    warm_start = ((200, 10), (40, 50))  # short games first: they are cheap
+    warm_start = ((200, 10), (20, 50))  # short games first: they are cheap
 
     no_picture = gymnasium.spaces.Sequence(gymnasium.spaces.Box(0, 255, (1, 1, 3), np.uint8))
     observation_space = gymnasium.spaces.Tuple((FreeText(5000, min_length=0), no_picture))

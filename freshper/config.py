@@ -239,8 +239,6 @@ _TINY = {
     "eval_episodes": 256,
 }
 
-_TINY_SOKOBAN = {**_TINY, "epsilon": 0.1, "replay_ratio": 4}
-
 _PAPER_VLM = {
     "model": "Qwen/Qwen2.5-VL-3B-Instruct",
     "device": "cuda",
@@ -266,10 +264,11 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "frozenlake_vlm": {**_TINY, "freeze_vision": True},
         # returns from -13 to -600: |r| prefers the worst games, an epsilon this large treats all alike
         "cliffwalking": {**_TINY, "epsilon": 1000.0, "max_tokens": 1024, "iterations": 150, "eval_episodes": 64},
-        "sokoban_simple": _TINY_SOKOBAN,
-        "sokoban_hard": {**_TINY_SOKOBAN, "epsilon": 1.0, "max_tokens": 768},  # one box in place: a return of 0
-        "sokoban_simple_vlm": {**_TINY_SOKOBAN, "freeze_vision": True, "max_tokens": 768},
-        "sokoban_hard_vlm": {**_TINY_SOKOBAN, "epsilon": 1.0, "freeze_vision": True, "max_tokens": 1024},
+        "sokoban_simple": {**_TINY, "epsilon": 0.1, "replay_ratio": 4},
+        # one of two boxes in place is a return of 0: only a large epsilon replays it like a failure, |r| = 1
+        "sokoban_hard": {**_TINY, "epsilon": 1.0, "max_tokens": 768},
+        "sokoban_simple_vlm": {**_TINY, "epsilon": 0.1, "freeze_vision": True, "max_tokens": 768},
+        "sokoban_hard_vlm": {**_TINY, "epsilon": 1.0, "freeze_vision": True, "max_tokens": 1024, "iterations": 150},
     },
 }
 
