@@ -147,6 +147,7 @@ class Sokoban(TextEnv):
     without the wall around it, for a tiny one. `image` draws the room instead; `cell_size` is in pixels."""
 
     metrics = ("score",)
+    warm_start = ((200, 3), (60, 10))  # short games first: they are cheap
     words = (*ACTIONS, "√", " X", " O", " #", " a", " b", " c", " d", " e", " f")  # a cell is a column and a row
 
     def __init__(
@@ -158,10 +159,10 @@ class Sokoban(TextEnv):
             raise ValueError(f"side must be 6, 7 or 8 and boxes 1 or 2, got {side} and {boxes}")
         self.side, self.n_boxes, self.image, self.cell_size = side, boxes, image, cell_size
         if image:  # first to see, then to play
-            self.warm_start = ((250, 1), (150, 10))
+            self.warm_start = ((250, 1), (60, 10))
         picture = gymnasium.spaces.Box(0, 255, (side * cell_size, side * cell_size, 3), np.uint8)
-        pictures = gymnasium.spaces.Sequence(picture)
-        self.observation_space = gymnasium.spaces.Tuple((FreeText(5000, min_length=0), pictures))
+        parts = FreeText(5000, min_length=0), gymnasium.spaces.Sequence(picture)
+        self.observation_space = gymnasium.spaces.Tuple(parts)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Observation, dict]:
         """The room follows from `seed`."""
@@ -215,8 +216,7 @@ class Sokoban(TextEnv):
         return {"random": float(random), "optimal": float(self.room.shortest <= self.max_turns)}
 
     def caption(self) -> str:
-        """The state in words: `P b1 X c2 O d3 # a2 b4` (you, boxes, targets, walls). Columns are a, b, ..., rows 1,
-        2, ... from the top, without the wall around the room."""
+        """`P b1 X c2 O d3 # a2 b4`: you, boxes, targets, walls; columns a.., rows 1.., the wall around left out."""
         inner = np.argwhere(~self.room.floor[1:-1, 1:-1]) + 1
         places = {"P": [self.player], " X": sorted(self.boxes), " O": self.room.targets, " #": inner}
         named = {m: "".join(f" {'abcdef'[col - 1]}{row}" for row, col in cells) for m, cells in places.items()}
