@@ -1,17 +1,28 @@
 """The environments of the paper, one file each. `ENVS` maps the name behind `--env` to a callable that makes
 the environment with its defaults; keyword arguments (`slippery=True`, `style="full"`) change them."""
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 
 import gymnasium
 
 from envs.base import TextEnv
+from envs.cliffwalking import CliffWalking
 from envs.frozenlake import FrozenLake
+from envs.sokoban import Sokoban
+
+# `python -m envs.frozenlake` runs a module that this package has imported already: a second copy, and no harm
+warnings.filterwarnings("ignore", "'envs.* found in sys.modules", RuntimeWarning)
 
 ENVS: dict[str, Callable[..., TextEnv]] = {
     "frozenlake": FrozenLake,
     "frozenlake_vlm": partial(FrozenLake, image=True),
+    "sokoban_simple": Sokoban,
+    "sokoban_hard": partial(Sokoban, side=8, boxes=2),
+    "sokoban_simple_vlm": partial(Sokoban, image=True),
+    "sokoban_hard_vlm": partial(Sokoban, side=8, boxes=2, image=True),
+    "cliffwalking": CliffWalking,
 }
 
 for _name, _make in ENVS.items():

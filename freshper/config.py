@@ -239,21 +239,36 @@ _TINY = {
     "eval_episodes": 256,
 }
 
+_PAPER_VLM = {
+    "model": "Qwen/Qwen2.5-VL-3B-Instruct",
+    "device": "cuda",
+    "iterations": 100,
+    "max_tokens": 4096,
+    "micro_batch_size": 1,
+    **CONFIG_DEFAULT,
+}
+
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "paper": {
         "frozenlake": {"model": "Qwen/Qwen2.5-0.5B-Instruct", "device": "cuda", "slippery": True, **CONFIG_A},
-        "frozenlake_vlm": {
-            "model": "Qwen/Qwen2.5-VL-3B-Instruct",
-            "device": "cuda",
-            "iterations": 100,
-            "max_tokens": 4096,
-            "micro_batch_size": 1,
-            **CONFIG_DEFAULT,
-        },
+        "frozenlake_vlm": _PAPER_VLM,
+        "sokoban_simple": {"model": "Qwen/Qwen2.5-0.5B-Instruct", "device": "cuda", **CONFIG_A},
+        "sokoban_hard": {"model": "Qwen/Qwen2.5-0.5B-Instruct", "device": "cuda", **CONFIG_A},
+        "cliffwalking": {"model": "Qwen/Qwen2.5-0.5B-Instruct", "device": "cuda", "max_turns": 200, **CONFIG_A},
+        # not in the paper: as its FrozenLake in pictures
+        "sokoban_simple_vlm": _PAPER_VLM,
+        "sokoban_hard_vlm": {**_PAPER_VLM, "cell_size": 28},  # 64 tokens a picture; 56 pixels would make it 256
     },
     "tiny": {
         "frozenlake": {**_TINY, "batch_size": 64},
         "frozenlake_vlm": {**_TINY, "freeze_vision": True},
+        # returns from -13 to -600: |r| prefers the worst games, an epsilon this large treats all alike
+        "cliffwalking": {**_TINY, "epsilon": 1000.0, "max_tokens": 1024, "iterations": 150, "eval_episodes": 64},
+        "sokoban_simple": {**_TINY, "epsilon": 0.1, "replay_ratio": 4},
+        # one of two boxes in place is a return of 0: only a large epsilon replays it like a failure, |r| = 1
+        "sokoban_hard": {**_TINY, "epsilon": 1.0, "max_tokens": 768},
+        "sokoban_simple_vlm": {**_TINY, "epsilon": 0.1, "freeze_vision": True, "max_tokens": 768},
+        "sokoban_hard_vlm": {**_TINY, "epsilon": 1.0, "freeze_vision": True, "max_tokens": 1024, "iterations": 150},
     },
 }
 

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train
+from envs import ENVS
 from freshper.config import CONFIG_A, CONFIG_DEFAULT, METHODS, PRESETS, Config, parse_args
 from freshper.models import load_policy
 from freshper.report import COLUMNS
@@ -162,7 +163,7 @@ def test_replies_are_escaped_in_the_page(text_policy):
 
 
 BAD = {
-    "--env nowhere": "--env is nowhere, but must be one of frozenlake, frozenlake_vlm",
+    "--env nowhere": f"--env is nowhere, but must be one of {', '.join(ENVS)}",
     "--method dqn": "argument --method: invalid choice: 'dqn'",
     "--preset huge": "argument --preset: invalid choice: 'huge'",
     "--model ./no/such/folder": "--model is ./no/such/folder, but must be a folder with a config.json",
