@@ -1,6 +1,7 @@
 """The environments of the paper, one file each. `ENVS` maps the name behind `--env` to a callable that makes
 the environment with its defaults; keyword arguments (`slippery=True`, `style="full"`) change them."""
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -8,6 +9,9 @@ import gymnasium
 
 from envs.base import TextEnv
 from envs.frozenlake import FrozenLake
+
+# `python -m envs.frozenlake` runs a module that this package has imported already: a second copy, and no harm
+warnings.filterwarnings("ignore", "'envs.* found in sys.modules", RuntimeWarning)
 
 ENVS: dict[str, Callable[..., TextEnv]] = {
     "frozenlake": FrozenLake,

@@ -19,6 +19,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from envs.base import FORMAT_PENALTY, FreeText, Observation, TextEnv, parse_answer
+from envs.play import main
 
 ACTIONS = ("Left", "Down", "Right", "Up")  # Gymnasium's order
 SIDE = 4
@@ -218,3 +219,7 @@ def draw(desc: np.ndarray, state: int, cell_size: int) -> np.ndarray:
             tile[:ruler, :] = 40 + 60 * col
             picture[row * cell_size : (row + 1) * cell_size, col * cell_size : (col + 1) * cell_size] = tile
     return picture
+
+
+if __name__ == "__main__":
+    main(FrozenLake)
