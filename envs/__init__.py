@@ -9,6 +9,7 @@ import gymnasium
 
 from envs.base import TextEnv
 from envs.frozenlake import FrozenLake
+from envs.nq_search import NQSearch
 
 # `python -m envs.frozenlake` runs a module that this package has imported already: a second copy, and no harm
 warnings.filterwarnings("ignore", "'envs.* found in sys.modules", RuntimeWarning)
@@ -16,6 +17,7 @@ warnings.filterwarnings("ignore", "'envs.* found in sys.modules", RuntimeWarning
 ENVS: dict[str, Callable[..., TextEnv]] = {
     "frozenlake": FrozenLake,
     "frozenlake_vlm": partial(FrozenLake, image=True),
+    "nq_search": NQSearch,
 }
 
 for _name, _make in ENVS.items():

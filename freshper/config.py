@@ -105,6 +105,9 @@ class Config:
     )
     max_turns: int = _flag(0, "H, assistant turns an episode; 0: the task's own (Table env_details, 'Max Actions')")
     data: str = _flag("", "questions: a hub id or a json, jsonl or parquet file; empty: tasks generated here")
+    search_url: str = _flag(
+        "", "NQ's retrieval server (envs/search_server.py); empty: one over generated articles, in this process"
+    )
     slippery: bool = _flag(False, "FrozenLake's ice (appendix B: slippery; see the README on the image task)")
     cell_size: int = _flag(56, "pixels of a cell in FrozenLake's pictures (not given in the paper)")
 
@@ -204,6 +207,7 @@ ENV_SETTINGS = {
     "slippery": "slippery",
     "cell_size": "cell_size",
     "data": "data",
+    "search_url": "search_url",
 }
 
 # Standard PER and FreshPER differ in nothing but what their rows of Table replay_config say.
@@ -250,10 +254,20 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
             "micro_batch_size": 1,
             **CONFIG_DEFAULT,
         },
+        "nq_search": {
+            "model": "Qwen/Qwen2.5-7B-Instruct",
+            "device": "cuda",
+            "iterations": 300,
+            "max_tokens": 12800,
+            "max_new_tokens": 500,
+            "micro_batch_size": 1,
+            **CONFIG_DEFAULT,
+        },
     },
     "tiny": {
         "frozenlake": {**_TINY, "lr": 6e-4},
         "frozenlake_vlm": {**_TINY, "freeze_vision": True},
+        "nq_search": {**_TINY, "epsilon": 0.1, "replay_ratio": 4},
     },
 }
 
