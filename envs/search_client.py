@@ -99,6 +99,8 @@ def _post(url: str, body: bytes, timeout: float) -> tuple[int, bytes]:
         connection.close()
     if len(content) > MAX_RESPONSE:
         raise http.client.HTTPException(f"an answer of more than {MAX_RESPONSE} bytes")
+    if response.length:  # what was announced and did not come
+        raise http.client.IncompleteRead(content, response.length)
     return response.status, content
 
 

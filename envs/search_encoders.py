@@ -108,5 +108,12 @@ class E5Encoder:
 
 
 def load_encoder(name: str, corpus: Iterable[str]) -> Encoder:
-    """The encoder behind --encoder; the local one counts words in the contents of `corpus`."""
-    return LocalEncoder(corpus) if name == "local" else E5Encoder(name)
+    """The encoder behind --encoder; the local one counts words in the contents of `corpus`. Raises ValueError where
+    there is no model of that name."""
+    if name == "local":
+        return LocalEncoder(corpus)
+    try:
+        return E5Encoder(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--encoder is {name}, but no model could be loaded from there: {reason}") from error

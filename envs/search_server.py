@@ -24,7 +24,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import faiss
@@ -74,6 +73,14 @@ def build_index(corpus: Corpus, encoder: Encoder) -> faiss.IndexFlatIP:
         stop = min(start + _BUILD_BATCH, len(corpus))
         index.add(encoder.passages([corpus[i]["contents"] for i in range(start, stop)]))
     return index
+
+
+def read_index(path: str) -> faiss.Index:
+    """Raises ValueError where there is no index."""
+    try:
+        return faiss.read_index(path)
+    except RuntimeError as error:
+        raise ValueError(f"--index is {path}, but must be an index that FAISS can read; --build makes one") from error
 
 
 @dataclass
@@ -198,16 +205,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=8000, help="0: any free one")
     args = parser.parse_args(argv)
     try:
-        if not args.build and not Path(args.index).is_file():
-            raise ValueError(f"--index is {args.index}, but there is no such file; --build makes it")
         corpus = Corpus(args.corpus)
         encoder = load_encoder(args.encoder, corpus.contents())
         if args.build:
             faiss.write_index(build_index(corpus, encoder), args.index)
             print(f"{args.index}: {len(corpus)} documents, {encoder.dimension} numbers each")
             return 0
-        server = SearchServer(Retriever(corpus, encoder, faiss.read_index(args.index)), args.host, args.port)
-    except (ValueError, OSError, OverflowError, RuntimeError) as error:  # FAISS says RuntimeError for a bad file
+        server = SearchServer(Retriever(corpus, encoder, read_index(args.index)), args.host, args.port)
+    except (ValueError, OSError, OverflowError) as error:  # no file, no model, no such port
         print(f"search_server: error: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
     print(f"{len(corpus)} documents at {server.url}", flush=True)
