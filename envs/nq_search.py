@@ -92,7 +92,7 @@ class NQSearch(TextEnv):
     max_turns = 5
     metrics: ClassVar[tuple[str, ...]] = ("searches", "search_failed")
     words = ("<search>", "</search>", "<information>", "</information>", *encyclopaedia.WORDS)
-    warm_start = ((400, 5),)
+    warm_start = ((400, 1), (250, 5))  # mostly to read, then to play
     search_timeout, search_attempts = 30.0, 3  # seconds of one attempt; attempts
 
     def __init__(

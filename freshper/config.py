@@ -267,7 +267,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "tiny": {
         "frozenlake": {**_TINY, "lr": 6e-4},
         "frozenlake_vlm": {**_TINY, "freeze_vision": True},
-        "nq_search": {**_TINY, "epsilon": 0.1, "replay_ratio": 4},
+        "nq_search": {**_TINY, "epsilon": 0.1, "replay_ratio": 4, "rollout_batch_size": 64},
     },
 }
 

@@ -486,9 +486,9 @@ def test_captions_name_all_values_and_never_single_out_the_answer():
 def test_players():
     """The best player always wins in as many searches as hops; the random one is above 0 and below 0.5."""
     env = NQSearch()
-    known = [env.baselines(EVAL_SEEDS + k) for k in range(400)]
+    known = [env.baselines(EVAL_SEEDS + k) for k in range(250)]
     assert all(player["optimal"] == 1.0 for player in known)
-    assert 0.03 < np.mean([player["random"] for player in known]) < 0.2
+    assert 0.02 < np.mean([player["random"] for player in known]) < 0.2
     for seed in range(50):
         env.reset(seed=seed)
         turns = 1
