@@ -193,6 +193,11 @@ class SearchServer(ThreadingHTTPServer):
         self.retriever = retriever
         self.url = f"http://{host}:{self.server_port}/retrieve"
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hung up is no news; anything else is printed with its traceback."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 done or interrupted, 2 where a file, a model or an address is no good."""

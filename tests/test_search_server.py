@@ -6,6 +6,7 @@ import math
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -233,6 +234,15 @@ def test_other_addresses_and_lengths(server):
         with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as raw:
             raw.sendall(f"POST /retrieve HTTP/1.1\r\nHost: x\r\n{header}\r\n\r\n".encode())
             assert raw.recv(1 << 16).startswith(b"HTTP/1.1 400")
+
+
+def test_a_client_that_hangs_up_is_no_news(server, capsys):
+    for part in (b"POST", b"POST /retrieve HTTP/1.1\r\nContent-Length: 50\r\n\r\n{", b"\x16\x03\x01\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as raw:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset, no farewell
+            raw.sendall(part)
+    assert post(server, {"queries": ["Mars"]})[0] == 200
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_queries_that_are_no_unicode_are_searched_all_the_same(server):
