@@ -1,5 +1,6 @@
 """NQ Search: replies, exact match, batches of searches, servers that misbehave, questions that have one answer."""
 
+import inspect
 import json
 import re
 import threading
@@ -23,7 +24,7 @@ from envs.search_encoders import LocalEncoder
 from envs.search_server import Corpus, Retriever, SearchServer, build_index
 from freshper.config import CONFIG_DEFAULT, Config, parse_args
 from freshper.rollout import RandomEngine, rollout, summarize
-from freshper.tiny import build_policy
+from freshper.tiny import build_policy, shape_key
 
 PASSAGES = ["Wilhelm Röntgen\nThe first Nobel Prize in Physics.", "Physics\nA science.", "Nobel Prize\nA prize."]
 QUESTION = {"question": "who got the first nobel prize in physics", "golden_answers": ["Wilhelm Conrad Röntgen", "The"]}
@@ -495,6 +496,12 @@ def test_players():
         while not env.step(env.optimal_reply())[2]:
             turns += 1
         assert turns == len(env.puzzle.people) + 1
+
+
+def test_the_tiny_model_s_key_covers_the_encyclopaedia(monkeypatch):
+    before, source = shape_key("nq_search"), inspect.getsource
+    monkeypatch.setattr(inspect, "getsource", lambda module: source(module).replace("Ada Bea", "Ada Bee"))
+    assert shape_key("nq_search") != before
 
 
 # -- the environment as others see it --------------------------------------------------------------------------
