@@ -17,6 +17,7 @@ tokens. A search that fails for good ends the episode as truncated and is counte
 import re
 import string
 import warnings
+from functools import cache
 from typing import Any, ClassVar
 
 import gymnasium
@@ -73,6 +74,7 @@ def harmless(text: str) -> str:
     return text[:MAX_PASSAGE].replace("<", "‹").replace(">", "›")
 
 
+@cache
 def load_questions(data: str, split: str) -> list[dict[str, Any]]:
     """[{question, golden_answers: list of str}]. Raises ValueError that names file, row and field."""
     rows = load_rows(data, split, ("question", "golden_answers"))
