@@ -201,7 +201,7 @@ MANNERS += ["closes", "no http", "cut short", "silent", "trickle"]
 @pytest.mark.parametrize("manner", MANNERS)
 def test_a_server_that_misbehaves_twice_is_asked_again(manner, serve):
     server = serve(manner, times=2)
-    assert retrieve(server.url, ["a", "b"], 3, timeout=0.3, attempts=3) == [PASSAGES, PASSAGES]
+    assert retrieve(server.url, ["a", "b"], 3, timeout=0.6, attempts=3) == [PASSAGES, PASSAGES]
     assert server.requests == [{"queries": ["a", "b"], "topk": 3, "return_scores": True}] * 3
 
 
@@ -210,8 +210,8 @@ def test_and_one_that_never_behaves_is_given_up_in_bounded_time(manner, serve):
     server = serve(manner)
     began = time.monotonic()
     with pytest.raises(SearchError, match=r"failed 2 times in a row, the last time with \w"):
-        retrieve(server.url, ["a"], 3, timeout=0.3, attempts=2)
-    assert time.monotonic() - began < 2 * 0.3 + 0.2 + 1.0
+        retrieve(server.url, ["a"], 3, timeout=0.6, attempts=2)
+    assert time.monotonic() - began < 5  # 2 x 0.6 and a pause of 0.2, on a busy machine
     assert len(server.requests) == 2
 
 
@@ -264,7 +264,7 @@ def questions(tmp_path):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(NQSearch, "search_timeout", 0.3)
+    monkeypatch.setattr(NQSearch, "search_timeout", 0.6)
     monkeypatch.setattr(NQSearch, "search_attempts", 2)
 
 
