@@ -10,6 +10,7 @@ import gymnasium
 from envs.base import TextEnv
 from envs.cliffwalking import CliffWalking
 from envs.frozenlake import FrozenLake
+from envs.nq_search import NQSearch
 from envs.sokoban import Sokoban
 
 # `python -m envs.frozenlake` runs a module that this package has imported already: a second copy, and no harm
@@ -23,6 +24,7 @@ ENVS: dict[str, Callable[..., TextEnv]] = {
     "sokoban_simple_vlm": partial(Sokoban, image=True),
     "sokoban_hard_vlm": partial(Sokoban, side=8, boxes=2, image=True),
     "cliffwalking": CliffWalking,
+    "nq_search": NQSearch,
 }
 
 for _name, _make in ENVS.items():

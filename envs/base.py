@@ -61,6 +61,11 @@ class TextEnv(gymnasium.Env):
         self.style, self.format_penalty = style, format_penalty
         self.max_turns = max_turns or self.max_turns
 
+    @classmethod
+    def step_many(cls, envs: list["TextEnv"], replies: list[str]) -> list[tuple]:
+        """One turn in each environment. Tasks that ask a service override this to ask it once for all."""
+        return [env.step(reply) for env, reply in zip(envs, replies, strict=True)]
+
     def random_reply(self, rng: np.random.Generator) -> str:
         """A well-formed reply of a player that chooses uniformly among the actions."""
         raise NotImplementedError

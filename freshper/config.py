@@ -105,6 +105,9 @@ class Config:
     )
     max_turns: int = _flag(0, "H, assistant turns an episode; 0: the task's own (Table env_details, 'Max Actions')")
     data: str = _flag("", "questions: a hub id or a json, jsonl or parquet file; empty: tasks generated here")
+    search_url: str = _flag(
+        "", "NQ's retrieval server (envs/search_server.py); empty: one over generated articles, in this process"
+    )
     slippery: bool = _flag(False, "FrozenLake's ice (appendix B: slippery; see the README on the image task)")
     cell_size: int = _flag(56, "pixels of a cell in FrozenLake's pictures (not given in the paper)")
 
@@ -204,6 +207,7 @@ ENV_SETTINGS = {
     "slippery": "slippery",
     "cell_size": "cell_size",
     "data": "data",
+    "search_url": "search_url",
 }
 
 # Standard PER and FreshPER differ in nothing but what their rows of Table replay_config say.
@@ -258,6 +262,15 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         # not in the paper: as its FrozenLake in pictures
         "sokoban_simple_vlm": _PAPER_VLM,
         "sokoban_hard_vlm": {**_PAPER_VLM, "cell_size": 28},  # 64 tokens a picture; 56 pixels would make it 256
+        "nq_search": {
+            "model": "Qwen/Qwen2.5-7B-Instruct",
+            "device": "cuda",
+            "iterations": 300,
+            "max_tokens": 12800,
+            "max_new_tokens": 500,
+            "micro_batch_size": 1,
+            **CONFIG_DEFAULT,
+        },
     },
     "tiny": {
         "frozenlake": {**_TINY, "batch_size": 64},
@@ -269,6 +282,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "sokoban_hard": {**_TINY, "epsilon": 1.0, "max_tokens": 768},
         "sokoban_simple_vlm": {**_TINY, "epsilon": 0.1, "freeze_vision": True, "max_tokens": 768},
         "sokoban_hard_vlm": {**_TINY, "epsilon": 1.0, "freeze_vision": True, "max_tokens": 1024, "iterations": 150},
+        "nq_search": {**_TINY, "epsilon": 0.1, "replay_ratio": 4, "rollout_batch_size": 64},
     },
 }
 

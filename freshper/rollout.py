@@ -95,12 +95,14 @@ def rollout(
     live = list(range(len(envs)))
     while live:
         answers = engine.generate([conversations[i] for i in live], max_new_tokens)
+        texts = [policy.reply_text(reply.tokens) for reply in answers]
+        steps = type(envs[0]).step_many([envs[i] for i in live], texts)
         still_live = []
-        for i, reply in zip(live, answers, strict=True):
+        for i, reply, step_taken in zip(live, answers, steps, strict=True):
             conversation = conversations[i]
             replies[i].append((len(conversation.tokens), reply))
             conversation.tokens += reply.tokens
-            observation, reward, terminated, truncated, info = envs[i].step(policy.reply_text(reply.tokens))
+            observation, reward, terminated, truncated, info = step_taken
             rewards[i].append(reward)
             infos[i]["success"] = bool(info["success"])
             infos[i]["invalid"] += not info.get("valid", True)

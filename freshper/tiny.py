@@ -148,11 +148,12 @@ def _speaking_words(policy: Policy) -> Policy:
 
 def shape_key(name: str) -> str:
     """A hash of everything of ours that shapes the model of a task: the code (not the comments) of the modules that
-    make transcripts and train on them."""
+    make transcripts and train on them, those modules of `envs` among them that the task's own imports whole."""
     digest = hashlib.sha256(name.encode())
     task = sys.modules[type(ENVS[name]()).__module__]
+    helpers = [m for m in vars(task).values() if inspect.ismodule(m) and m.__name__.startswith("envs.")]
     modules = (freshper.episode, freshper.models, freshper.rollout, freshper.warm_start)
-    for module in (sys.modules[shape_key.__module__], envs.base, task, *modules):
+    for module in (sys.modules[shape_key.__module__], envs.base, task, *helpers, *modules):
         tree = ast.parse(inspect.getsource(module))
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
