@@ -6,12 +6,18 @@ from functools import partial
 
 import gymnasium
 
+from envs.aime import AIME
 from envs.base import TextEnv
 from envs.frozenlake import FrozenLake
+from envs.geoqa import GeoQA
+from envs.gsm8k import GSM8K
 
 ENVS: dict[str, Callable[..., TextEnv]] = {
     "frozenlake": FrozenLake,
     "frozenlake_vlm": partial(FrozenLake, image=True),
+    "gsm8k": GSM8K,
+    "aime": AIME,
+    "geoqa": GeoQA,
 }
 
 for _name, _make in ENVS.items():

@@ -104,7 +104,10 @@ class Config:
         0.15, "cost of a reply that cannot be read (Table env_details: reward is binary, 0; authors' code: 0.15)"
     )
     max_turns: int = _flag(0, "H, assistant turns an episode; 0: the task's own (Table env_details, 'Max Actions')")
-    data: str = _flag("", "questions: a hub id or a json, jsonl or parquet file; empty: tasks generated here")
+    data: str = _flag(
+        "",
+        "questions: a hub id (owner/name:config), or a json, jsonl or parquet file, or a folder; empty: generated here",
+    )
     slippery: bool = _flag(False, "FrozenLake's ice (appendix B: slippery; see the README on the image task)")
     cell_size: int = _flag(56, "pixels of a cell in FrozenLake's pictures (not given in the paper)")
 
@@ -178,7 +181,9 @@ class Config:
         return next(path for n in range(1, 10**6) if not (path := Path(f"{name}-{n}" if n > 1 else name)).exists())
 
     def task(self) -> str:
-        """The environment as plots name it: slippery ice or not is said every time."""
+        """The environment as plots name it: slippery ice or not, generated questions or whose, is said every time."""
+        if "data" in inspect.signature(ENVS[self.env]).parameters:
+            return f"{self.env} ({self.data or 'generated questions'})"
         if not self.env.startswith("frozenlake"):
             return self.env
         return f"{self.env} ({'slippery' if self.slippery else 'not slippery'})"
@@ -250,10 +255,41 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
             "micro_batch_size": 1,
             **CONFIG_DEFAULT,
         },
+        "gsm8k": {
+            "model": "Qwen/Qwen2.5-0.5B-Instruct",
+            "data": "openai/gsm8k:main",
+            "device": "cuda",
+            "max_tokens": 4096,
+            "max_new_tokens": 512,
+            **CONFIG_A,
+        },
+        "aime": {
+            "model": "Qwen/Qwen2.5-7B-Instruct",
+            "data": "AI-MO/aimo-validation-aime",
+            "device": "cuda",
+            "max_tokens": 4096,
+            "max_new_tokens": 1024,
+            "micro_batch_size": 2,
+            "tau": 1000.0,
+            **CONFIG_A,
+        },
+        "geoqa": {
+            "model": "Qwen/Qwen2.5-VL-3B-Instruct",
+            "data": "leonardPKU/GEOQA_R1V_Train_8K",
+            "device": "cuda",
+            "iterations": 100,
+            "max_tokens": 4096,
+            "max_new_tokens": 512,
+            "micro_batch_size": 1,
+            **CONFIG_DEFAULT,
+        },
     },
     "tiny": {
         "frozenlake": {**_TINY, "lr": 6e-4},
         "frozenlake_vlm": {**_TINY, "freeze_vision": True},
+        "gsm8k": _TINY,
+        "aime": _TINY,
+        "geoqa": {**_TINY, "freeze_vision": True},
     },
 }
 
