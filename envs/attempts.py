@@ -9,6 +9,7 @@ Questions come from `data` (envs/data.py), or, where it is empty, are generated 
 tiny model. Held-out seeds take theirs from the validation split.
 """
 
+import re
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from envs.data import load_rows, row_for
 
 MAX_QUESTION = 10_000  # characters
 FEEDBACK = WRONG, RIGHT = "Wrong. ", "Right. "
+UNREADABLE = "No answer could be read. "
 
 
 class Question(NamedTuple):
@@ -99,14 +101,14 @@ class Attempts(TextEnv):
         value = None if answer is None else self.read(answer)
         success = value is not None and self.right(value, self.read(self.question.gold))
         self.first_success |= success and self.turn == 1
-        if value is None:
-            reward = -self.format_penalty
-        else:
+        if value is not None:
             reward, self.feedback = float(success), RIGHT if success else WRONG
+        else:  # in terse prompts nothing changes: a tiny model learns from the reward alone
+            reward, self.feedback = -self.format_penalty, UNREADABLE if self.style == "full" else self.feedback
         info = {"success": success, "valid": value is not None, "metrics": {"first_success": float(self.first_success)}}
-        return self.observe(value is not None), reward, success, self.turn >= self.max_turns, info
+        return self.observe(), reward, success, self.turn >= self.max_turns, info
 
-    def observe(self, readable: bool = True) -> Observation:
+    def observe(self) -> Observation:
         """What a player sees now. Terse: the question every time, after whether the last answer was right, so that
         a tiny model finds everything at hand. Full: once, then only the feedback."""
         if self.style == "terse":
@@ -114,8 +116,9 @@ class Attempts(TextEnv):
         if self.turn == 0:
             rules = self.rules.format(turns=self.max_turns)
             return Observation(f"{rules}\n\n{self.question.text}\n\n{self.form}", self.pictures())
-        feedback = self.feedback if readable else "No answer could be read. "
-        return Observation(f"{feedback}Try again; attempts left: {self.max_turns - self.turn}.\n{self.form}")
+        left = self.max_turns - self.turn
+        again = f"Try again; attempts left: {left}.\n{self.form}" if left > 0 and self.feedback != RIGHT else ""
+        return Observation((self.feedback + again).strip())
 
     # -- players -------------------------------------------------------------------------------------------------
 
@@ -146,6 +149,8 @@ def _questions(task: type[Attempts], data: str, split: str) -> tuple[list[Questi
             question = task.from_row(row)
             if not isinstance(question.text, str) or len(question.text) > MAX_QUESTION:
                 raise ValueError(f"the question must be text of at most {MAX_QUESTION} characters")
+            if marker := re.search(r"<\|\w+\|>", question.text):  # would become a special token of the conversation
+                raise ValueError(f"the question holds {marker[0]}, which belongs to chat templates")
         except ValueError as error:
             raise ValueError(f"{row['where']}: {error}") from error
         questions.append(question)

@@ -268,6 +268,9 @@ def test_full_prompts_say_what_a_pretrained_model_needs():
         wrong = env.step(tagged("999"))[0].text
         assert "Wrong" in wrong
         assert "attempts left: 1" in wrong
+        assert env.step(tagged("999"))[0].text == "Wrong."
+        env.reset(seed=0)
+        assert env.step(env.optimal_reply())[0].text == "Right."
 
 
 # -- data ------------------------------------------------------------------------------------------------------
