@@ -18,6 +18,7 @@ from envs import ENVS
 from envs.base import EVAL_SEEDS, FORMAT_PENALTY
 from envs.geoqa import MAX_SIDE, VALUES, GeoQA, draw, generated_figures
 from freshper.config import parse_args
+from freshper.tiny import build_policy
 
 RED = (224, 24, 40)
 
@@ -232,6 +233,17 @@ def test_large_and_transparent_pictures(tmp_path):
         shown[observation.text] = observation.images[0]
     assert shown["p0"].shape[:2] in ((299, MAX_SIDE), (298, MAX_SIDE))
     assert (shown["p1"] == 255).all()
+
+
+def test_train_learns_from_pictures_of_any_size(tmp_path):
+    """The real train.py, with pictures of several sizes in a batch."""
+    table = [row | {"image": png(k, (30 + 20 * k, 60))} for k, row in enumerate(rows(6))]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), tmp_path / "d.parquet")
+    build_policy(GeoQA()).save(str(tmp_path / "model"))
+    flags = ["--iterations", "2", "--rollout_batch_size", "4", "--batch_size", "4", "--eval_episodes", "4"]
+    flags += ["--data", str(tmp_path / "d.parquet"), "--model", str(tmp_path / "model"), "--out", str(tmp_path / "run")]
+    assert train.main(["--env", "geoqa", *flags, "--format_penalty", "0.15"]) == 0
+    assert (tmp_path / "run" / "episodes.html").read_text().count("data:image/png") == 4 * 3
 
 
 BAD = {

@@ -18,7 +18,7 @@ from envs.answers import final_answer, read_number
 from envs.attempts import RIGHT, WRONG
 from envs.base import EVAL_SEEDS, FORMAT_PENALTY
 from freshper.config import Config, parse_args
-from freshper.tiny import build_tokenizer
+from freshper.tiny import build_policy, build_tokenizer
 
 TASKS = ["gsm8k", "aime"]
 
@@ -343,6 +343,19 @@ def test_bad_data_ends_train_with_one_sentence(name, line, tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == [path]
     assert train.main(["--env", name, "--data", "nowhere.jsonl"]) == 2
     assert "--data is nowhere.jsonl, but there is no such file" in capsys.readouterr().err
+
+
+def test_train_learns_from_a_file(tmp_path):
+    """The real train.py on questions from a file, to the end; the titles name the file."""
+    source = write(tmp_path, GSM)
+    build_policy(ENVS["gsm8k"]()).save(str(tmp_path / "model"))
+    flags = ["--iterations", "2", "--rollout_batch_size", "4", "--batch_size", "4", "--eval_episodes", "4"]
+    flags += ["--data", source, "--model", str(tmp_path / "model"), "--out", str(tmp_path / "run")]
+    assert train.main(["--env", "gsm8k", *flags, "--format_penalty", "0.15"]) == 0
+    page = (tmp_path / "run" / "episodes.html").read_text()
+    assert f"gsm8k ({source})" in page
+    assert len(re.findall(r"What is \d+ \+ 1000\?", page)) == 4 * 3
+    assert "eval_first_success" in (tmp_path / "run" / "metrics.csv").read_text()
 
 
 # -- settings --------------------------------------------------------------------------------------------------
