@@ -16,10 +16,10 @@ from envs.answers import read_number
 from envs.attempts import FEEDBACK, Attempts, Question
 
 NAMES = ("Ann", "Ben", "Mia", "Tom")
-THINGS = (" apples", " books", " coins", " stars")
-GETS, LOSES, BAGS = " and gets", " and loses", " bags of"
+THINGS = (" deer", " fish", " sheep", " squid")  # one or many, the word is the same
+GETS, LOSES, GROUPS = " and gets", " and loses", " groups of"
 ANSWERS = tuple("0123456789")
-MIDDLE = {"plus": GETS, "minus": LOSES, "times": BAGS, "both": GETS}  # between the first two numbers
+MIDDLE = {"plus": GETS, "minus": LOSES, "times": GROUPS, "both": GETS}  # between the first two numbers
 
 
 @cache
@@ -32,7 +32,7 @@ def generated_problems() -> dict[str, dict[int, list[tuple[int, ...]]]]:
     problems: dict[str, list[tuple[int, tuple[int, ...]]]] = {
         "plus": [(a + b, (a, b)) for a in digits for b in digits],
         "minus": [(a - b, (a, b)) for a in digits for b in digits],
-        "times": [(a * b, (a, b)) for a in digits[1:] for b in digits],
+        "times": [(a * b, (a, b)) for a in digits[2:] for b in digits],
         "both": [(a + b - c, (a, b, c)) for a in digits for b in digits[1:] for c in digits[1:] if a + b < 10],
     }
     return {
@@ -44,13 +44,13 @@ def generated_problems() -> dict[str, dict[int, list[tuple[int, ...]]]]:
 def problem_text(kind: str, name: str, thing: str, numbers: tuple[int, ...]) -> str:
     a, b, *c = numbers
     if kind == "times":
-        return f"{name} has {a}{BAGS} {b}{thing}. How many{thing}?"
+        return f"{name} has {a}{GROUPS} {b}{thing}. How many{thing}?"
     second = f"{LOSES} {c[0]}" if c else ""
     return f"{name} has {a}{thing}{MIDDLE[kind]} {b}{second}. How many{thing}?"
 
 
 class GSM8K(Attempts):
-    words = (*NAMES, *THINGS, " has", GETS, LOSES, BAGS, ". How many", *FEEDBACK, *(f" {n}" for n in ANSWERS))
+    words = (*NAMES, *THINGS, " has", GETS, LOSES, GROUPS, ". How many", *FEEDBACK, *(f" {n}" for n in ANSWERS))
     generated_answers = ANSWERS
     fields = ("question", "answer")
     rules = "Solve this problem step by step. You have {turns} attempts; after a wrong answer you may try again."

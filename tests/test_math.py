@@ -202,7 +202,7 @@ def solve_gsm8k(text):
     clauses, question = text.split(". How many")
     _, has, first, *rest = clauses.split(" ")
     assert has == "has"
-    if rest[:2] == ["bags", "of"]:
+    if rest[:2] == ["groups", "of"]:
         assert question == f" {rest[3]}?"
         return int(first) * int(rest[2])
     assert question == f" {rest[0]}?"
