@@ -108,6 +108,9 @@ def read_number(text: str) -> Fraction | None:
     unit = text[found.end() :]
     if not _UNIT.fullmatch(unit) or _NOT_UNITS.intersection(re.findall("[a-z]+", unit.lower())):
         return None
-    if bottom is not None and int(bottom) == 0:
+    value = Fraction(sign + top.replace(",", ""))
+    if bottom is None:
+        return value
+    if int(bottom) == 0 or "." in top or value % int(bottom) == 0:  # 144/2 is no fraction but a division left undone
         return None
-    return Fraction(sign + top.replace(",", "")) / int(bottom or 1)
+    return value / int(bottom)

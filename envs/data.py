@@ -85,7 +85,7 @@ def _checked(where: str, folder: str, row: Any, fields: tuple[str, ...]) -> dict
     found: dict[str, Any] = {"where": where, "folder": folder}
     for name in fields:
         value = row.get(name, lower.get(name.lower()))
-        if value is None or value == "" or value == []:
+        if value is None or value == [] or (isinstance(value, str) and not value.strip()):
             missing = "is empty" if name.lower() in lower else f"is missing among {', '.join(map(str, row))}"
             raise ValueError(f"{where}: the field {name} {missing}")
         found[name] = value

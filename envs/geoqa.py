@@ -234,6 +234,8 @@ class GeoQA(Attempts):
         found = _ROOT.fullmatch(plain(answer))
         if found and (found[2] or found[3]):
             factor, root, pi, divisor = found.groups()
+            if root and math.isqrt(int(root)) ** 2 == int(root):  # left undone
+                return None
             value = float(factor or 1) * (math.sqrt(float(root)) if root else 1.0) * (math.pi if pi else 1.0)
             return value / float(divisor or 1) if float(divisor or 1) else None
         return re.sub(r"[\W_]+", "", answer).lower() or None

@@ -105,7 +105,7 @@ def broken(tmp_path):
     (bad / "deep.json").write_text("[" * 100_000)
     (bad / "digits.jsonl").write_text('{"question": ' + "9" * 5000 + "}\n")
     (bad / "text.parquet").write_text("hello")
-    write(bad / "blank.jsonl", [*ROWS[:3], {"question": "", "answer": "1"}])
+    write(bad / "blank.jsonl", [*ROWS[:3], {"question": " \n", "answer": "1"}])
     write(bad / "null.parquet", [*ROWS[:3], {"question": "1", "answer": None}])
     write(bad / "missing.json", [*ROWS[:3], {"question": "1", "solution": "1"}])
     write(bad / "one.jsonl", ROWS[:1] * 5)

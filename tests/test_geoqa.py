@@ -154,7 +154,8 @@ JUDGED = [  # gold, reply, whether it is right
     ("40°", "40° or 50°", False), ("40°", "40, 50", False), ("40°", ".", False),
     ("40°", "e", False), ("40°", "20*2", False), ("40°", "4e1", False), ("40°", "nan", False), ("40°", "inf", False), 
     ("40°", "√", False),
-    ("40°", "√1600", True), ("40°", "√" * 30, False), ("40°", "40/0", False), ("2√3", "2√3/0", False),
+    ("40°", "√1600", False),
+    ("4", "8/2", False), ("40°", "√" * 30, False), ("40°", "40/0", False), ("2√3", "2√3/0", False),
     ("3", "π", False),
 ]  # fmt: skip
 
