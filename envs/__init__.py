@@ -7,6 +7,7 @@ from functools import partial
 
 import gymnasium
 
+from envs.aime import AIME
 from envs.base import TextEnv
 from envs.cliffwalking import CliffWalking
 from envs.frozenlake import FrozenLake
@@ -15,6 +16,8 @@ from envs.sokoban import Sokoban
 
 # `python -m envs.frozenlake` runs a module that this package has imported already: a second copy, and no harm
 warnings.filterwarnings("ignore", "'envs.* found in sys.modules", RuntimeWarning)
+from envs.geoqa import GeoQA
+from envs.gsm8k import GSM8K
 
 ENVS: dict[str, Callable[..., TextEnv]] = {
     "frozenlake": FrozenLake,
@@ -25,6 +28,9 @@ ENVS: dict[str, Callable[..., TextEnv]] = {
     "sokoban_hard_vlm": partial(Sokoban, side=8, boxes=2, image=True),
     "cliffwalking": CliffWalking,
     "nq_search": NQSearch,
+    "gsm8k": GSM8K,
+    "aime": AIME,
+    "geoqa": GeoQA,
 }
 
 for _name, _make in ENVS.items():

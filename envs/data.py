@@ -12,6 +12,7 @@ row of it is for validation. Names of fields are compared without regard to case
 `problem`). Pictures stay encoded, as {"bytes": ..., "path": ...}, so that thousands of them fit into memory.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -24,13 +25,14 @@ import numpy as np
 ENDINGS = (".json", ".jsonl", ".parquet")
 VALIDATION_SHARE = 10  # one row in this many, where a source has one split only
 
-Splits = dict[str, list[tuple[str, dict]]]  # split: [(where it stands, row)]
+Splits = dict[str, list[tuple[str, str, dict]]]  # split: [(where it stands, folder, row)]
 
 
 @cache
 def load_rows(source: str, split: str, fields: tuple[str, ...]) -> list[dict[str, Any]]:
-    """The rows of `split` ("train" or "validation"), each with exactly `fields` and with `where`, which says for
-    error messages where it stands. Read once; every caller gets the same list, which nobody changes.
+    """The rows of `split` ("train" or "validation"), each with `fields` and nothing else but `where`, which says for
+    error messages where it stands, and `folder`, to which a path in it may refer. Read once; every caller gets the
+    same list, which nobody changes.
 
     Raises ValueError with one sentence that names source, row and field: no such source, an unknown ending, an
     unreadable row, a field that is missing or empty, too few rows.
@@ -51,7 +53,7 @@ def _splits(source: str, fields: tuple[str, ...]) -> dict[str, list[dict]]:
         splits = read_hub(*source.split(":"))
     else:
         raise ValueError(f"--data is {source}, but there is no such file or folder, and hub ids look like owner/name")
-    checked = {name: [_checked(where, row, fields) for where, row in rows] for name, rows in splits.items()}
+    checked = {name: [_checked(*row, fields) for row in rows] for name, rows in splits.items()}
     for name, rows in checked.items():
         if not rows:
             raise ValueError(f"--data is {source}, but its split {name} has no rows")
@@ -65,24 +67,25 @@ def _splits(source: str, fields: tuple[str, ...]) -> dict[str, list[dict]]:
 
 def _divide(source: str, rows: list[dict], fields: tuple[str, ...]) -> dict[str, list[dict]]:
     """Every tenth row for validation; rows with equal fields go together, so that the two parts share none."""
-    number: dict[str, int] = {}
+    number: dict[bytes, int] = {}
     parts: dict[str, list[dict]] = {"train": [], "validation": []}
     for row in rows:
-        same = number.setdefault(repr([row[name] for name in fields]), len(number))
+        digest = hashlib.sha256(repr([row[name] for name in fields]).encode("utf-8", "surrogatepass")).digest()
+        same = number.setdefault(digest, len(number))
         parts["train" if same % VALIDATION_SHARE else "validation"].append(row)
     if not parts["train"]:
         raise ValueError(f"--data is {source}, but needs at least two different rows, to divide them")
     return parts
 
 
-def _checked(where: str, row: Any, fields: tuple[str, ...]) -> dict[str, Any]:
+def _checked(where: str, folder: str, row: Any, fields: tuple[str, ...]) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise ValueError(f"{where} is not an object with the fields {', '.join(fields)}")
     lower = {str(name).lower(): value for name, value in row.items()}
-    found: dict[str, Any] = {"where": where}
+    found: dict[str, Any] = {"where": where, "folder": folder}
     for name in fields:
         value = row.get(name, lower.get(name.lower()))
-        if value is None or value == "" or value == []:
+        if value is None or value == [] or (isinstance(value, str) and not value.strip()):
             missing = "is empty" if name.lower() in lower else f"is missing among {', '.join(map(str, row))}"
             raise ValueError(f"{where}: the field {name} {missing}")
         found[name] = value
@@ -103,11 +106,11 @@ def _read_folder(folder: Path) -> Splits:
     return splits
 
 
-def _read_file(file: Path) -> list[tuple[str, dict]]:
+def _read_file(file: Path) -> list[tuple[str, str, dict]]:
     readers = {".json": _json, ".jsonl": _json_lines, ".parquet": _parquet}
     if file.suffix not in readers:
         raise ValueError(f"--data is {file}, but must end in one of {', '.join(ENDINGS)}")
-    rows = [(f"{file}, row {n}", row) for n, row in readers[file.suffix](file)]
+    rows = [(f"{file}, row {n}", str(file.parent), row) for n, row in readers[file.suffix](file)]
     if not rows:
         raise ValueError(f"{file} has no rows")
     return rows
@@ -164,7 +167,7 @@ def read_hub(name: str, config: str | None = None) -> Splits:
         for column, feature in rows.features.items():
             if isinstance(feature, datasets.Image):
                 rows = rows.cast_column(column, datasets.Image(decode=False))
-        splits[split] = [(f"{name}, {split} row {n}", row) for n, row in enumerate(rows, 1)]
+        splits[split] = [(f"{name}, {split} row {n}", name, row) for n, row in enumerate(rows, 1)]
     return splits
 
 

@@ -104,7 +104,10 @@ class Config:
         0.15, "cost of a reply that cannot be read (Table env_details: reward is binary, 0; authors' code: 0.15)"
     )
     max_turns: int = _flag(0, "H, assistant turns an episode; 0: the task's own (Table env_details, 'Max Actions')")
-    data: str = _flag("", "questions: a hub id or a json, jsonl or parquet file; empty: tasks generated here")
+    data: str = _flag(
+        "",
+        "questions: a hub id (owner/name:config), or a json, jsonl or parquet file, or a folder; empty: generated here",
+    )
     search_url: str = _flag(
         "", "NQ's retrieval server (envs/search_server.py); empty: one over generated articles, in this process"
     )
@@ -181,7 +184,9 @@ class Config:
         return next(path for n in range(1, 10**6) if not (path := Path(f"{name}-{n}" if n > 1 else name)).exists())
 
     def task(self) -> str:
-        """The environment as plots name it: slippery ice or not is said every time."""
+        """The environment as plots name it: slippery ice or not, generated questions or whose, is said every time."""
+        if "data" in inspect.signature(ENVS[self.env]).parameters:
+            return f"{self.env} ({self.data or 'generated questions'})"
         if not self.env.startswith("frozenlake"):
             return self.env
         return f"{self.env} ({'slippery' if self.slippery else 'not slippery'})"
@@ -271,6 +276,34 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
             "micro_batch_size": 1,
             **CONFIG_DEFAULT,
         },
+        "gsm8k": {
+            "model": "Qwen/Qwen2.5-0.5B-Instruct",
+            "data": "openai/gsm8k:main",
+            "device": "cuda",
+            "max_tokens": 4096,
+            "max_new_tokens": 512,
+            **CONFIG_A,
+        },
+        "aime": {
+            "model": "Qwen/Qwen2.5-7B-Instruct",
+            "data": "AI-MO/aimo-validation-aime",
+            "device": "cuda",
+            "max_tokens": 4096,
+            "max_new_tokens": 1024,
+            "micro_batch_size": 2,
+            "tau": 1000.0,
+            **CONFIG_A,
+        },
+        "geoqa": {
+            "model": "Qwen/Qwen2.5-VL-3B-Instruct",
+            "data": "leonardPKU/GEOQA_R1V_Train_8K",
+            "device": "cuda",
+            "iterations": 100,
+            "max_tokens": 4096,
+            "max_new_tokens": 512,
+            "micro_batch_size": 1,
+            **CONFIG_DEFAULT,
+        },
     },
     "tiny": {
         "frozenlake": {**_TINY, "batch_size": 64},
@@ -283,6 +316,9 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "sokoban_simple_vlm": {**_TINY, "epsilon": 0.1, "freeze_vision": True, "max_tokens": 768},
         "sokoban_hard_vlm": {**_TINY, "epsilon": 1.0, "freeze_vision": True, "max_tokens": 1024, "iterations": 150},
         "nq_search": {**_TINY, "epsilon": 0.1, "replay_ratio": 4, "rollout_batch_size": 64},
+        "gsm8k": _TINY,
+        "aime": _TINY,
+        "geoqa": {**_TINY, "freeze_vision": True},
     },
 }
 

@@ -38,8 +38,8 @@ def test_a_single_file_is_divided_without_a_shared_row(tmp_path, ending):
     assert len({*pairs(validation)}) == 4
     assert len(train) + len(validation) == 55
     assert load_rows(source, "train", FIELDS) is train  # one copy for 256 environments
-    assert set(train[0]) == {*FIELDS, "where"}
-    assert train[0]["where"] == f"{source}, row 2"
+    assert set(train[0]) == {*FIELDS, "where", "folder"}
+    assert (train[0]["where"], train[0]["folder"]) == (f"{source}, row 2", str(tmp_path))
 
 
 @pytest.mark.parametrize("ending", ["json", "jsonl", "parquet"])
@@ -73,7 +73,7 @@ def test_what_datasets_reads_is_the_same(tmp_path):
     write(folder / "train.parquet", ROWS[:30])
     write(folder / "test.parquet", ROWS[30:])
     splits = read_hub(str(folder))
-    assert [pairs([row for _, row in splits[name]]) for name in ("train", "test")] == [
+    assert [pairs([row for *_, row in splits[name]]) for name in ("train", "test")] == [
         pairs(ROWS[:30]),
         pairs(ROWS[30:]),
     ]
@@ -86,7 +86,7 @@ def test_what_datasets_reads_is_the_same(tmp_path):
     features = datasets.Features({"image": datasets.Image(), "problem": datasets.Value("string")})
     pictures = datasets.Dataset.from_list([{"image": picture, "problem": "area?"}], features=features)
     pictures.to_parquet(tmp_path / "pictures" / "train.parquet")
-    ((_, row),) = read_hub(str(tmp_path / "pictures"))["train"]
+    ((*_, row),) = read_hub(str(tmp_path / "pictures"))["train"]
     assert row["image"]["bytes"].startswith(b"\x89PNG")
 
 
@@ -105,7 +105,7 @@ def broken(tmp_path):
     (bad / "deep.json").write_text("[" * 100_000)
     (bad / "digits.jsonl").write_text('{"question": ' + "9" * 5000 + "}\n")
     (bad / "text.parquet").write_text("hello")
-    write(bad / "blank.jsonl", [*ROWS[:3], {"question": "", "answer": "1"}])
+    write(bad / "blank.jsonl", [*ROWS[:3], {"question": " \n", "answer": "1"}])
     write(bad / "null.parquet", [*ROWS[:3], {"question": "1", "answer": None}])
     write(bad / "missing.json", [*ROWS[:3], {"question": "1", "solution": "1"}])
     write(bad / "one.jsonl", ROWS[:1] * 5)
