@@ -11,13 +11,13 @@ from envs.aime import AIME
 from envs.base import TextEnv
 from envs.cliffwalking import CliffWalking
 from envs.frozenlake import FrozenLake
+from envs.geoqa import GeoQA
+from envs.gsm8k import GSM8K
 from envs.nq_search import NQSearch
 from envs.sokoban import Sokoban
 
 # `python -m envs.frozenlake` runs a module that this package has imported already: a second copy, and no harm
 warnings.filterwarnings("ignore", "'envs.* found in sys.modules", RuntimeWarning)
-from envs.geoqa import GeoQA
-from envs.gsm8k import GSM8K
 
 ENVS: dict[str, Callable[..., TextEnv]] = {
     "frozenlake": FrozenLake,
