@@ -265,34 +265,43 @@ def test_help_documents_every_flag(capsys):
     assert text.count("(default: ") >= len(Config.__dataclass_fields__) - 2
 
 
-def test_presets_hold_the_paper_s_values():
-    """Typed from the tables: env_details, config_comparison, training_config, replay_config, appendix D."""
-    text = parse_args(["--preset", "paper", "--env", "frozenlake"])
-    picture = parse_args(["--preset", "paper", "--env", "frozenlake_vlm"])
-    per = parse_args(["--preset", "paper", "--method", "per"])
-    common = {
-        "capacity": 50_000, "replay_ratio": 2, "alpha": 0.6, "beta": 0.4, "tau": 500.0, "lr": 1e-6, "ratio_clip": 0.2,
-        "eviction": "fifo",
-        "rollout_batch_size": 128, "batch_size": 128, "eval_episodes": 128, "seed": 42, "warmup_steps": 10,
-        "dtype": "bfloat16", "top_p": 0.99, "top_k": 100, "temperature": 0.99, "max_grad_norm": 1.0, "ppo_epochs": 1,
-        "is_correction": False, "decay": "exponential",
-    }  # fmt: skip
+def paper_table(name):
+    """A table of the paper, typed in tests/data: row -> column -> value."""
+    table = json.loads((ROOT / "tests/data/paper_tables.json").read_text())[name]
+    columns = table.pop("columns")
+    return {row: dict(zip(columns, values, strict=True)) for row, values in table.items()}
+
+
+@pytest.mark.parametrize("env", list(paper_table("env_details")))
+def test_the_paper_preset_holds_the_tables(env):
+    """env_details, training_config, config_comparison; section 4.1 and appendix D."""
+    config = parse_args(["--preset", "paper", "--env", env])
+    row, training = paper_table("env_details")[env], paper_table("training_config")[env]
+    assert config.model == f"Qwen/Qwen2.5-{row['model']}-Instruct"
+    assert config.max_tokens == row["seq_len"]
+    assert (config.max_turns or ENVS[env]().max_turns) == row["max_actions"]
+    assert (config.micro_batch_size, config.iterations) == (training["micro_batch"], training["max_steps"])
+    for name, value in paper_table("config_comparison")[row["config"]].items():
+        assert getattr(config, name) == value, name
+    common = json.loads((ROOT / "tests/data/paper_tables.json").read_text())["common"]
     for name, value in common.items():
-        assert getattr(text, name) == getattr(picture, name) == value, name
-    assert (text.model, text.max_tokens, text.iterations, text.micro_batch_size) == (
-        "Qwen/Qwen2.5-0.5B-Instruct",
-        2048,
-        400,
-        4,
-    )
-    assert (picture.model, picture.max_tokens, picture.iterations) == ("Qwen/Qwen2.5-VL-3B-Instruct", 4096, 100)
-    assert picture.micro_batch_size == 1
-    assert (text.advantage_clip, text.kl_loss_coef, text.kl_reward_coef, text.entropy_coef) == (0.2, 0.0, 0.0, 0.0)
-    assert (picture.advantage_clip, picture.kl_reward_coef, picture.entropy_coef) == (20.0, 0.1, 0.01)
-    assert 0.05 <= picture.kl_loss_coef <= 0.1
-    assert (per.decay, per.is_correction, per.replay_ratio) == ("none", True, 2)
+        assert getattr(config, name) == value, name
+    assert config.tau == (1000 if env == "aime" else 500)  # section 4.1
+    assert config.batch_size == 128  # BS/dev x GA of Table training_config, on one training GPU
+    assert config.slippery is (env == "frozenlake")  # decision: see the README
+
+
+@pytest.mark.parametrize("method", ["per", "freshper"])
+def test_the_methods_hold_their_rows_of_replay_config(method):
+    config = parse_args(["--preset", "paper", "--method", method])
+    row = paper_table("replay_config")[method]
+    assert (config.capacity, config.replay_ratio) == (row["capacity"], row["K"])
+    assert (config.tau if config.decay == "exponential" else None) == row["tau"]
+    assert (config.beta if config.is_correction else None) == row["beta"]
+
+
+def test_the_methods_differ_in_nothing_but_their_rows():
     assert set(CONFIG_A) == set(CONFIG_DEFAULT)
-    # the three methods differ in nothing but their rows of Table replay_config
     for preset in PRESETS:
         fresh, standard, on_policy = (
             vars(parse_args(["--preset", preset, "--method", m])) for m in ("freshper", "per", "on_policy")
