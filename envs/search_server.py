@@ -135,6 +135,7 @@ def parse_request(body: bytes) -> tuple[list[str], int, bool]:
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = 30  # seconds of silence after which a connection is dropped
+    wbufsize, disable_nagle_algorithm = -1, True  # an answer leaves at once, and in one piece
     server: "SearchServer"
 
     def do_POST(self) -> None:
