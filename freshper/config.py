@@ -310,14 +310,14 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "frozenlake_vlm": {**_TINY, "freeze_vision": True},
         # returns from -13 to -600: |r| prefers the worst games, an epsilon this large treats all alike
         "cliffwalking": {**_TINY, "epsilon": 1000.0, "max_tokens": 1024, "iterations": 150, "eval_episodes": 64},
-        "sokoban_simple": {**_TINY, "epsilon": 0.1, "replay_ratio": 4},
+        "sokoban_simple": {**_TINY, "batch_size": 64, "format_penalty": 0.15},
         # one of two boxes in place is a return of 0: only a large epsilon replays it like a failure, |r| = 1
-        "sokoban_hard": {**_TINY, "epsilon": 1.0, "max_tokens": 768},
-        "sokoban_simple_vlm": {**_TINY, "epsilon": 0.1, "freeze_vision": True, "max_tokens": 768},
+        "sokoban_hard": {**_TINY, "epsilon": 1.0, "max_tokens": 768, "format_penalty": 0.15},
+        "sokoban_simple_vlm": {**_TINY, "freeze_vision": True, "max_tokens": 768, "format_penalty": 0.15},
         "sokoban_hard_vlm": {**_TINY, "epsilon": 1.0, "freeze_vision": True, "max_tokens": 1024, "iterations": 150},
-        "nq_search": {**_TINY, "epsilon": 0.1, "replay_ratio": 4, "rollout_batch_size": 64},
-        "gsm8k": _TINY,
-        "aime": _TINY,
+        "nq_search": {**_TINY, "batch_size": 64, "rollout_batch_size": 64},
+        "gsm8k": {**_TINY, "batch_size": 64},
+        "aime": {**_TINY, "batch_size": 64},
         "geoqa": {**_TINY, "freeze_vision": True},
     },
 }
