@@ -82,7 +82,7 @@ class TextEnv(gymnasium.Env):
         """Success of a `random` player on this seed and, where a task can tell, of an `optimal` one. Here: one
         random game. Tasks that know the exact probability say that instead."""
         self.reset(seed=seed)
-        rng, ended = np.random.default_rng(seed), False
+        rng, ended = np.random.default_rng((seed, 1)), False  # a stream of its own: the task's is the seed's
         while not ended:
             _, _, terminated, truncated, info = self.step(self.random_reply(rng))
             ended = terminated or truncated
