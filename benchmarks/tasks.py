@@ -3,7 +3,7 @@
     python benchmarks/tasks.py [--env gsm8k ...] [--seed 0]        about five minutes a task on one core
 
 Each task runs through the real train.py with its own preset (`compare.run`), after its warm start where there is none
-yet. "before" is the warm-started model on 256 held-out games; "after" is the mean of the last three held-out evaluations;
+yet. "before" is the warm-started model on 256 held-out games; "after" the mean of the last three held-out evaluations;
 "best" the highest. Questions without --data are generated here, not those of the datasets.
 """
 
