@@ -10,7 +10,6 @@ the paper or from the authors' code, and why, stands at the head of that module 
 import sys
 
 import torch
-from safetensors import SafetensorError
 from transformers import set_seed
 
 from envs.base import EVAL_SEEDS
@@ -19,41 +18,14 @@ from freshper.config import Config, parse_args
 from freshper.engine_hf import HFEngine, Sampling
 from freshper.episode import NonFiniteError
 from freshper.is_weights import annealed_beta, importance_weights
-from freshper.models import Policy, load_policy
+from freshper.load import load
+from freshper.models import Policy
 from freshper.priority import reward_priority
 from freshper.reinforce import ReplayBaseline
 from freshper.report import Report
 from freshper.resume import Interrupted, RunState, StopSignals
 from freshper.rollout import rollout, training_seeds
-from freshper.tiny import tiny_model
 from freshper.trainer import TorchTrainer, keep_freed_memory
-
-
-def load(config: Config) -> Policy:
-    """The policy behind --model, or of the checkpoint. Raises ValueError where there is none, where it cannot see
-    --env's pictures, or where the first turn of an episode would not fit."""
-    seeds = training_seeds(config.seed, 0, config.rollout_batch_size) + [EVAL_SEEDS]
-    observations = [config.make_env().reset(seed=seed)[0] for seed in seeds]
-    if config.checkpoint:
-        name = str(config.checkpoint.folder)
-    else:
-        name = str(tiny_model(config.env)) if config.model == "tiny" else config.model
-    try:
-        policy = load_policy(name, config.device, getattr(torch, config.dtype), config.freeze_vision)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"--model is {name}, but no chat model could be loaded from there: {reason}") from error
-    if any(o.images for o in observations) and not policy.image_processor:
-        raise ValueError(f"--model is {name}, which reads text only, but --env {config.env} shows pictures")
-    longest = max(len(policy.first_prompt(o)) for o in observations)
-    if longest + config.max_new_tokens > config.max_tokens:
-        raise ValueError(
-            f"--max_tokens is {config.max_tokens}, but must be at least {longest + config.max_new_tokens}: the first "
-            f"turn takes a prompt of {longest} and --max_new_tokens {config.max_new_tokens}"
-        )
-    for parameter in policy.model.parameters():  # out of the file's mapping, whose alignment can show in a last bit
-        parameter.data = parameter.data.clone()
-    return policy
 
 
 def train(config: Config, policy: Policy, report: Report, signals: StopSignals) -> None:
