@@ -36,13 +36,22 @@ def folder_of(out: Path, arm: str, seed: int) -> Path:
     return out / f"{re.sub(r'[^A-Za-z0-9_.]+', '-', arm).strip('-')}-seed{seed}"
 
 
+def finished(folder: Path) -> bool:
+    """Whether metrics.csv has a row for every iteration."""
+    if not (folder / "metrics.csv").is_file():
+        return False
+    return len(read(folder)["iteration"]) == json.loads((folder / "config.json").read_text())["iterations"]
+
+
 def run(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> None:
-    """One training run in a process of its own. Raises RuntimeError with its last words where it fails."""
-    if (folder / "checkpoint").is_dir():
+    """One training run in a process of its own, or the rest of one that was stopped. Raises RuntimeError with its
+    last words where it fails."""
+    if finished(folder):
         return
     method, *arm_flags = arm.split()
     command = [sys.executable, "train.py", "--env", env, "--method", method, *arm_flags, *flags]
-    command += ["--seed", str(seed), "--out", str(folder.resolve())]
+    resumed = (folder / "config.json").is_file()
+    command += ["--seed", str(seed), "--resume" if resumed else "--out", str(folder.resolve())]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
@@ -51,8 +60,10 @@ def run(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> None:
 def read(folder: Path) -> dict[str, np.ndarray]:
     """Columns of a run's metrics.csv as float arrays, NaN where empty."""
     with open(folder / "metrics.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    return {name: np.array([float(r[name] or "nan") for r in rows]) for name in rows[0]}
+        reader = csv.DictReader(file)
+        rows = list(reader)
+        names = reader.fieldnames
+    return {name: np.array([float(r[name] or "nan") for r in rows]) for name in names}
 
 
 def summary(metrics: dict[str, np.ndarray]) -> dict[str, float]:

@@ -9,6 +9,8 @@ A run's settings come from the dataclass, then the method, then the preset of th
 import argparse
 import dataclasses
 import inspect
+import math
+import os
 import sys
 from dataclasses import dataclass, field
 from functools import partial
@@ -166,7 +168,8 @@ class Config:
             "save_every",
             "save_minutes",
         )
-        checks = [(name, getattr(self, name) > 0, "above 0") for name in positive]
+        checks = [(name, value < math.inf, "finite") for name, value in vars(self).items() if value == math.inf]
+        checks += [(name, getattr(self, name) > 0, "above 0") for name in positive]
         checks += [(name, getattr(self, name) >= 0, "0 or more") for name in not_negative]
         checks += [(name, 0.0 <= getattr(self, name) <= 1.0, "between 0 and 1") for name in ("alpha", "beta")]
         checks += [
@@ -181,6 +184,8 @@ class Config:
                 bool(self.resume) or not self.out or not Path(self.out).exists(),
                 "a folder that does not exist yet",
             ),
+            ("threads", self.threads <= (os.cpu_count() or 1), f"at most the {os.cpu_count()} of this machine"),
+            ("capacity", self.capacity <= 10**8, "at most 100,000,000"),
             ("seed", self.seed < 2**32, "below 2**32"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             ("capacity", self.capacity >= max(self.batch_size, self.rollout_batch_size), "at least a batch"),
@@ -289,7 +294,7 @@ def defaults(preset: str, env: str, method: str) -> dict[str, Any]:
 
 def parse_args(argv: list[str] | None = None) -> Config:
     """Flags to a checked Config. Wrong ones print one sentence and exit with 2; nothing has been written by then."""
-    first = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    first = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
     for name, choices in (("preset", PRESETS), ("env", None), ("method", METHODS), ("resume", None)):
         default = next(f.default for f in dataclasses.fields(Config) if f.name == name)
         first.add_argument(f"--{name}", default=default, choices=choices)
@@ -297,6 +302,7 @@ def parse_args(argv: list[str] | None = None) -> Config:
         Config,
         description="FreshPER (Algorithm 1). Defaults are those of the preset.",
         usage="%(prog)s [--flag value ...]",
+        allow_abbrev=False,
     )
     stored: dict[str, Any] = {}
     try:

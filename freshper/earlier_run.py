@@ -38,8 +38,8 @@ def check_settings(stored: Any, config: type) -> None:
     """Raises ValueError where settings read from a file are not those of the dataclass."""
     fields = {f.name: f for f in dataclasses.fields(config)}
     if not isinstance(stored, dict) or stored.keys() != fields.keys():
-        names = ", ".join(sorted(stored.keys() ^ fields.keys())) if isinstance(stored, dict) else "everything"
-        raise ValueError(f"its settings are not those of this code, they differ in {names}")
+        names = sorted(stored.keys() ^ fields.keys())[:3] if isinstance(stored, dict) else ["everything"]
+        raise ValueError(f"its settings are not those of this code, they differ in {', '.join(names)}")
     for name, value in stored.items():
         kind = list if name == "override" else type(fields[name].default)
         if type(value) is not kind and not (kind is float and type(value) is int):
