@@ -18,6 +18,7 @@ from test_train import rows, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
+from compare import finished as finished_run
 from freshper import checkpoint
 from freshper.config import Config
 from freshper.engine_hf import HFEngine
@@ -108,6 +109,16 @@ def test_a_finished_run_is_only_reported_again(copy, finished, capsys):
     assert (copy / "curve.png").exists()
     assert contents(copy) == contents(finished)
     assert (copy / "episodes.html").read_text() == (finished / "episodes.html").read_text()
+
+
+def test_compare_knows_a_finished_run(copy, tmp_path):
+    assert finished_run(copy)
+    lines = (copy / "metrics.csv").read_text().splitlines(keepends=True)
+    (copy / "metrics.csv").write_text("".join(lines[:-1]))
+    assert not finished_run(copy)
+    assert not finished_run(tmp_path / "nowhere")
+    (copy / "metrics.csv").write_text(lines[0])
+    assert not finished_run(copy)
 
 
 def test_every_kept_checkpoint_is_a_model(copy):
