@@ -9,11 +9,11 @@ does the same with fewer kills.
 
 import argparse
 import csv
+import multiprocessing
 import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,21 +25,40 @@ SHORT = """--rollout_batch_size 2 --batch_size 2 --eval_episodes 2 --eval_every 
 --save_every 1 --threads 1""".split()
 
 
+SERVER = multiprocessing.get_context("forkserver")  # imports torch once, not once a kill
+SERVER.set_forkserver_preload(["train"])
+
+
+def child(flags, log):
+    """A process of its own that runs train.py with these flags."""
+    import train
+
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.exit(train.main(flags))
+
+
 def start(model, out, iterations):
-    """A new run, or the rest of one: (process, whether it is a new one). It sleeps at no time."""
-    known = (out / "config.json").is_file()
-    flags = ["--resume", str(out)] if known else ["--model", model, "--out", str(out), "--iterations", str(iterations)]
-    if not known and out.exists():
-        shutil.rmtree(out)
-    command = [sys.executable, "train.py", *flags, *([] if known else SHORT)]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    """A new run, or the rest of one. One that was killed before it had a config.json is started anew."""
+    if (out / "config.json").is_file():
+        flags = ["--resume", str(out)]
+    else:
+        shutil.rmtree(out, ignore_errors=True)
+        flags = ["--model", model, "--out", str(out), "--iterations", str(iterations), *SHORT]
+    process = SERVER.Process(target=child, args=(flags, f"{out}.log"))
+    process.start()
+    return process
+
+
+def finish(process, out):
+    process.join()
+    assert process.exitcode == 0, Path(f"{out}.log").read_text()
 
 
 def wait_for_work(out, process, seen):
     """Until the run has begun to write rows of its own: a kill during the imports tests little."""
-    while process.poll() is None:
+    while process.is_alive():
         path = out / "metrics.csv"
         if path.exists() and path.stat().st_mtime_ns != seen:
             return
@@ -58,9 +77,7 @@ def kill_and_resume(model, folder, iterations, kills, seed):
     where the killed run differs from the other one."""
     rng = random.Random(seed)
     plain, killed = folder / "plain", folder / "killed"
-    process = start(model, plain, iterations)
-    output = process.communicate()[0]
-    assert process.returncode == 0, output.decode()
+    finish(start(model, plain, iterations), plain)
     hits = saves = 0
     while True:
         path = killed / "metrics.csv"
@@ -70,18 +87,16 @@ def kill_and_resume(model, folder, iterations, kills, seed):
             wait_for_work(killed, process, seen)
             time.sleep(rng.uniform(0, 0.6))
             if rng.random() < 0.5:  # in the middle of a save
-                while process.poll() is None and not (killed / ".checkpoint-unfinished").exists():
+                while process.is_alive() and not (killed / ".checkpoint-unfinished").exists():
                     time.sleep(0.0005)
                 time.sleep(rng.uniform(0, 0.03))
-        if hits < kills and process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-            process.communicate()
-            hits += 1
-            saves += (killed / ".checkpoint-unfinished").exists()
-            continue
-        output = process.communicate()[0]
-        assert process.returncode == 0, output.decode()
-        break
+        if hits == kills or not process.is_alive():
+            finish(process, killed)
+            break
+        process.kill()
+        process.join()
+        hits += process.exitcode == -signal.SIGKILL
+        saves += (killed / ".checkpoint-unfinished").exists()
     assert contents(plain) == contents(killed)
     return hits, saves
 

@@ -91,7 +91,7 @@ def test_a_second_signal_ends_the_run_at_once(model_folder, tmp_path, monkeypatc
 def test_killed_again_and_again(model_folder, tmp_path):
     """SIGKILL at random moments, saves included (50 times: python tests/kill_loop.py)."""
     kills = int(os.environ.get("FRESHPER_KILLS", "10"))
-    hits, _ = kill_and_resume(model_folder["text"], tmp_path, iterations=40, kills=kills, seed=1)
+    hits, _ = kill_and_resume(model_folder["text"], tmp_path, iterations=15, kills=kills, seed=1)
     assert hits >= 1
 
 
