@@ -135,39 +135,11 @@ class Config:
 
     def validate(self) -> None:
         """Raises ValueError with one sentence that names the flag, its value and what is allowed."""
-        positive = (
-            "iterations",
-            "rollout_batch_size",
-            "batch_size",
-            "ppo_epochs",
-            "capacity",
-            "baseline_window",
-            "lr",
-            "tau",
-        )
-        positive += (
-            "max_grad_norm",
-            "ratio_clip",
-            "advantage_clip",
-            "micro_batch_size",
-            "temperature",
-            "epsilon",
-        )
-        positive += ("max_new_tokens", "cell_size", "threads", "eval_every", "eval_episodes", "keep_checkpoints")
-        not_negative = (
-            "replay_ratio",
-            "seed",
-            "warmup_steps",
-            "kl_loss_coef",
-            "kl_reward_coef",
-            "entropy_coef",
-            "top_k",
-            "dual_clip",
-            "format_penalty",
-            "max_turns",
-            "save_every",
-            "save_minutes",
-        )
+        positive = """iterations rollout_batch_size batch_size ppo_epochs capacity baseline_window
+        lr tau max_grad_norm ratio_clip advantage_clip micro_batch_size temperature epsilon
+        max_new_tokens cell_size threads eval_every eval_episodes keep_checkpoints""".split()
+        not_negative = """replay_ratio seed warmup_steps kl_loss_coef kl_reward_coef entropy_coef
+        top_k dual_clip format_penalty max_turns save_every save_minutes""".split()
         checks = [(name, value < math.inf, "finite") for name, value in vars(self).items() if value == math.inf]
         checks += [(name, getattr(self, name) > 0, "above 0") for name in positive]
         checks += [(name, getattr(self, name) >= 0, "0 or more") for name in not_negative]
@@ -181,7 +153,7 @@ class Config:
             ),
             (
                 "out",
-                bool(self.resume) or not self.out or not Path(self.out).exists(),
+                bool(self.resume) or not (self.out and Path(self.out).exists()),
                 "a folder that does not exist yet",
             ),
             ("threads", self.threads <= (os.cpu_count() or 1), f"at most the {os.cpu_count()} of this machine"),
