@@ -88,15 +88,14 @@ def finished(folder: Path) -> bool:
 
 
 def run(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> None:
-    """One training run in a process of its own, unless it is finished. A run whose numbers stop being numbers (exit
-    status 1) leaves its last words in `stopped.txt`. Raises RuntimeError where one fails otherwise."""
+    """One training run in a process of its own, or the rest of one that was interrupted. A run whose numbers stop being
+    numbers (exit status 1) leaves its last words in `stopped.txt`. Raises RuntimeError where one fails otherwise."""
     if finished(folder):
         return
-    if folder.exists():
-        raise RuntimeError(f"{folder} holds an unfinished run; resume it or delete it")
     method, *arm_flags = arm.split()
     command = [sys.executable, "train.py", "--env", env, "--method", method, *arm_flags, *flags]
-    command += ["--seed", str(seed), "--out", str(folder.resolve())]
+    resumed = (folder / "config.json").is_file()
+    command += ["--seed", str(seed), "--resume" if resumed else "--out", str(folder.resolve())]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     if done.returncode == 1 and "not finite" in done.stdout:
         (folder / "stopped.txt").write_text(done.stdout)

@@ -10,6 +10,7 @@ the paper or from the authors' code, and why, stands at the head of that module 
 import sys
 
 import torch
+from transformers import set_seed
 
 from envs.base import EVAL_SEEDS
 from freshper.buffer import ReplayBuffer
@@ -17,32 +18,19 @@ from freshper.config import Config, parse_args
 from freshper.engine_hf import HFEngine, Sampling
 from freshper.episode import NonFiniteError
 from freshper.is_weights import annealed_beta, importance_weights
-from freshper.models import Policy, load_policy
+from freshper.load import load
+from freshper.models import Policy
 from freshper.priority import reward_priority
 from freshper.reinforce import ReplayBaseline
 from freshper.report import Report
+from freshper.resume import Interrupted, RunState, StopSignals
 from freshper.rollout import rollout, training_seeds
-from freshper.tiny import tiny_model
 from freshper.trainer import TorchTrainer, keep_freed_memory
 
 
-def load(config: Config) -> Policy:
-    """The policy behind --model. Raises ValueError where there is none, or where it cannot see --env's pictures."""
-    pictures = bool(config.make_env().reset(seed=0)[0].images)
-    name = str(tiny_model(config.env)) if config.model == "tiny" else config.model
-    try:
-        policy = load_policy(name, config.device, getattr(torch, config.dtype), config.freeze_vision)
-    except OSError as error:
-        raise ValueError(
-            f"--model is {name}, but no model could be loaded from there: {str(error).splitlines()[0]}"
-        ) from error
-    if pictures and not policy.image_processor:
-        raise ValueError(f"--model is {name}, which reads text only, but --env {config.env} shows pictures")
-    return policy
-
-
-def train(config: Config, policy: Policy, report: Report) -> None:
-    """Run Algorithm 1. Raises NonFiniteError where log-probs, loss or gradient stop being numbers."""
+def train(config: Config, policy: Policy, report: Report, signals: StopSignals) -> None:
+    """Run Algorithm 1, from its start or a checkpoint on. Raises NonFiniteError where log-probs, loss or gradient
+    stop being numbers, OSError where the disk fails, Interrupted after a signal."""
     envs = [config.make_env() for _ in range(max(config.rollout_batch_size, config.eval_episodes))]
     engine = HFEngine(policy, Sampling(config.temperature, config.top_k, config.top_p), config.seed)
     trainer = TorchTrainer(policy, config, config.iterations * (config.ppo_epochs + config.replay_ratio))
@@ -58,6 +46,8 @@ def train(config: Config, policy: Policy, report: Report) -> None:
     def age_clock(updates_ahead: int = 0) -> int:
         return trainer.step + updates_ahead if config.age_unit == "step" else iteration
 
+    run = RunState(config, policy, report, signals, engine=engine, trainer=trainer, buffer=buffer, baseline=baseline)
+    run.restore()
     for iteration in report.progress():  # Algorithm 1, line 1
         # 2: roll out pi_mu in E to collect episodes {e_j} with rewards {r_j}
         seeds = training_seeds(config.seed, iteration * config.rollout_batch_size, config.rollout_batch_size)
@@ -89,27 +79,28 @@ def train(config: Config, policy: Policy, report: Report) -> None:
             report.evaluated(collect([EVAL_SEEDS + k for k in range(config.eval_episodes)]))
             engine.sync(trainer)
         report.end_iteration(trainer, episodes, buffer)
+        run.save_if_due()
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 done, 1 numbers stopped being numbers, 2 bad flags, 130 interrupted."""
+    """Exit status: 0 done, 1 something went wrong on the way, 2 bad input, 130 Ctrl-C, 143 SIGTERM."""
     config = parse_args(argv)
     keep_freed_memory()
-    torch.manual_seed(config.seed)
+    set_seed(config.seed)  # Python's, numpy's and torch's generators
     torch.set_num_threads(config.threads)
-    try:
-        policy = load(config)
-    except ValueError as error:
-        print(f"train.py: error: {error}", file=sys.stderr)
-        return 2
-    with Report(config, policy) as report:
+    with StopSignals() as signals:
         try:
-            train(config, policy, report)
-        except KeyboardInterrupt:
-            report.say("interrupted; writing what there is")
-            return 130
-        except NonFiniteError as error:
-            report.say(f"stopped in iteration {report.iteration}: {error}")
+            try:
+                policy = load(config)
+                report = Report(config, policy)
+            except ValueError as error:
+                print(f"train.py: error: {error}", file=sys.stderr)
+                return 2
+            with report:
+                train(config, policy, report, signals)
+        except Interrupted as stop:
+            return stop.status
+        except (NonFiniteError, OSError):  # the report has said what it was
             return 1
     return 0
 

@@ -7,6 +7,7 @@ To add your own: subclass `TextEnv` in a file of its own, give it `reset`, `step
 it in `envs/__init__.py`. `envs/frozenlake.py` is the worked example.
 """
 
+from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple
 
 import gymnasium
@@ -62,9 +63,10 @@ class TextEnv(gymnasium.Env):
         self.max_turns = max_turns or self.max_turns
 
     @classmethod
-    def step_many(cls, envs: list["TextEnv"], replies: list[str]) -> list[tuple]:
-        """One turn in each environment. Tasks that ask a service override this to ask it once for all."""
-        return [env.step(reply) for env, reply in zip(envs, replies, strict=True)]
+    def step_many(cls, envs: list["TextEnv"], replies: list[str]) -> Iterable[tuple]:
+        """One turn in each environment, one after the other. Tasks that ask a service override this to ask it once
+        for all."""
+        return (env.step(reply) for env, reply in zip(envs, replies, strict=True))
 
     def random_reply(self, rng: np.random.Generator) -> str:
         """A well-formed reply of a player that chooses uniformly among the actions."""

@@ -124,6 +124,11 @@ class ReplayBuffer:
             self.base_priorities[indices] = priorities
             self.tree.set(indices, self._leaves(indices))
 
+    def newest(self, n: int) -> list[Episode]:
+        """The last n episodes added, in that order."""
+        with self._lock:
+            return [self.episodes[i] for i in np.argsort(self.order[: len(self)])[-n:]]
+
     def ages(self) -> np.ndarray:
         """Delta_i of every entry in optimizer steps, int64 [N]."""
         with self._lock:
@@ -149,6 +154,8 @@ class ReplayBuffer:
             raise ValueError(f"the saved buffer has a capacity of {state['capacity']}, this one {self.capacity}")
         with self._lock:
             self.episodes = list(state["episodes"])
+            for episode in self.episodes:
+                episode.images = [self._shared(image) for image in episode.images]
             for name in ("base_priorities", "steps", "order"):
                 getattr(self, name)[:n] = state[name]
             self.tree.fill(state["leaves"])

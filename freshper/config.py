@@ -9,6 +9,8 @@ A run's settings come from the dataclass, then the method, then the preset of th
 import argparse
 import dataclasses
 import inspect
+import math
+import os
 import sys
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +21,7 @@ from transformers import HfArgumentParser
 
 from envs import ENVS
 from envs.base import TextEnv
+from freshper.earlier_run import check_overrides, earlier_run
 from freshper.priority import exponential_decay, polynomial_decay
 
 
@@ -39,6 +42,18 @@ class Config:
     model: str = _flag("tiny", "a hub id, a folder, or 'tiny' (Table env_details: Qwen2.5)")
     seed: int = _flag(42, "of everything random (appendix D: 42)")
     out: str = _flag("", "folder for all that the run writes; empty: out/<env>-<method>-<seed>, numbered")
+
+    resume: str = _flag(
+        "", "folder of an earlier run to go on with, from its newest whole checkpoint and with its settings"
+    )
+    override: list[str] = field(
+        default_factory=list, metadata={"help": "with --resume: names of flags that may differ from the earlier run's"}
+    )
+    save_every: int = _flag(
+        20, "iterations between checkpoints; 0: none. One is always saved at a new best evaluation and at the end"
+    )
+    save_minutes: float = _flag(30.0, "after so many minutes there is a checkpoint in any case; 0: no")
+    keep_checkpoints: int = _flag(2, "newest checkpoints to keep; the best one by held-out success stays too")
 
     iterations: int = _flag(400, "outer loop of Algorithm 1 (Table training_config: 400; NQ 300; VLM 100)")
     rollout_batch_size: int = _flag(128, "episodes collected an iteration (appendix D: 128)")
@@ -122,40 +137,17 @@ class Config:
     eval_every: int = _flag(10, "iterations between evaluations on held-out seeds; the last is always evaluated")
     eval_episodes: int = _flag(128, "held-out episodes an evaluation (appendix D: 128)")
 
+    checkpoint = None  # what --resume found, a freshper.checkpoint.Checkpoint; not a setting
+
     def validate(self) -> None:
         """Raises ValueError with one sentence that names the flag, its value and what is allowed."""
-        positive = (
-            "iterations",
-            "rollout_batch_size",
-            "batch_size",
-            "ppo_epochs",
-            "capacity",
-            "baseline_window",
-            "lr",
-            "tau",
-        )
-        positive += (
-            "max_grad_norm",
-            "ratio_clip",
-            "advantage_clip",
-            "micro_batch_size",
-            "temperature",
-            "epsilon",
-        )
-        positive += ("max_new_tokens", "cell_size", "threads", "eval_every", "eval_episodes")
-        not_negative = (
-            "replay_ratio",
-            "seed",
-            "warmup_steps",
-            "kl_loss_coef",
-            "kl_reward_coef",
-            "entropy_coef",
-            "top_k",
-            "dual_clip",
-            "format_penalty",
-            "max_turns",
-        )
-        checks = [(name, getattr(self, name) > 0, "above 0") for name in positive]
+        positive = """iterations rollout_batch_size batch_size ppo_epochs capacity baseline_window
+        lr tau max_grad_norm ratio_clip advantage_clip micro_batch_size temperature epsilon
+        max_new_tokens cell_size threads eval_every eval_episodes keep_checkpoints""".split()
+        not_negative = """replay_ratio seed warmup_steps kl_loss_coef kl_reward_coef entropy_coef
+        top_k dual_clip format_penalty max_turns save_every save_minutes""".split()
+        checks = [(name, value < math.inf, "finite") for name, value in vars(self).items() if value == math.inf]
+        checks += [(name, getattr(self, name) > 0, "above 0") for name in positive]
         checks += [(name, getattr(self, name) >= 0, "0 or more") for name in not_negative]
         checks += [(name, 0.0 <= getattr(self, name) <= 1.0, "between 0 and 1") for name in ("alpha", "beta")]
         checks += [
@@ -165,7 +157,14 @@ class Config:
                 self.model == "tiny" or "/" in self.model or Path(self.model).is_dir(),
                 "tiny, a folder, or a hub id",
             ),
-            ("out", not self.out or not Path(self.out).exists(), "a folder that does not exist yet"),
+            (
+                "out",
+                bool(self.resume) or not (self.out and Path(self.out).exists()),
+                "a folder that does not exist yet",
+            ),
+            ("threads", self.threads <= (os.cpu_count() or 1), f"at most the {os.cpu_count()} of this machine"),
+            ("capacity", self.capacity <= 10**8, "at most 100,000,000"),
+            ("seed", self.seed < 2**32, "below 2**32"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             ("capacity", self.capacity >= max(self.batch_size, self.rollout_batch_size), "at least a batch"),
             ("max_new_tokens", self.max_new_tokens < self.max_tokens, f"below max_tokens {self.max_tokens}"),
@@ -177,7 +176,9 @@ class Config:
                 raise ValueError(f"--{name} is {getattr(self, name)}, but must be {allowed}")
 
     def folder(self) -> Path:
-        """--out, or the first out/<env>-<method>-<seed>[-n] that does not exist: no run overwrites another."""
+        """--resume, --out, or the first out/<env>-<method>-<seed>[-n] that is not there: no run overwrites another."""
+        if self.resume:
+            return Path(self.resume)
         if self.out:
             return Path(self.out)
         name = f"out/{self.env}-{self.method}-{self.seed}"
@@ -330,24 +331,35 @@ def defaults(preset: str, env: str, method: str) -> dict[str, Any]:
 
 def parse_args(argv: list[str] | None = None) -> Config:
     """Flags to a checked Config. Wrong ones print one sentence and exit with 2; nothing has been written by then."""
-    first = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    for name, choices in (("preset", PRESETS), ("env", None), ("method", METHODS)):
+    first = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
+    for name, choices in (("preset", PRESETS), ("env", None), ("method", METHODS), ("resume", None)):
         default = next(f.default for f in dataclasses.fields(Config) if f.name == name)
         first.add_argument(f"--{name}", default=default, choices=choices)
     parser = HfArgumentParser(
         Config,
         description="FreshPER (Algorithm 1). Defaults are those of the preset.",
         usage="%(prog)s [--flag value ...]",
+        allow_abbrev=False,
     )
+    stored: dict[str, Any] = {}
     try:
         known, _ = first.parse_known_args(argv)
-        parser.set_defaults(**defaults(known.preset, known.env, known.method))
+        if known.resume:
+            stored, found = earlier_run(Path(known.resume), Config)
+        parser.set_defaults(**(stored or defaults(known.preset, known.env, known.method)))
     except argparse.ArgumentError:
         pass  # the full parser says it better
+    except ValueError as error:
+        parser.exit(2, f"{Path(sys.argv[0]).name}: error: {error}\n")
     config, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True, look_for_args_file=False)
     try:
         if unknown:
             raise ValueError(f"unknown flag {unknown[0]}; --help lists them all")
+        if stored:
+            config.checkpoint = found
+            check_overrides(dataclasses.asdict(config), stored, found.done if found else 0)
+        elif config.override:
+            raise ValueError(f"--override is {' '.join(config.override)}, but must be empty without --resume")
         config.validate()
     except ValueError as error:
         parser.exit(2, f"{Path(sys.argv[0]).name}: error: {error}\n")

@@ -79,6 +79,14 @@ class HFEngine:
         self.images_fed = np.zeros(0, dtype=np.int64)
         self.position = np.zeros(0, dtype=np.int64)  # the next position id
 
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What shapes future replies, once `sync` has dropped the cache: the generator they are drawn with."""
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.generator.set_state(state["generator"])
+        self.sync()
+
     @torch.inference_mode()
     def generate(self, conversations: list[Conversation], max_new_tokens: int) -> list[Reply]:
         """One reply to each conversation. Those seen in the last call go on from the cache."""

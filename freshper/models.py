@@ -224,11 +224,15 @@ class Policy:
 
 
 def load_policy(name: str, device: str, dtype: torch.dtype, freeze_vision: bool = False) -> Policy:
-    """A policy from a hub id or a folder written by `save_pretrained`. Raises OSError where there is none."""
-    options = {"dtype": dtype, "attn_implementation": "sdpa"}
+    """A policy from a hub id or a folder written by `save_pretrained`. Raises OSError where there is none, ValueError
+    where weights are missing (transformers would make random ones)."""
+    options = {"dtype": dtype, "attn_implementation": "sdpa", "output_loading_info": True}
     if hasattr(AutoConfig.from_pretrained(name), "vision_config"):
-        model = AutoModelForImageTextToText.from_pretrained(name, **options)
+        model, loaded = AutoModelForImageTextToText.from_pretrained(name, **options)
         image_processor = AutoImageProcessor.from_pretrained(name)
     else:
-        model, image_processor = AutoModelForCausalLM.from_pretrained(name, **options), None
+        model, loaded = AutoModelForCausalLM.from_pretrained(name, **options)
+        image_processor = None
+    if loaded["missing_keys"]:
+        raise ValueError(f"its weights lack {len(loaded['missing_keys'])}, such as {min(loaded['missing_keys'])}")
     return Policy(model.to(device), AutoTokenizer.from_pretrained(name), image_processor, freeze_vision)

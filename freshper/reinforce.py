@@ -81,6 +81,13 @@ class ReplayBaseline:
         for episode in episodes:
             episode.info["moments"] = (collected.mean().item(), collected.std(correction=0).item())
 
+    def state_dict(self) -> dict[str, list[float]]:
+        return {"returns": list(self.returns)}
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        self.returns.clear()
+        self.returns.extend(state["returns"])
+
     def moments(self, episodes: list[Episode]) -> torch.Tensor | None:
         """(mean, std) for each episode, [2, B, 1], or None for the batch's own."""
         if self.mode == "recompute":

@@ -3,9 +3,10 @@
     out/config.json     every setting            out/curve.png       success against episodes, with baselines
     out/metrics.csv     one row an iteration     out/episodes.html   a few episodes, turn by turn
     out/replay.csv      one row a replayed trajectory (see freshper/diagnostics.py), and diagnostics.png of them
-    out/checkpoint/     the policy, for `load_policy` and `from_pretrained`
+    out/checkpoint/     the policy and all that `--resume` needs (freshper/checkpoint.py)
 
-Rows are written as they come; the rest when the run ends, also when it is interrupted or fails.
+Rows are written as they come; the rest when the run ends, also when it is interrupted or fails. A run that is
+resumed goes on behind the rows of its checkpoint; later ones are cut off and come again.
 
 Columns of metrics.csv: `step` optimizer steps; `episodes` collected so far; `train_*` of this iteration's
 episodes, `eval_*` on held-out seeds (empty where not evaluated), the environment's own `metrics` among them;
@@ -19,13 +20,16 @@ episodes, `eval_*` on held-out seeds (empty where not evaluated), the environmen
 import base64
 import csv
 import dataclasses
+import fcntl
 import html
 import io
 import json
+import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import matplotlib.figure
 import numpy as np
@@ -35,8 +39,9 @@ from tqdm import tqdm
 from envs.base import EVAL_SEEDS
 from freshper import diagnostics
 from freshper.buffer import Replay, ReplayBuffer
+from freshper.checkpoint import write_whole
 from freshper.config import Config
-from freshper.episode import Episode
+from freshper.episode import Episode, NonFiniteError
 from freshper.models import Policy
 from freshper.rollout import summarize
 from freshper.trainer import TorchTrainer
@@ -61,7 +66,20 @@ class Report:
     """A context manager around the run: everything is on disk when it closes."""
 
     def __init__(self, config: Config, policy: Policy):
+        """Makes the folder, or takes that of --resume. Raises ValueError where it cannot be written to or another
+        process is writing to it."""
         self.config, self.policy, self.folder = config, policy, config.folder()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=bool(config.resume))
+            self.lock = _lock(self.folder)
+            settings = dataclasses.asdict(config) | {"resume": "", "override": []}
+            write_whole(self.folder / "config.json", json.dumps(settings, indent=1) + "\n")
+        except OSError as error:
+            raise ValueError(
+                f"--{'resume' if config.resume else 'out'} is {self.folder}, but must be a folder that "
+                f"can be written to: {error}"
+            ) from error
+        self.file: TextIO | None = None
         self.iteration = 0
         self.values: dict[str, list[float]] = defaultdict(list)
         self.rows: list[dict[str, float]] = []
@@ -69,40 +87,82 @@ class Report:
         self.episodes: list[Episode] = []
 
     def __enter__(self) -> "Report":
-        self.folder.mkdir(parents=True)
-        (self.folder / "config.json").write_text(json.dumps(dataclasses.asdict(self.config), indent=1) + "\n")
-        self.file = (self.folder / "metrics.csv").open("w", newline="")
         self.metrics = self.config.make_env().metrics
-        own = [f"{phase}_{name}" for phase in ("train", "eval") for name in self.metrics]
-        self.writer = csv.DictWriter(self.file, COLUMNS + own, restval="")
-        self.writer.writeheader()
-        if self.config.replay_ratio:
-            self.replay_file = (self.folder / "replay.csv").open("w", newline="")
-            csv.writer(self.replay_file).writerow(REPLAY_COLUMNS)
         self.baselines = baselines(self.config)
         parameters = sum(p.numel() for p in self.policy.model.parameters())
         self.say(f"{self.title()}: {type(self.policy.model).__name__}, {parameters:,} parameters")
         players = ", ".join(f"{name} {value:.3f}" for name, value in self.baselines.items())
         how = "exactly" if self.config.make_env().has_exact_baselines() else "one game each"
         self.say(f"players on the {self.config.eval_episodes} held-out seeds, {how}: success {players}")
-        self.began = time.perf_counter()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
-        if self.config.replay_ratio:
-            self.replay_file.close()
-            diagnostics.plot(self.folder)
+    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            self.say(str(error) or "interrupted")
+        elif error:
+            notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+            name = "" if isinstance(error, NonFiniteError | OSError) else f"{kind.__name__}: "
+            self.say(f"stopped in iteration {self.iteration}: {name}{error}{notes}")
+        try:
+            self._write_pages()
+        except OSError as failure:
+            self.say(f"stopped: the report could not be written to {self.folder}/: {failure}")
+            if error is None:
+                raise
+        os.close(self.lock)
+        self.say(f"written to {self.folder}/: {', '.join(sorted(p.name for p in self.folder.iterdir()))}")
+        if len(self.rows) < self.config.iterations:
+            self.say(f"go on with: python train.py --resume {self.folder}")
+
+    def _write_pages(self) -> None:
+        if self.file:
+            self.file.close()
+            if self.config.replay_ratio:
+                self.replay_file.close()
+                diagnostics.plot(self.folder)
         if self.rows:
             plot(self.rows, self.baselines, self.title(), self.folder / "curve.png")
-            page = episodes_page(self.episodes, self.policy, self.title())
-            (self.folder / "episodes.html").write_text(page, encoding="utf-8")
-            self.policy.save(str(self.folder / "checkpoint"))
-        self.say(f"written to {self.folder}/: {', '.join(sorted(p.name for p in self.folder.iterdir()))}")
+            write_whole(self.folder / "episodes.html", episodes_page(self.episodes, self.policy, self.title()))
+
+    def state_dict(self) -> dict[str, list]:
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state: dict[str, list]) -> None:
+        self.rows = state["rows"]
+
+    def best(self) -> int:
+        """After how many iterations held-out success was highest (the first time); 0 before the first evaluation."""
+        evaluated = [row for row in self.rows if "eval_success" in row]
+        return max(evaluated, key=lambda row: row["eval_success"])["iteration"] + 1 if evaluated else 0
+
+    def _start_metrics(self) -> None:
+        """metrics.csv with the rows so far, open for more."""
+        own = [f"{phase}_{name}" for phase in ("train", "eval") for name in self.metrics]
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, COLUMNS + own, restval="")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        write_whole(self.folder / "metrics.csv", text.getvalue())
+        self.file = (self.folder / "metrics.csv").open("a", newline="")
+        if self.config.replay_ratio:
+            self._start_replay(self.folder / "replay.csv")
+        self.writer = csv.DictWriter(self.file, writer.fieldnames, restval="")
+        self.began = time.perf_counter() - (self.rows[-1]["wall_s"] if self.rows else 0.0)
+
+    def _start_replay(self, path: Path) -> None:
+        """replay.csv with the rows of the iterations so far, open for more."""
+        kept = [",".join(REPLAY_COLUMNS) + "\n"]
+        if self.rows:
+            with path.open() as file:
+                kept += [line for line in list(file)[1:] if int(line.partition(",")[0]) < len(self.rows)]
+        write_whole(path, "".join(kept))
+        self.replay_file = path.open("a", newline="")
 
     def progress(self) -> Iterator[int]:
-        """Iteration numbers, with a progress bar."""
-        self.bar = tqdm(range(self.config.iterations), unit="it", dynamic_ncols=True)
+        """The numbers of the iterations to come, with a progress bar."""
+        self._start_metrics()
+        done, total = len(self.rows), self.config.iterations
+        self.bar = tqdm(range(done, total), initial=done, total=total, unit="it", dynamic_ncols=True)
         for iteration in self.bar:
             self.iteration = iteration
             self.values.clear()
@@ -122,7 +182,9 @@ class Report:
             "reward": [e.reward for e in replay.episodes],
         }
         columns = own | {name: np.round(values, 6) for name, values in drift.items()}
-        csv.writer(self.replay_file).writerows(zip(*(columns[name] for name in REPLAY_COLUMNS), strict=True))
+        csv.writer(self.replay_file, lineterminator="\n").writerows(
+            zip(*(columns[name] for name in REPLAY_COLUMNS), strict=True)
+        )
         drawn = {"success": np.mean([e.info["success"] for e in replay.episodes]), "age": replay.ages.mean()}
         self.add({f"replay_{name}": float(value) for name, value in (stats | drawn).items()})
 
@@ -173,6 +235,18 @@ class Report:
     @staticmethod
     def say(line: str) -> None:
         tqdm.write(line)
+
+
+def _lock(folder: Path) -> int:
+    """A handle that keeps other processes out of a run's folder for as long as it is open. Raises OSError where
+    another has it. The lock is the operating system's: a crash leaves nothing behind."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise OSError("another process is writing to it") from error
+    return handle
 
 
 def plot(rows: list[dict[str, float]], baselines: dict[str, float], title: str, path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from envs.base import TextEnv
-from freshper.episode import Episode
+from freshper.episode import Episode, NonFiniteError
 from freshper.models import Policy
 
 
@@ -95,15 +95,30 @@ def rollout(
     live = list(range(len(envs)))
     while live:
         answers = engine.generate([conversations[i] for i in live], max_new_tokens)
+        lengths = [len(reply.tokens) for reply in answers]
+        if len(answers) != len(live) or not 1 <= min(lengths) <= max(lengths) <= max_new_tokens:
+            raise RuntimeError(
+                f"the engine returned {len(answers)} replies of {lengths} tokens to {len(live)} conversations, "
+                f"but must return one to each, of 1 to {max_new_tokens} tokens"
+            )
         texts = [policy.reply_text(reply.tokens) for reply in answers]
-        steps = type(envs[0]).step_many([envs[i] for i in live], texts)
+        steps = iter(type(envs[0]).step_many([envs[i] for i in live], texts))
         still_live = []
-        for i, reply, step_taken in zip(live, answers, steps, strict=True):
+        for i, reply in zip(live, answers, strict=True):
             conversation = conversations[i]
             replies[i].append((len(conversation.tokens), reply))
             conversation.tokens += reply.tokens
-            observation, reward, terminated, truncated, info = step_taken
+            try:
+                observation, reward, terminated, truncated, info = next(steps)
+            except Exception as error:
+                error.add_note(f"in environment {name}, episode seed {seeds[i]}, turn {len(replies[i])}")
+                raise
             rewards[i].append(reward)
+            if not np.isfinite([reward, *reply.logprobs]).all():
+                raise NonFiniteError(
+                    f"the rollout met a reward {reward} and log-probs {reply.logprobs}, which must be finite; "
+                    f"episode seed {seeds[i]}, turn {len(replies[i])}"
+                )
             infos[i]["success"] = bool(info["success"])
             infos[i]["invalid"] += not info.get("valid", True)
             infos[i] |= info.get("metrics", {})

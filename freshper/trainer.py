@@ -16,6 +16,7 @@ A log-prob, loss or gradient that is not finite raises NonFiniteError, before th
 import copy
 import ctypes
 import sys
+from typing import Any
 
 import numpy as np
 import torch
@@ -145,6 +146,28 @@ class TorchTrainer:
             "nonzero_advantages": float((all_advantages != 0).sum()) / tokens,
         }
         return stats, drift
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the weights of the policy, which is saved as a model."""
+        reference = dict(self.reference.model.named_parameters()) if self.reference else None
+        return {
+            "step": self.step,
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "reference": reference,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse. The schedule goes on at its step, with the learning rate and the length of the config."""
+        self.step = state["step"]
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"] | {"base_lrs": self.scheduler.base_lrs})
+        factors = [factor(self.scheduler.last_epoch) for factor in self.scheduler.lr_lambdas]
+        for group, factor in zip(self.optimizer.param_groups, factors, strict=True):
+            group["initial_lr"], group["lr"] = self.config.lr, self.config.lr * factor
+        with torch.no_grad():
+            for name, parameter in self.reference.model.named_parameters() if self.reference else ():
+                parameter.copy_(state["reference"][name])
 
     @torch.no_grad()
     def _ref_logprobs(self, batch: Batch) -> torch.Tensor:

@@ -76,6 +76,7 @@ def test_every_method_runs_and_leaves_everything(model_folder, tmp_path, env, me
     out = tmp_path / "run"
     assert run(model_folder, out, "--method", method, env=env) == 0
     names = {p.name for p in out.iterdir()}
+    names.remove("checkpoint-000002")  # the best evaluation, and the last checkpoint but one
     replayed = set() if method == "on_policy" else {"replay.csv", "diagnostics.png"}
     assert names == {"config.json", "metrics.csv", "curve.png", "episodes.html", "checkpoint"} | replayed
     table = rows(out)
@@ -247,7 +248,7 @@ def test_ctrl_c_writes_everything(model_folder, tmp_path):
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 130
-    assert {p.name for p in out.iterdir()} == {
+    assert {p.name for p in out.iterdir() if not p.name.startswith("checkpoint-")} == {
         "config.json", "metrics.csv", "replay.csv", "curve.png", "diagnostics.png", "episodes.html", "checkpoint"
     }  # fmt: skip
     assert len(rows(out)) >= 3

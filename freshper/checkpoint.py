@@ -1,0 +1,200 @@
+"""A checkpoint on disk: what is in it, how it is written, and how a whole one is told from a damaged one.
+
+Nothing here is in the paper; a run of its length (400 iterations, a buffer of 50,000 episodes) needs it.
+
+    out/checkpoint/            the newest, in the Hugging Face format: `--model` and `from_pretrained` take it
+        config.json, model.safetensors, tokenizer.json, ...   model, tokenizer, image processor
+        state.safetensors      every array: optimizer, replay buffer, random number generators
+        state.json             everything else, with {"__torch__": name} or {"__numpy__": name} where an array was
+                               (freshper/packing.py)
+        manifest.json          format, version, iterations done; size and SHA-256 of each file and of the rest of
+                               the manifest itself
+    out/checkpoint-000040/     an older one, after 40 iterations (the last few and the best are kept)
+
+Nothing is pickled, so a checkpoint from someone else can be read without running their code.
+
+A checkpoint is written under another name, flushed to the disk, and renamed, manifest last. Whatever the moment
+of a crash, some folder holds a whole one: `checkpoint`, `checkpoint-*`, or the new one before its renaming.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from freshper.models import Policy
+from freshper.packing import flatten, unflatten
+
+FORMAT, VERSION = "freshper checkpoint", 1
+UNFINISHED, DAMAGED = ".checkpoint-unfinished", "damaged-checkpoint"
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint that was found whole."""
+
+    folder: Path
+    done: int  # iterations
+    state: dict[str, Any]
+
+
+# -- writing -------------------------------------------------------------------------------------------------
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file that is there as a whole or not at all."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(text, encoding="utf-8", newline="")
+    _flush(new)
+    new.replace(path)
+
+
+def save(out: Path, done: int, policy: Policy, state: dict[str, Any], best: int, keep: int) -> None:
+    """Make out/checkpoint the state after `done` iterations; the checkpoint before it becomes out/checkpoint-<done>.
+
+    Of the older ones the newest `keep` - 1 stay, and the `best`, named by its iterations. Raises OSError where
+    something cannot be written; what was there stays then.
+    """
+    new = out / UNFINISHED
+    shutil.rmtree(new, ignore_errors=True)
+    try:
+        new.mkdir()
+        policy.save(str(new))
+        arrays: dict[str, torch.Tensor] = {}
+        (new / "state.json").write_text(json.dumps(flatten(state, arrays)), encoding="utf-8")
+        save_file(arrays, new / "state.safetensors")
+        files = {}
+        for path in sorted(path for path in new.rglob("*") if path.is_file()):
+            _flush(path)
+            files[path.relative_to(new).as_posix()] = _describe(path)
+        manifest = {"format": FORMAT, "version": VERSION, "done": done, "files": files}
+        manifest["sha256"] = _own_sum(manifest)
+        write_whole(new / "manifest.json", json.dumps(manifest, indent=1) + "\n")
+        _flush(new)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(new, ignore_errors=True)
+        raise OSError(f"the checkpoint of iteration {done} could not be written to {out}/: {error}") from error
+    _put_in_place(out, new)
+    older = sorted((int(path.name.split("-")[1]), path) for path in out.glob("checkpoint-??????"))
+    newest = [n for n, _ in older if n < done][::-1][: keep - 1]
+    for n, path in older:
+        if n >= done or n not in (*newest, best):  # those of later iterations stem from before a fall-back
+            shutil.rmtree(path)
+
+
+def _put_in_place(out: Path, new: Path) -> None:
+    """Rename: what is out/checkpoint steps aside under its number, `new` takes its place."""
+    current = out / "checkpoint"
+    if current.exists():
+        try:
+            aside = out / f"checkpoint-{_manifest(current)['done']:06d}"
+        except ValueError:
+            aside = out / DAMAGED
+        shutil.rmtree(aside, ignore_errors=True)
+        current.rename(aside)
+    new.rename(current)
+    _flush(out)
+
+
+def adopt(found: Checkpoint) -> None:
+    """Before a resumed run goes on: make the checkpoint it goes on from out/checkpoint. A damaged one that is in
+    the way is kept as out/damaged-checkpoint, for its owner to look at."""
+    out = found.folder.parent
+    if found.folder.name == "checkpoint":
+        return
+    if (out / "checkpoint").exists():
+        shutil.rmtree(out / DAMAGED, ignore_errors=True)
+        (out / "checkpoint").rename(out / DAMAGED)
+    found.folder.rename(out / "checkpoint")
+
+
+def _flush(path: Path) -> None:
+    """fsync a file or a folder: renaming promises nothing about the content that is not on the disk yet."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _own_sum(manifest: dict[str, Any]) -> str:
+    rest = {name: value for name, value in manifest.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+# -- reading -------------------------------------------------------------------------------------------------
+
+
+class OtherVersionError(ValueError):
+    """Written by another version of this format: refused, never guessed at."""
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    """The manifest, checked against its own sum. Raises ValueError with what is wrong."""
+    path = folder / "manifest.json"
+    if not path.is_file():
+        raise ValueError("manifest.json is missing")
+    try:
+        manifest = json.loads(path.read_bytes())
+        version = manifest["version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError("manifest.json cannot be read") from error
+    if isinstance(version, int) and version != VERSION:
+        raise OtherVersionError(f"{folder} has the checkpoint format {version}, but must have {VERSION}")
+    if manifest.get("sha256") != _own_sum(manifest):
+        raise ValueError("manifest.json does not have the SHA-256 that it gives for itself")
+    return manifest
+
+
+def _check_files(folder: Path, files: dict[str, dict[str, Any]]) -> None:
+    """Raises ValueError with the first file that is not what the manifest says."""
+    for name, expected in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise ValueError(f"{name} is missing")
+        if path.stat().st_size != expected["bytes"]:
+            raise ValueError(f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}")
+        if _describe(path) != expected:
+            raise ValueError(f"{name} does not have the SHA-256 that the manifest gives")
+
+
+def find(out: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest whole checkpoint of a run (None where it had not saved any yet), and a sentence on each that is
+    damaged. Raises ValueError where there are checkpoints but none is whole, or one has another format version."""
+    manifests, problems = [], []
+    folders = [path for path in sorted(out.glob("checkpoint*"), reverse=True) if path.is_dir()]
+    if (out / UNFINISHED / "manifest.json").is_file():  # without one it was never finished: nothing to report
+        folders.append(out / UNFINISHED)
+    for folder in folders:
+        try:
+            manifests.append((_manifest(folder), folder))
+        except OtherVersionError:
+            raise
+        except ValueError as error:
+            problems.append(f"{folder} is damaged: {error}")
+    for manifest, folder in sorted(manifests, key=lambda pair: -pair[0]["done"]):
+        try:
+            _check_files(folder, manifest["files"])
+        except ValueError as error:
+            problems.append(f"{folder} is damaged: {error}")
+            continue
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        return Checkpoint(folder, manifest["done"], state), problems
+    if problems:
+        raise ValueError(f"no checkpoint of it is whole: {'; '.join(problems)}")
+    return None, []
+
+
+def read_state(found: Checkpoint) -> dict[str, Any]:
+    """The state as `save` was given it (tuples as lists)."""
+    return unflatten(found.state, load_file(found.folder / "state.safetensors"))

@@ -1,0 +1,248 @@
+"""Faults, caused on purpose: the run goes on, or ends with a sentence and a status. It never goes on with nonsense.
+
+An environment that hangs is not cut off: how long a step may take, only its author knows, and a thread in the
+middle of a step cannot be stopped safely. The progress bar stands still, and two signals end the run at once.
+"""
+
+import ctypes
+import os
+import resource
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from test_resume import LONGER, stop_at_call
+from test_train import ROOT, SHORT, rows, run
+
+from envs.frozenlake import FrozenLake
+from freshper import checkpoint
+from freshper.engine_hf import HFEngine
+from freshper.models import load_policy
+from freshper.rollout import Reply
+
+
+def in_process_of_its_own(model_folder, out, *flags, **options):
+    command = [sys.executable, "train.py", "--model", model_folder["text"], "--out", str(out), *SHORT, *LONGER, *flags]
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, **options
+    )
+
+
+def test_disk_full(model_folder, tmp_path):
+    """No file may grow beyond 300 kB, as on a disk that is full: the first checkpoint does not fit."""
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+
+    done = in_process_of_its_own(model_folder, tmp_path / "run", preexec_fn=limit)
+    assert done.returncode == 1
+    assert "stopped in iteration 1: the checkpoint of iteration 2 could not be written" in done.stdout
+    assert "File too large" in done.stdout
+    assert "Traceback" not in done.stderr
+    assert len(rows(tmp_path / "run")) == 2
+    assert not list((tmp_path / "run").glob("*checkpoint*"))
+
+
+def test_a_failed_save_leaves_the_one_before_it(text_policy, tmp_path, monkeypatch):
+    checkpoint.save(tmp_path, 1, text_policy, {}, best=0, keep=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(OSError, match=r"checkpoint of iteration 2 could not be written.*No space left"):
+            checkpoint.save(tmp_path, 2, text_policy, {}, best=0, keep=2)
+    assert checkpoint.find(tmp_path)[0].done == 1
+    assert {p.name for p in tmp_path.iterdir()} == {"checkpoint"}
+
+
+def test_read_only_output_folder(model_folder, tmp_path):
+    (tmp_path / "closed").mkdir(mode=0o555)
+
+    def no_superpowers():
+        if os.geteuid() == 0:  # root may write anywhere unless it gives up CAP_DAC_OVERRIDE
+            ctypes.CDLL(None).prctl(24, 1)
+
+    done = in_process_of_its_own(model_folder, tmp_path / "closed" / "run", preexec_fn=no_superpowers)
+    assert done.returncode == 2
+    sentence = done.stderr.strip().splitlines()[-1]
+    assert f"--out is {tmp_path}/closed/run, but must be a folder that can be written to" in sentence
+    assert "Permission denied" in sentence
+    assert not list((tmp_path / "closed").iterdir())
+
+
+def break_step(monkeypatch, change, at=20):
+    """FrozenLake whose step number `at` goes through `change(result)`."""
+    step, calls = FrozenLake.step, []
+
+    def broken(self, reply):
+        calls.append(reply)
+        result = step(self, reply)
+        return change(result) if len(calls) == at else result
+
+    monkeypatch.setattr(FrozenLake, "step", broken)
+
+
+def test_an_environment_that_raises(model_folder, tmp_path, monkeypatch, capsys):
+    def fail(result):
+        raise KeyError("lake")
+
+    break_step(monkeypatch, fail)
+    with pytest.raises(KeyError):
+        run(model_folder, tmp_path / "run", *LONGER)  # a bug of the environment: its author wants the traceback too
+    said = capsys.readouterr().out
+    assert "stopped in iteration 1: KeyError: 'lake'; in environment frozenlake, episode seed 42000007, turn 2" in said
+
+
+@pytest.mark.parametrize("reward", [np.nan, np.inf, -np.inf])
+def test_an_environment_that_returns_no_number(model_folder, tmp_path, monkeypatch, capsys, reward):
+    break_step(monkeypatch, lambda result: (result[0], reward, *result[2:]))
+    assert run(model_folder, tmp_path / "run", *LONGER) == 1
+    said = capsys.readouterr().out
+    assert f"stopped in iteration 1: the rollout met a reward {reward}" in said
+    assert "episode seed 42000007, turn 2" in said
+    assert len(rows(tmp_path / "run")) == 1
+
+
+def test_an_environment_that_hangs_can_be_stopped(model_folder, tmp_path):
+    """The first SIGTERM waits for an iteration that never ends, the second does not."""
+    script = f"""
+import os, signal, sys, threading, time
+sys.path.insert(0, {str(ROOT)!r})
+import train
+from envs.frozenlake import FrozenLake
+step, calls = FrozenLake.step, []
+def hang(self, reply):
+    calls.append(1)
+    if len(calls) == 50:
+        for wait in (0.2, 0.6):
+            threading.Timer(wait, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        time.sleep(600)
+    return step(self, reply)
+FrozenLake.step = hang
+sys.exit(train.main(sys.argv[1:]))
+"""
+    flags = ["--model", model_folder["text"], "--out", str(tmp_path / "run"), *SHORT, *LONGER]
+    command = [sys.executable, "-c", script, *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 143
+    assert "stopping after this iteration" in done.stderr
+    assert "interrupted by SIGTERM" in done.stdout
+    assert checkpoint.find(tmp_path / "run")[0].done == 2
+
+
+def replies_of(monkeypatch, make):
+    """An engine whose replies are `make(policy, reply, number of its call)`."""
+    generate, calls = HFEngine.generate, []
+
+    def changed(self, conversations, max_new_tokens):
+        calls.append(1)
+        replies = generate(self, conversations, max_new_tokens)
+        return make(self.policy, replies, max_new_tokens)
+
+    monkeypatch.setattr(HFEngine, "generate", changed)
+
+
+def as_reply(tokens):
+    return Reply(list(tokens), [-1.0] * len(tokens))
+
+
+REPLIES = {
+    "only eos": lambda policy, limit: [policy.eos_id],
+    "as long as may be, without eos": lambda policy, limit: [policy.tokenizer.encode(" a")[0]] * limit,
+    "not UTF-8": lambda policy, limit: [policy.tokenizer.convert_tokens_to_ids("ÿ")] * (limit - 1) + [policy.eos_id],
+}
+
+
+@pytest.mark.parametrize("kind", REPLIES)
+def test_strange_replies_are_unreadable_ones(model_folder, tmp_path, monkeypatch, kind):
+    """They cost their turn, are trained on and stored like any other. Bytes need a model that may say them."""
+    policy = load_policy(model_folder["text"], "cpu", torch.float32)
+    policy.model.generation_config.suppress_tokens = None
+    policy.save(str(tmp_path / "model"))
+    replies_of(monkeypatch, lambda p, replies, limit: [as_reply(REPLIES[kind](p, limit)) for _ in replies])
+    assert run({"text": str(tmp_path / "model")}, tmp_path / "run", *LONGER) == 0
+    assert [float(r["invalid"]) for r in rows(tmp_path / "run")] == [1.0] * 6
+    assert all(np.isfinite(float(r["loss"])) for r in rows(tmp_path / "run"))
+
+
+WRONG = {
+    "fewer replies": (lambda replies: replies[:-1], "the engine returned 3 replies"),
+    "an empty reply": (lambda replies: [Reply([], []), *replies[1:]], "of [0, "),
+    "one too long": (lambda replies: [as_reply([7] * 99), *replies[1:]], "of [99, "),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_an_engine_that_breaks_its_contract(model_folder, tmp_path, monkeypatch, capsys, kind):
+    make, sentence = WRONG[kind]
+    replies_of(monkeypatch, lambda policy, replies, limit: make(replies))
+    with pytest.raises(RuntimeError, match="but must return one to each, of 1 to 6 tokens"):
+        run(model_folder, tmp_path / "run", *LONGER)
+    assert sentence in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("source", ["engine", "trainer"])
+def test_nan_in_one_log_prob(model_folder, tmp_path, monkeypatch, capsys, source):
+    if source == "engine":
+        replies_of(monkeypatch, lambda policy, replies, limit: [replies[0]._replace(
+            logprobs=[float("nan")] * len(replies[0].tokens)), *replies[1:]])  # fmt: skip
+    else:
+        from freshper import trainer
+
+        real = trainer.action_logprobs
+
+        def poisoned(*args):
+            logprobs, entropies = real(*args)
+            return logprobs.masked_fill(
+                args[1].action_mask & (torch.arange(len(logprobs)) == 1)[:, None], torch.nan
+            ), entropies
+
+        monkeypatch.setattr(trainer, "action_logprobs", poisoned)
+    assert run(model_folder, tmp_path / "run", *LONGER) == 1
+    said = capsys.readouterr().out
+    assert "stopped in iteration 0" in said
+    assert "episode seed 4200000" in said
+
+
+def test_a_clock_that_jumps(model_folder, tmp_path, monkeypatch):
+    """Back by a year, forward by a year: nothing is saved too often or too late, and no time is negative."""
+    jumps = iter([-3e7, 3e7] * 100_000)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + next(jumps))
+    assert run(model_folder, tmp_path / "run", *LONGER, "--save_every", "0", "--eval_every", "100") == 0
+    times = [float(r["wall_s"]) for r in rows(tmp_path / "run")]
+    assert times == sorted(times)
+    assert 0 <= times[0] <= times[-1] < 100
+    assert {p.name for p in (tmp_path / "run").glob("checkpoint*")} == {"checkpoint"}
+
+
+def test_save_minutes(model_folder, tmp_path):
+    """So few minutes that every iteration takes longer."""
+    flags = ["--save_every", "0", "--save_minutes", "1e-9", "--eval_every", "100", "--keep_checkpoints", "9"]
+    assert run(model_folder, tmp_path / "run", *LONGER, *flags) == 0
+    assert len(list((tmp_path / "run").glob("checkpoint*"))) == 6
+
+
+def test_a_reply_with_a_script_is_text_in_the_page(model_folder, tmp_path, monkeypatch):
+    """Through the real train.py: what a model writes never runs in the browser of whoever looks at the games."""
+
+    def scripted(policy, replies, limit):
+        return [as_reply([*policy.tokenizer.encode("<script>alert(1)</script>"), policy.eos_id])] * len(replies)
+
+    policy = load_policy(model_folder["text"], "cpu", torch.float32)
+    policy.model.generation_config.suppress_tokens = None
+    policy.save(str(tmp_path / "model"))
+    replies_of(monkeypatch, scripted)
+    assert run({"text": str(tmp_path / "model")}, tmp_path / "run", *LONGER, "--max_new_tokens", "40") == 0
+    page = (tmp_path / "run" / "episodes.html").read_text()
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "<script" not in page
+
+
+def test_ctrl_c_waits_for_the_iteration_and_saves(model_folder, tmp_path, monkeypatch):
+    import signal
+
+    stop_at_call(monkeypatch, 8, [signal.SIGINT])
+    assert run(model_folder, tmp_path / "run", *LONGER) == 130
+    assert checkpoint.find(tmp_path / "run")[0].done == len(rows(tmp_path / "run"))
