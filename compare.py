@@ -33,7 +33,8 @@ import numpy as np
 from scipy import stats
 from tqdm import tqdm
 
-from freshper.config import PRESETS, Config, defaults
+from freshper.config import Config
+from freshper.presets import PRESETS, defaults
 from freshper.report import baselines
 
 ROOT = Path(__file__).parent

@@ -1,4 +1,4 @@
-"""Every setting, once: a dataclass whose defaults are the paper's, the presets, and the command line.
+"""Every setting, once: a dataclass whose defaults are the paper's, and the command line (presets: freshper/presets.py).
 
 Paper: section 4.1 ("Implementation Details"), Tables env_details, config_comparison, training_config and
 replay_config, "Common Settings" in appendix D. The README lists what the paper leaves open.
@@ -22,6 +22,7 @@ from transformers import HfArgumentParser
 from envs import ENVS
 from envs.base import TextEnv
 from freshper.earlier_run import check_overrides, earlier_run
+from freshper.presets import METHODS, PRESETS, defaults
 from freshper.priority import exponential_decay, polynomial_decay
 
 
@@ -215,118 +216,6 @@ ENV_SETTINGS = {
     "data": "data",
     "search_url": "search_url",
 }
-
-# Standard PER and FreshPER differ in nothing but what their rows of Table replay_config say.
-METHODS: dict[str, dict[str, Any]] = {
-    "on_policy": {"replay_ratio": 0},
-    "per": {"decay": "none", "is_correction": True},
-    "freshper": {},
-}
-
-# Table config_comparison
-CONFIG_A = {"advantage_clip": 0.2, "kl_loss_coef": 0.0, "kl_reward_coef": 0.0, "entropy_coef": 0.0}
-CONFIG_DEFAULT = {"advantage_clip": 20.0, "kl_loss_coef": 0.05, "kl_reward_coef": 0.1, "entropy_coef": 0.01}
-
-_TINY = {
-    "model": "tiny",
-    "dtype": "float32",
-    "prompt_style": "terse",
-    "cell_size": 14,
-    "format_penalty": 0.0,
-    "capacity": 10_000,
-    "max_tokens": 512,
-    "max_new_tokens": 6,
-    "micro_batch_size": 16,
-    "advantage_clip": 20.0,
-    "dual_clip": 3.0,
-    "epsilon": 0.1,
-    "tau": 20.0,
-    "lr": 1e-3,
-    "iterations": 200,
-    "rollout_batch_size": 32,
-    "batch_size": 32,
-    "eval_every": 20,
-    "eval_episodes": 256,
-}
-
-_PAPER_VLM = {
-    "model": "Qwen/Qwen2.5-VL-3B-Instruct",
-    "device": "cuda",
-    "iterations": 100,
-    "max_tokens": 4096,
-    "micro_batch_size": 1,
-    **CONFIG_DEFAULT,
-}
-
-PRESETS: dict[str, dict[str, dict[str, Any]]] = {
-    "paper": {
-        "frozenlake": {"model": "Qwen/Qwen2.5-0.5B-Instruct", "device": "cuda", "slippery": True, **CONFIG_A},
-        "frozenlake_vlm": _PAPER_VLM,
-        "sokoban_simple": {"model": "Qwen/Qwen2.5-0.5B-Instruct", "device": "cuda", **CONFIG_A},
-        "sokoban_hard": {"model": "Qwen/Qwen2.5-0.5B-Instruct", "device": "cuda", **CONFIG_A},
-        "cliffwalking": {"model": "Qwen/Qwen2.5-0.5B-Instruct", "device": "cuda", "max_turns": 200, **CONFIG_A},
-        # not in the paper: as its FrozenLake in pictures
-        "sokoban_simple_vlm": _PAPER_VLM,
-        "sokoban_hard_vlm": {**_PAPER_VLM, "cell_size": 28},  # 64 tokens a picture; 56 pixels would make it 256
-        "nq_search": {
-            "model": "Qwen/Qwen2.5-7B-Instruct",
-            "device": "cuda",
-            "iterations": 300,
-            "max_tokens": 12800,
-            "max_new_tokens": 500,
-            "micro_batch_size": 1,
-            **CONFIG_DEFAULT,
-        },
-        "gsm8k": {
-            "model": "Qwen/Qwen2.5-0.5B-Instruct",
-            "data": "openai/gsm8k:main",
-            "device": "cuda",
-            "max_tokens": 4096,
-            "max_new_tokens": 512,
-            **CONFIG_A,
-        },
-        "aime": {
-            "model": "Qwen/Qwen2.5-7B-Instruct",
-            "data": "AI-MO/aimo-validation-aime",
-            "device": "cuda",
-            "max_tokens": 4096,
-            "max_new_tokens": 1024,
-            "micro_batch_size": 2,
-            "tau": 1000.0,
-            **CONFIG_A,
-        },
-        "geoqa": {
-            "model": "Qwen/Qwen2.5-VL-3B-Instruct",
-            "data": "leonardPKU/GEOQA_R1V_Train_8K",
-            "device": "cuda",
-            "iterations": 100,
-            "max_tokens": 4096,
-            "max_new_tokens": 512,
-            "micro_batch_size": 1,
-            **CONFIG_DEFAULT,
-        },
-    },
-    "tiny": {
-        "frozenlake": {**_TINY, "batch_size": 64},
-        "frozenlake_vlm": {**_TINY, "freeze_vision": True},
-        # returns from -13 to -600: |r| prefers the worst games, an epsilon this large treats all alike
-        "cliffwalking": {**_TINY, "epsilon": 1000.0, "max_tokens": 1024, "iterations": 150, "eval_episodes": 64},
-        "sokoban_simple": {**_TINY, "batch_size": 64, "format_penalty": 0.15},
-        # one of two boxes in place is a return of 0: only a large epsilon replays it like a failure, |r| = 1
-        "sokoban_hard": {**_TINY, "epsilon": 1.0, "max_tokens": 768, "format_penalty": 0.15},
-        "sokoban_simple_vlm": {**_TINY, "freeze_vision": True, "max_tokens": 768, "format_penalty": 0.15},
-        "sokoban_hard_vlm": {**_TINY, "epsilon": 1.0, "freeze_vision": True, "max_tokens": 1024, "iterations": 150},
-        "nq_search": {**_TINY, "batch_size": 64, "rollout_batch_size": 64},
-        "gsm8k": {**_TINY, "batch_size": 64},
-        "aime": {**_TINY, "batch_size": 64},
-        "geoqa": {**_TINY, "freeze_vision": True},
-    },
-}
-
-
-def defaults(preset: str, env: str, method: str) -> dict[str, Any]:
-    """The settings in which a preset and a method differ from the dataclass."""
-    return PRESETS[preset].get(env, _TINY if preset == "tiny" else {}) | METHODS[method]
 
 
 def parse_args(argv: list[str] | None = None) -> Config:

@@ -41,10 +41,10 @@ import freshper.rollout
 import freshper.warm_start
 from envs import ENVS
 from envs.base import EVAL_SEEDS, TextEnv
-from freshper.config import defaults
 from freshper.engine_hf import HFEngine, Sampling
 from freshper.episode import collate
 from freshper.models import Policy, load_policy
+from freshper.presets import defaults
 from freshper.rollout import rollout, summarize
 from freshper.trainer import keep_freed_memory
 from freshper.warm_start import transcripts, warm_start

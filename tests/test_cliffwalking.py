@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from envs import ENVS
 from envs.base import FORMAT_PENALTY
 from envs.cliffwalking import ACTIONS, START, tables
-from freshper.config import PRESETS
+from freshper.presets import PRESETS
 
 make = ENVS["cliffwalking"]
 

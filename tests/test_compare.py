@@ -11,7 +11,8 @@ import pytest
 from scipy import stats
 
 import compare
-from freshper.config import PRESETS, parse_args
+from freshper.config import parse_args
+from freshper.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
 

@@ -22,7 +22,8 @@ from envs.nq_search import MAX_QUERY, NQSearch, exact_match, harmless, normalize
 from envs.search_client import MAX_QUERIES, SearchError, check_url, retrieve
 from envs.search_encoders import LocalEncoder
 from envs.search_server import Corpus, Retriever, SearchServer, build_index
-from freshper.config import CONFIG_DEFAULT, Config, parse_args
+from freshper.config import Config, parse_args
+from freshper.presets import CONFIG_DEFAULT
 from freshper.rollout import RandomEngine, rollout, summarize
 from freshper.tiny import build_policy, shape_key
 

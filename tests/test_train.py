@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 import train
 from envs import ENVS
-from freshper.config import CONFIG_A, CONFIG_DEFAULT, METHODS, PRESETS, Config, parse_args
+from freshper.config import Config, parse_args
 from freshper.models import load_policy
+from freshper.presets import CONFIG_A, CONFIG_DEFAULT, METHODS, PRESETS
 from freshper.report import COLUMNS
 
 ROOT = Path(__file__).parent.parent
@@ -148,7 +149,7 @@ def test_replies_are_escaped_in_the_page(text_policy):
     import numpy as np
 
     from freshper.episode import Episode
-    from freshper.report import episodes_page
+    from freshper.pages import episodes_page
 
     encode = text_policy.tokenizer.encode
     prompt, reply = encode("<b>state</b>"), encode("<script>alert(1)</script>")
