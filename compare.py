@@ -193,7 +193,7 @@ def figure(path: Path, runs: dict[str, list[dict[str, np.ndarray]]], title: str,
                 where = {"fontsize": 8, "transform": axes.get_yaxis_transform()}
                 axes.text(0.99, players[name] + 0.01, f"{name} player: {players[name]:.3f}", ha="right", **where)
         axes.set(xlabel=label, ylabel="success on held-out seeds", ylim=(0, 1.06))
-    page.axes[0].legend(fontsize="small", loc="upper left")
+    page.axes[0].legend(fontsize="small", loc="upper left", bbox_to_anchor=(0.0, 0.93))
     page.suptitle(title)
     page.savefig(path, dpi=130)
 
