@@ -8,7 +8,8 @@ from envs import ENVS
 PIECES = [
     "<answer>", "</answer>", "<think>", "</think>", "<search>", "</search>", "<information>", "</information>",
     "<answer", "answer>", "<ANSWER>", "</", "<|im_end|>", "<|image_pad|>", "<script>alert(1)</script>",
-    "Up", "Left", " 7", "042", "nan", "1e999", "inf", "-", "6*7", "\\boxed{", "}", "$", ",", ".", "e", "__import__('os')",
+    "Up", "Left", " 7", "042", "nan", "1e999", "inf", "-", "6*7", "\\boxed{", "}", "$", ",", ".",
+    "e", "__import__('os')",
     "\x00",
     "\n", "\t", " ", "\u202e", "\ud800", "é", "漢字", "𝟟", "٣", "🙂", "%s", "{turns}", "'; --", "a" * 300,
 ]  # fmt: skip
