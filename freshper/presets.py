@@ -102,7 +102,14 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "frozenlake": {**_TINY, "batch_size": 64},
         "frozenlake_vlm": {**_TINY, "freeze_vision": True},
         # returns from -13 to -600: |r| prefers the worst games, an epsilon this large treats all alike
-        "cliffwalking": {**_TINY, "epsilon": 1000.0, "max_tokens": 1024, "iterations": 150, "eval_episodes": 64},
+        "cliffwalking": {
+            **_TINY,
+            "epsilon": 1000.0,
+            "max_tokens": 1024,
+            "iterations": 75,
+            "eval_every": 15,
+            "eval_episodes": 64,
+        },
         "sokoban_simple": {**_TINY, "batch_size": 64, "format_penalty": 0.15},
         # one of two boxes in place is a return of 0: only a large epsilon replays it like a failure, |r| = 1
         "sokoban_hard": {**_TINY, "epsilon": 1.0, "max_tokens": 768, "format_penalty": 0.15},
