@@ -7,8 +7,9 @@ RL needs a policy that can already write a legal reply; the warm start (freshper
 The weights that come with the repository were made by the second command and are used as long as their key,
 which covers code and settings, fits; otherwise models are built once and cached.
 
-    python -m freshper.tiny            finds (or builds) both and describes them
-    python -m freshper.tiny --ship     also puts them where the repository keeps them
+    python -m freshper.tiny                 finds (or builds) those of FrozenLake and describes them
+    python -m freshper.tiny --ship          also puts them where the repository keeps them
+    python -m freshper.tiny --env gsm8k     the model of another task
 """
 
 import argparse
@@ -230,7 +231,7 @@ def describe(folder: Path, name: str, episodes: int = 1000) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Build (or find) and describe the tiny models.")
-    parser.add_argument("--env", choices=list(ENVS), nargs="+", default=list(ENVS))
+    parser.add_argument("--env", choices=list(ENVS), nargs="+", default=["frozenlake", "frozenlake_vlm"])
     parser.add_argument("--ship", action="store_true", help="copy them to where the repository keeps them")
     args = parser.parse_args()
     torch.set_num_threads(1)
