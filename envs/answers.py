@@ -10,7 +10,7 @@ and nothing inside <think> is. All of it is linear in the length of the reply.
 import re
 from fractions import Fraction
 
-from envs.base import parse_answer
+from envs.base import outside_think, parse_answer
 
 MAX_ANSWER = 60  # characters: longer is no answer but an essay
 
@@ -23,16 +23,6 @@ _NOT_UNITS = set(
     "e k hundred hundreds thousand thousands million millions billion billions trillion dozen dozens pair pairs half "
     "halves third thirds quarter quarters and or to plus minus times over by not maybe nan inf infinity i pi".split()
 )
-
-
-def outside_think(reply: str) -> str | None:
-    """The reply without its <think> block; None where the block is not closed or there are several."""
-    if "<think>" not in reply and "</think>" not in reply:
-        return reply
-    before, _, thought = reply.partition("<think>")
-    _, closed, after = thought.partition("</think>")
-    spoken = before + after
-    return spoken if closed and "<think>" not in spoken and "</think>" not in spoken else None
 
 
 def final_answer(reply: str, last_number: bool) -> str | None:

@@ -13,11 +13,10 @@ import re
 from functools import cache
 from typing import Any, NamedTuple
 
-import gymnasium
 import numpy as np
 
 from envs.answers import final_answer
-from envs.base import EVAL_SEEDS, FORMAT_PENALTY, FreeText, Observation, TextEnv, held_out
+from envs.base import EVAL_SEEDS, FORMAT_PENALTY, Observation, TextEnv, held_out, observations
 from envs.data import load_rows, row_for
 
 MAX_QUESTION = 10_000  # characters
@@ -53,8 +52,7 @@ class Attempts(TextEnv):
         self.answers = _questions(type(self), data, "train")[1] if data else self.generated_answers
         if data:
             _questions(type(self), data, "validation")
-        pictures = gymnasium.spaces.Sequence(gymnasium.spaces.Box(0, 255, (1, 1, 3), np.uint8))
-        self.observation_space = gymnasium.spaces.Tuple((FreeText(2 * MAX_QUESTION, min_length=0), pictures))
+        self.observation_space = observations(2 * MAX_QUESTION)
 
     # -- what a task is ------------------------------------------------------------------------------------------
 

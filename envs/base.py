@@ -7,7 +7,7 @@ To add your own: subclass `TextEnv` in a file of its own, give it `reset`, `step
 it in `envs/__init__.py`. `envs/frozenlake.py` is the worked example.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
 
 import gymnasium
@@ -37,6 +37,13 @@ class FreeText(spaces.Text):
 
     def contains(self, x: Any) -> bool:
         return isinstance(x, str) and len(x) <= self.max_length
+
+
+def observations(longest: int, height: int = 1, width: int = 1) -> spaces.Tuple:
+    """The space of observations with at most `longest` characters and any number of pictures [height, width, 3];
+    1 x 1 where a task shows none."""
+    pictures = spaces.Sequence(spaces.Box(0, 255, (height, width, 3), np.uint8))
+    return spaces.Tuple((FreeText(longest, min_length=0), pictures))
 
 
 class TextEnv(gymnasium.Env):
@@ -83,30 +90,41 @@ class TextEnv(gymnasium.Env):
     def baselines(self, seed: int) -> dict[str, float]:
         """Success of a `random` player on this seed and, where a task can tell, of an `optimal` one. Here: one
         random game. Tasks that know the exact probability say that instead."""
-        self.reset(seed=seed)
-        rng, ended = np.random.default_rng((seed, 1)), False  # a stream of its own: the task's is the seed's
-        while not ended:
-            _, _, terminated, truncated, info = self.step(self.random_reply(rng))
-            ended = terminated or truncated
-        return {"random": float(info["success"])}
+        rng = np.random.default_rng((seed, 1))  # a stream of its own: the task's is the seed's
+        return {"random": float(play_out(self, seed, lambda: self.random_reply(rng))[2]["success"])}
 
     def has_exact_baselines(self) -> bool:
         return type(self).baselines is not TextEnv.baselines
 
 
+def play_out(env: TextEnv, seed: int, reply: Callable[[], str]) -> tuple[float, int, dict]:
+    """One game on this seed, with replies from `reply`: its return, its turns, and the info of the last."""
+    env.reset(seed=seed)
+    total, turns, ended = 0.0, 0, False
+    while not ended:
+        _, reward, terminated, truncated, info = env.step(reply())
+        total, turns, ended = total + reward, turns + 1, terminated or truncated
+    return total, turns, info
+
+
+def outside_think(reply: str) -> str | None:
+    """The reply without its <think> block; None where the block is not closed or there are several."""
+    if "<think>" not in reply and "</think>" not in reply:
+        return reply
+    before, _, thought = reply.partition("<think>")
+    _, closed, after = thought.partition("</think>")
+    spoken = before + after
+    return spoken if closed and "<think>" not in spoken and "</think>" not in spoken else None
+
+
 def parse_tag(reply: str, tag: str) -> str | None:
     """The stripped text between the only `<tag>` and `</tag>` outside an optional `<think>` block, or None where
     there is not exactly one such pair. Linear in the length of the reply."""
-    if "<think>" in reply or "</think>" in reply:
-        before, _, thought = reply.partition("<think>")
-        _, closed, after = thought.partition("</think>")
-        reply = before + after
-        if not closed or "<think>" in reply or "</think>" in reply:
-            return None
+    spoken = outside_think(reply)
     start, end = f"<{tag}>", f"</{tag}>"
-    if reply.count(start) != 1 or reply.count(end) != 1:
+    if spoken is None or spoken.count(start) != 1 or spoken.count(end) != 1:
         return None
-    inner, closed, _ = reply.partition(start)[2].partition(end)
+    inner, closed, _ = spoken.partition(start)[2].partition(end)
     return inner.strip() if closed else None
 
 

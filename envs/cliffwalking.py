@@ -23,9 +23,8 @@ from functools import cache
 import gymnasium
 import numpy as np
 
-from envs.base import FreeText, Observation, TextEnv, parse_answer
+from envs.base import Observation, TextEnv, observations, parse_answer
 from envs.frozenlake import solve
-from envs.play import main
 
 ACTIONS = ("Up", "Right", "Down", "Left")  # Gymnasium's order
 ROWS, COLUMNS = 4, 12
@@ -70,8 +69,7 @@ class CliffWalking(TextEnv):
     words = (*ACTIONS, *(f" {letter}" for letter in "abcdefghijkl"))
     warm_start = ((200, 10), (20, 50))  # short games first: they are cheap
 
-    no_picture = gymnasium.spaces.Sequence(gymnasium.spaces.Box(0, 255, (1, 1, 3), np.uint8))
-    observation_space = gymnasium.spaces.Tuple((FreeText(5000, min_length=0), no_picture))
+    observation_space = observations(5000)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Observation, dict]:
         """Always the same start."""
@@ -122,4 +120,6 @@ class CliffWalking(TextEnv):
 
 
 if __name__ == "__main__":
+    from envs.play import main
+
     main(CliffWalking)

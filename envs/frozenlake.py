@@ -18,8 +18,7 @@ import gymnasium
 import numpy as np
 from PIL import Image, ImageDraw
 
-from envs.base import FORMAT_PENALTY, FreeText, Observation, TextEnv, parse_answer
-from envs.play import main
+from envs.base import FORMAT_PENALTY, Observation, TextEnv, observations, parse_answer
 
 ACTIONS = ("Left", "Down", "Right", "Up")  # Gymnasium's order
 SIDE = 4
@@ -101,8 +100,7 @@ class FrozenLake(TextEnv):
         self.slippery, self.image, self.cell_size = slippery, image, cell_size
         self.warm_start = ((250, 1), (150, 10)) if image else ((400, 1), (200, 10))
         side = SIDE * cell_size
-        pictures = gymnasium.spaces.Sequence(gymnasium.spaces.Box(0, 255, (side, side, 3), np.uint8))
-        self.observation_space = gymnasium.spaces.Tuple((FreeText(5000, min_length=0), pictures))
+        self.observation_space = observations(5000, side, side)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Observation, dict]:
         """The map and every slip of the ice follow from `seed`."""
@@ -221,4 +219,6 @@ def draw(desc: np.ndarray, state: int, cell_size: int) -> np.ndarray:
 
 
 if __name__ == "__main__":
+    from envs.play import main
+
     main(FrozenLake)

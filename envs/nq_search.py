@@ -20,13 +20,11 @@ import warnings
 from functools import cache
 from typing import Any, ClassVar
 
-import gymnasium
 import numpy as np
 
 from envs import encyclopaedia
-from envs.base import FORMAT_PENALTY, FreeText, Observation, TextEnv, held_out, parse_tag
+from envs.base import FORMAT_PENALTY, Observation, TextEnv, held_out, observations, outside_think, parse_tag, play_out
 from envs.data import load_rows, row_for
-from envs.play import main
 from envs.search_client import SearchError, check_url, retrieve
 
 TOPK = 3
@@ -58,8 +56,7 @@ def exact_match(answer: str, golden_answers: list[str]) -> bool:
 
 def parse_action(reply: str) -> tuple[str, str] | None:
     """("search", query) or ("answer", text), or None unless the reply holds exactly one, outside any thought."""
-    before, _, thought = reply.partition("<think>")
-    spoken = before + thought.partition("</think>")[2]
+    spoken = outside_think(reply) or ""
     tags = [tag for tag in TAGS if f"<{tag}>" in spoken or f"</{tag}>" in spoken]
     if len(tags) != 1 or tags[0] not in ("search", "answer"):
         return None
@@ -110,8 +107,7 @@ class NQSearch(TextEnv):
             raise ValueError("--search_url is empty, but with --data it must name a server, see envs/search_server.py")
         self.search_url = check_url(search_url) if search_url else ""
         self.rows = {split: load_questions(data, split) for split in ("train", "validation")} if data else {}
-        pictures = gymnasium.spaces.Sequence(gymnasium.spaces.Box(0, 255, (1, 1, 3), np.uint8))
-        self.observation_space = gymnasium.spaces.Tuple((FreeText(100_000, min_length=0), pictures))
+        self.observation_space = observations(100_000)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Observation, dict]:
         super().reset(seed=seed)
@@ -207,12 +203,7 @@ class NQSearch(TextEnv):
         """One game of the `random` player, and for generated questions one of the `optimal` player."""
         known = super().baselines(seed)
         if self.puzzle:
-            self.reset(seed=seed)
-            ended = False
-            while not ended:
-                _, _, terminated, truncated, info = self.step(self.optimal_reply())
-                ended = terminated or truncated
-            known["optimal"] = float(info["success"])
+            known["optimal"] = float(play_out(self, seed, self.optimal_reply)[2]["success"])
         return known
 
     def has_exact_baselines(self) -> bool:
@@ -225,4 +216,6 @@ class NQSearch(TextEnv):
 
 
 if __name__ == "__main__":
+    from envs.play import main
+
     main(NQSearch)

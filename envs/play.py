@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from envs.base import TextEnv
+from envs.base import TextEnv, play_out
 
 FOR_A_PERSON = {"style": "full", "cell_size": 56}  # where the environment has such arguments
 
@@ -52,11 +52,7 @@ def random_games(env: TextEnv, seeds: range) -> None:
     """Print means over a game of the uniformly random player on each seed, with their standard errors."""
     rng, rows, began = np.random.default_rng(seeds[0]), [], time.perf_counter()
     for seed in seeds:
-        env.reset(seed=seed)
-        total, turns, ended = 0.0, 0, False
-        while not ended:
-            _, reward, terminated, truncated, info = env.step(env.random_reply(rng))
-            total, turns, ended = total + reward, turns + 1, terminated or truncated
+        total, turns, info = play_out(env, seed, lambda: env.random_reply(rng))
         rows.append({"success": info["success"], "return": total, "turns": turns} | info.get("metrics", {}))
     seconds = time.perf_counter() - began
     print(f"the random player on the seeds {seeds[0]} to {seeds[-1]}, {len(seeds) / seconds:.0f} games/s")

@@ -26,12 +26,10 @@ from functools import cache, lru_cache
 from itertools import combinations, permutations
 from typing import NamedTuple
 
-import gymnasium
 import numpy as np
 from PIL import Image, ImageDraw
 
-from envs.base import FORMAT_PENALTY, FreeText, Observation, TextEnv, parse_answer
-from envs.play import main
+from envs.base import FORMAT_PENALTY, Observation, TextEnv, observations, parse_answer
 
 ACTIONS = ("Left", "Down", "Right", "Up")
 MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))
@@ -160,9 +158,7 @@ class Sokoban(TextEnv):
         self.side, self.n_boxes, self.image, self.cell_size = side, boxes, image, cell_size
         if image:  # first to see, then to play
             self.warm_start = ((250, 1), (60, 10))
-        picture = gymnasium.spaces.Box(0, 255, (side * cell_size, side * cell_size, 3), np.uint8)
-        parts = FreeText(5000, min_length=0), gymnasium.spaces.Sequence(picture)
-        self.observation_space = gymnasium.spaces.Tuple(parts)
+        self.observation_space = observations(5000, side * cell_size, side * cell_size)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Observation, dict]:
         """The room follows from `seed`."""
@@ -297,4 +293,6 @@ def tile(symbol: str, row: int, col: int, side: int, size: int) -> np.ndarray:
 
 
 if __name__ == "__main__":
+    from envs.play import main
+
     main(Sokoban)

@@ -18,7 +18,6 @@ atomic; a refresh of 100,000 entries holds it for about two milliseconds.
 """
 
 import copy
-import hashlib
 import threading
 import weakref
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from freshper.episode import Episode
+from freshper.episode import Episode, picture_key
 from sumtree import SumTree
 
 
@@ -186,8 +185,7 @@ class ReplayBuffer:
         return np.concatenate([unused, below, ties[np.argpartition(self.order[ties], n - 1)[:n]]])
 
     def _shared(self, image: np.ndarray) -> np.ndarray:
-        key = hashlib.sha256(repr(image.shape).encode() + image.tobytes()).digest()
-        return self._images.setdefault(key, image)
+        return self._images.setdefault(picture_key(image), image)
 
     @staticmethod
     def _check(base_priorities: np.ndarray) -> None:

@@ -13,6 +13,7 @@ never comparisons with a pad or eos id. Storage is compact: no padding, one uint
 (freshper/buffer.py shares equal ones), and pixel values are made again when a batch needs them.
 """
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -44,6 +45,11 @@ class Episode:
         """Positions of the last action token of each turn, int64 [n]. Bridges keep the turns apart."""
         following = np.append(self.action_mask[1:], False)
         return np.flatnonzero(self.action_mask & ~following)
+
+
+def picture_key(image: np.ndarray) -> bytes:
+    """What equal pictures have in common: SHA-256 of shape and content."""
+    return hashlib.sha256(repr(image.shape).encode() + image.tobytes()).digest()
 
 
 class Batch(NamedTuple):

@@ -10,7 +10,6 @@ Two things here are easy to get wrong, and every caller would have to repeat the
   the vision tower, and their positions follow m-rope (rows and columns instead of a running count).
 """
 
-import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -29,7 +28,7 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from envs.base import Observation
-from freshper.episode import Batch
+from freshper.episode import Batch, picture_key
 
 _TEXT, _REPLY = "\ue000", "\ue001"  # stand-ins for a user text and a reply when the chat template is taken apart
 _FEATURE_CACHE = 20_000  # pictures; 80 MB for the tiny model
@@ -133,7 +132,7 @@ class Policy:
 
     def image_features(self, images: list[np.ndarray]) -> torch.Tensor:
         """What the vision tower makes of pictures, [placeholders of all of them, hidden]. Equal ones are seen once."""
-        keys = [hashlib.sha256(image.tobytes()).digest() for image in images]
+        keys = [picture_key(image) for image in images]
         unseen = {k: image for k, image in zip(keys, images, strict=True) if k not in self._features}
         found = {}
         if unseen:

@@ -3,14 +3,13 @@
 Episodes are stored as one long array a field, with their lengths; equal pictures once, each compressed with zlib.
 """
 
-import hashlib
 import zlib
 from typing import Any
 
 import numpy as np
 import torch
 
-from freshper.episode import Episode
+from freshper.episode import Episode, picture_key
 
 
 def flatten(tree: Any, arrays: dict[str, torch.Tensor], path: str = "") -> Any:
@@ -62,8 +61,7 @@ def pack_episodes(episodes: list[Episode]) -> dict[str, Any]:
     pictures: list[np.ndarray] = []
     for image in (image for e in episodes for image in e.images):
         if id(image) not in known:
-            key = hashlib.sha256(repr(image.shape).encode() + image.tobytes()).digest()
-            known[id(image)] = slots.setdefault(key, len(pictures))
+            known[id(image)] = slots.setdefault(picture_key(image), len(pictures))
             if known[id(image)] == len(pictures):
                 pictures.append(image)
     blobs = [np.frombuffer(zlib.compress(image, 1), np.uint8) for image in pictures]

@@ -84,12 +84,13 @@ class Report:
         self.episodes: list[Episode] = []
 
     def __enter__(self) -> "Report":
-        self.metrics = self.config.make_env().metrics
+        env = self.config.make_env()
+        self.metrics = env.metrics
         self.baselines = baselines(self.config)
         parameters = sum(p.numel() for p in self.policy.model.parameters())
         self.say(f"{self.title()}: {type(self.policy.model).__name__}, {parameters:,} parameters")
         players = ", ".join(f"{name} {value:.3f}" for name, value in self.baselines.items())
-        how = "exactly" if self.config.make_env().has_exact_baselines() else "one game each"
+        how = "exactly" if env.has_exact_baselines() else "one game each"
         self.say(f"players on the {self.config.eval_episodes} held-out seeds, {how}: success {players}")
         return self
 

@@ -35,7 +35,6 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-import envs.base
 import freshper.episode
 import freshper.models
 import freshper.rollout
@@ -149,12 +148,13 @@ def _speaking_words(policy: Policy) -> Policy:
 
 def shape_key(name: str) -> str:
     """A hash of everything of ours that shapes the model of a task: the code (not the comments) of the modules that
-    make transcripts and train on them, those modules of `envs` among them that the task's own imports whole."""
+    make transcripts and train on them, and of those modules of `envs` from which the task's own imports anything."""
     digest = hashlib.sha256(name.encode())
     task = sys.modules[type(ENVS[name]()).__module__]
-    helpers = [m for m in vars(task).values() if inspect.ismodule(m) and m.__name__.startswith("envs.")]
+    named = {m.__name__ for m in map(inspect.getmodule, vars(task).values()) if m} | {task.__name__, "envs.base"}
+    helpers = [sys.modules[module] for module in sorted(named) if module.startswith("envs.")]
     modules = (freshper.episode, freshper.models, freshper.rollout, freshper.warm_start)
-    for module in (sys.modules[shape_key.__module__], envs.base, task, *helpers, *modules):
+    for module in (sys.modules[shape_key.__module__], *helpers, *modules):
         tree = ast.parse(inspect.getsource(module))
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:

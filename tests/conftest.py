@@ -49,3 +49,13 @@ def make_episode(rng, turns=3, vocabulary=200, image=None, reward=None, **fields
         images=[] if image is None else [image],
         **fields,
     )
+
+
+# no action of a grid world can be read from these
+UNREADABLE = [
+    "", " ", "Right", "<answer>", "<answer>Right", "Right</answer>", "<answer></answer>", "<answer>right</answer>",
+    "<answer>Right</answer><answer>Right</answer>", "<answer><answer>Right</answer></answer>", "</answer>Right<answer>",
+    "<answer>Right Left</answer>", "<answer>2</answer>", "<think><answer>Up</answer>", "\x00\ud800",
+    "<answer>√</answer>", "<search>Up</search>", "<think><answer>Up</answer></think>", "x" * 100_000,
+    "<answer>" * 10_000,
+]  # fmt: skip

@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
+from conftest import UNREADABLE
 from gymnasium.utils.env_checker import check_env
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from envs import ENVS
-from envs.base import FORMAT_PENALTY, parse_answer
+from envs.base import FORMAT_PENALTY
 from envs.frozenlake import ACTIONS, random_map
 
 
@@ -72,22 +73,11 @@ def test_moves_are_gymnasium_s():
             break
 
 
-REPLIES = [
-    "", " ", "Right", "<answer>", "<answer>Right", "Right</answer>", "<answer></answer>", "<answer>right</answer>",
-    "<answer>Right</answer><answer>Right</answer>", "<answer><answer>Right</answer></answer>", "</answer>Right<answer>",
-    "<answer>Right Left</answer>", "<answer>2</answer>", "<think><answer>Up</answer>",
-    "\x00\ud800", "<answer>√</answer>",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("reply", REPLIES)
+@pytest.mark.parametrize("reply", UNREADABLE)
 def test_unreadable_replies_cost_a_turn_and_leave_the_state(reply):
     env = ENVS["frozenlake"]()
     before = env.reset(seed=1)[0]
     observation, reward, terminated, truncated, info = env.step(reply)
-    if parse_answer(reply) in ACTIONS:
-        assert reply == "<think><answer>Up</answer>"
-        return
     assert (reward, terminated, truncated, info["success"], info["valid"]) == (
         -FORMAT_PENALTY,
         False,

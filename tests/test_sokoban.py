@@ -4,6 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from conftest import UNREADABLE
 from gymnasium.utils.env_checker import check_env
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -199,15 +200,7 @@ def test_an_optimal_player_without_hope_still_answers():
     assert env.optimal_reply() in [f"<answer>{action}</answer>" for action in ACTIONS]
 
 
-REPLIES = [
-    "", " ", "Right", "<answer>", "<answer>Right", "Right</answer>", "<answer></answer>", "<answer>right</answer>",
-    "<answer>Right</answer><answer>Right</answer>", "<answer><answer>Right</answer></answer>", "</answer>Right<answer>",
-    "<answer>Right Left</answer>", "<answer>2</answer>", "\x00\ud800", "<answer>√</answer>", "<search>Up</search>",
-    "<think><answer>Up</answer></think>", "x" * 100_000, "<answer>" * 10_000,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("reply", REPLIES)
+@pytest.mark.parametrize("reply", UNREADABLE)
 def test_unreadable_replies_cost_a_turn_and_leave_the_state(reply):
     env = ENVS["sokoban_simple"]()
     before = env.reset(seed=1)[0]
