@@ -2,9 +2,10 @@
 
     python docs/build.py [folder]            writes out/reading/; begin at index.html
 
-On the left prose (docstrings, and comments on lines of their own) and the paper's mathematics, on the right the code they
-belong to, function by function. docs/paper_to_code.md says which place of the paper belongs to which symbol; from its rows come
-the equations, the links from either side to the other, and the order of the modules, which is that of the paper's sections.
+On the left prose (docstrings, and comments on lines of their own) and the paper's mathematics, on the right the code
+they belong to, function by function. docs/paper_to_code.md says which place of the paper belongs to which symbol; from
+its rows come the equations, the links from either side to the other, and the order of the modules, which is that of
+the paper's sections.
 
 Whoever renames a symbol, or cites a label that the paper has not, hears of it here: `build` raises ValueError.
 """
@@ -34,6 +35,7 @@ TABLE = ROOT / "docs/paper_to_code.md"
 PAGES = [ROOT / "README.md", ROOT / "RESULTS.md", *sorted(set(ROOT.glob("docs/*.md")) - {TABLE})]
 KINDS = {"eq": "eq.", "tab": "table", "fig": "fig.", "prop": "prop."}  # of labels, and as prose cites them
 CITED = re.compile(r"\b(eq\.|Tables?|Fig\.|Prop\.|[Ss]ection|[Aa]ppendix|Algorithm 1,? lines?)\s(\w+(?:\.\d)?)")
+ANCHOR = re.compile(r'<a id="([^"]+)">')
 FORMATTER = HtmlFormatter(nowrap=True, style="friendly")
 
 DOCSTRING = MarkdownIt("commonmark", {"html": False})
@@ -97,7 +99,7 @@ def split(path: Path) -> list[Part]:
             moved.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
         for child in node.body if isinstance(node, ast.Module | ast.ClassDef) else ():
             for target in getattr(child, "targets", [getattr(child, "target", None)]):
-                if isinstance(target, ast.Name):
+                if isinstance(target, ast.Name) and not isinstance(child, ast.AugAssign | ast.For):
                     anchor = f"{name}.{target.id}".lstrip(".")
                     shown[child.lineno - 1] = f'<a id="{anchor}"></a>{shown[child.lineno - 1]}'
 
@@ -132,9 +134,10 @@ class Edition:
         self.parts = {module: split(path) for module, path in modules.items()}
         self.anchors = {module: f"{module}.html" for module in modules}
         for module, parts in self.parts.items():
-            inline = re.findall(r'<a id="([^"]+)">', "\n".join(line for part in parts for line in part.code))
-            names = inline + [name for part in parts for name in part.names]
-            self.anchors |= {f"{module}.{name}": f"{module}.html#{name}" for name in names}
+            for name in (name for part in parts for name in part.names + ANCHOR.findall("\n".join(part.code))):
+                self.anchors[f"{module}.{name}"] = f"{module}.html#{name}"
+                if name.startswith("Config."):
+                    self.anchors[name.replace("Config.", "--")] = f"{module}.html#{name}"
         self.labels: dict[str, str] = {}  # how prose cites a place: its label
         self.naming: dict[str, list[Row]] = defaultdict(list)  # symbol: rows
         for row in self.rows.values():
@@ -173,13 +176,14 @@ class Edition:
             return f'<a href="{target}">{found[0]}</a>' if target else found[0]
 
         prose = re.sub(r"\b((?:freshper|envs)/\w+\.py)\b", code, CITED.sub(paper, prose))
-        return re.sub(r"<code>([\w./]+)</code>", code, prose)
+        return re.sub(r"<code>([\w./-]+)</code>", code, prose)
 
     def module(self, name: str) -> str:
         """The page of a module: a row a part, prose left, code right."""
         out = [f"<h1><code>{name}</code></h1>"]
         for k, part in enumerate(self.parts[name]):
-            named = [name] * (k == 0) + [f"{name}.{n}" for n in part.names]
+            code = "\n".join(part.code)
+            named = [name] * (k == 0) + [f"{name}.{n}" for n in part.names + ANCHOR.findall(code)]
             rows = {row.label: row for symbol in named for row in self.naming.get(symbol, ())}
             left = "".join(f'<a id="{n}"></a>' for n in part.names)
             left += self.link(DOCSTRING.render("\n".join(part.prose)), name)
@@ -188,7 +192,6 @@ class Edition:
                 says = self.link(MARKDOWN.renderInline(row.says + more))
                 left += f'<div class=paper><a href="index.html#{row.label}">{row.place}</a> {says}</div>'
             kind = "head" if k == 0 else "symbol" if {n.split("-")[0] for n in part.names} - {"line"} else "more"
-            code = "\n".join(part.code)
             out.append(f"<section class={kind}><div>{left}</div><pre>{code}</pre></section>")
         return "\n".join(out)
 

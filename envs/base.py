@@ -1,6 +1,6 @@
 """What an environment is here: a `gymnasium.Env` whose action is the text of the model's reply.
 
-Paper: section 3.1 (the turn MDP) and appendix B. A turn is one assistant reply; the environment answers with
+Paper: section 3.1 (the turn MDP) and appendix D. A turn is one assistant reply; the environment answers with
 an `Observation` (text, and pictures for the VLM tasks) and a reward. An episode ends after `max_turns` turns.
 
 To add your own: subclass `TextEnv` in a file of its own, give it `reset`, `step` and `random_reply`, and list

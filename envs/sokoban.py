@@ -1,6 +1,6 @@
 """Sokoban, as text and as pictures: push every box onto a target, and never into a corner.
 
-Paper: section 4.1, appendix B "Sokoban"; Table env_details (10 actions). "Simple" is 6x6 with one box, "Hard" 8x8
+Paper: section 4.1, appendix D "Sokoban"; Table env_details (10 actions). "Simple" is 6x6 with one box, "Hard" 8x8
 with two, as the authors ran it, and so are the symbols and the rewards: -0.1 a turn, +1 for a box pushed onto a
 target, -1 for one pushed off, +10 when the last one is in place, which ends the game.
 

@@ -1,7 +1,7 @@
 """Every setting, once: a dataclass whose defaults are the paper's, and the command line (presets: freshper/presets.py).
 
 Paper: section 4.1 ("Implementation Details"), Tables env_details, config_comparison, training_config and
-replay_config, "Common Settings" in appendix D. The README lists what the paper leaves open.
+replay_config, "Common Settings" in appendix F. The README lists what the paper leaves open.
 
 A run's settings come from the dataclass, then the method, then the preset of the environment, then the flags.
 """
@@ -32,7 +32,7 @@ def _flag(default: Any, text: str) -> Any:
 
 @dataclass
 class Config:
-    env: str = _flag("frozenlake", f"the task: {', '.join(ENVS)} (appendix B)")
+    env: str = _flag("frozenlake", f"the task: {', '.join(ENVS)} (appendix D)")
     method: Literal["on_policy", "per", "freshper"] = _flag(
         "freshper",
         "no replay; Standard PER, without decay and with IS; FreshPER, with decay and without IS (Table replay_config)",
@@ -41,7 +41,7 @@ class Config:
         "tiny", "tiny: a model built here, minutes on a CPU; paper: the paper's tables"
     )
     model: str = _flag("tiny", "a hub id, a folder, or 'tiny' (Table env_details: Qwen2.5)")
-    seed: int = _flag(42, "of everything random (appendix D: 42)")
+    seed: int = _flag(42, "of everything random (appendix F: 42)")
     out: str = _flag("", "folder for all that the run writes; empty: out/<env>-<method>-<seed>, numbered")
 
     resume: str = _flag(
@@ -57,7 +57,7 @@ class Config:
     keep_checkpoints: int = _flag(2, "newest checkpoints to keep; the best one by held-out success stays too")
 
     iterations: int = _flag(400, "outer loop of Algorithm 1 (Table training_config: 400; NQ 300; VLM 100)")
-    rollout_batch_size: int = _flag(128, "episodes collected an iteration (appendix D: 128)")
+    rollout_batch_size: int = _flag(128, "episodes collected an iteration (appendix F: 128)")
     batch_size: int = _flag(
         128, "B, episodes drawn for a replay update (eq. weighted_loss; BS/dev x GA = 128 in Table training_config)"
     )
@@ -89,7 +89,7 @@ class Config:
     baseline_window: int = _flag(256, "episodes behind the running mean of `replay_advantage running` (ours)")
 
     lr: float = _flag(1e-6, "learning rate of AdamW (Table training_config: 1e-6)")
-    warmup_steps: int = _flag(10, "of the cosine schedule (appendix D: 10)")
+    warmup_steps: int = _flag(10, "of the cosine schedule (appendix F: 10)")
     max_grad_norm: float = _flag(1.0, "gradient clipping (Table config_comparison: 1.0)")
     ratio_clip: float = _flag(0.2, "epsilon of the PPO ratio clip (section 4.1: 0.2)")
     dual_clip: float = _flag(
@@ -110,9 +110,9 @@ class Config:
     behavior_logprobs: Literal["trainer", "engine"] = _flag("trainer", "who records log pi_mu (Algorithm 1 line 3)")
     freeze_vision: bool = _flag(False, "keep the vision tower fixed and its features cached")
 
-    temperature: float = _flag(0.99, "sampling (appendix D: 0.99)")
-    top_k: int = _flag(100, "sampling (appendix D: 100); 0: off")
-    top_p: float = _flag(0.99, "sampling (appendix D: 0.99)")
+    temperature: float = _flag(0.99, "sampling (appendix F: 0.99)")
+    top_k: int = _flag(100, "sampling (appendix F: 100); 0: off")
+    top_p: float = _flag(0.99, "sampling (appendix F: 0.99)")
     max_tokens: int = _flag(2048, "of a conversation (Table env_details, 'Seq Len': 2048, VLM 4096)")
     max_new_tokens: int = _flag(256, "of a reply (not given in the paper)")
     prompt_style: Literal["full", "terse"] = _flag("full", "full: rules and form written out; terse: the state alone")
@@ -127,16 +127,16 @@ class Config:
     search_url: str = _flag(
         "", "NQ's retrieval server (envs/search_server.py); empty: one over generated articles, in this process"
     )
-    slippery: bool = _flag(False, "FrozenLake's ice (appendix B: slippery; see the README on the image task)")
+    slippery: bool = _flag(False, "FrozenLake's ice (appendix D: slippery; see the README on the image task)")
     cell_size: int = _flag(56, "pixels of a cell in FrozenLake's pictures (not given in the paper)")
 
     engine: Literal["hf"] = _flag("hf", "who generates: the embedded transformers engine")
     trainer: Literal["torch"] = _flag("torch", "who trains: plain torch, one process")
     device: str = _flag("cpu", "torch device")
-    dtype: Literal["float32", "bfloat16"] = _flag("bfloat16", "of the weights (appendix D: BF16)")
+    dtype: Literal["float32", "bfloat16"] = _flag("bfloat16", "of the weights (appendix F: BF16)")
     threads: int = _flag(1, "torch CPU threads; results depend on it in the last digits")
     eval_every: int = _flag(10, "iterations between evaluations on held-out seeds; the last is always evaluated")
-    eval_episodes: int = _flag(128, "held-out episodes an evaluation (appendix D: 128)")
+    eval_episodes: int = _flag(128, "held-out episodes an evaluation (appendix F: 128)")
 
     checkpoint = None  # what --resume found, a freshper.checkpoint.Checkpoint; not a setting
 

@@ -1,6 +1,6 @@
 """A policy pi_theta: a transformers model with its tokenizer, chat template and image processor.
 
-Paper: appendix B (Qwen2.5 for text, Qwen2.5-VL for pictures). Any chat model with a ChatML-like template works,
+Paper: appendix D (Qwen2.5 for text, Qwen2.5-VL for pictures). Any chat model with a ChatML-like template works,
 from a hub id or a folder; freshper/tiny.py builds small ones of the same classes.
 
 Two things here are easy to get wrong, and every caller would have to repeat them:

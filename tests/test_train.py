@@ -276,7 +276,7 @@ def paper_table(name):
 
 @pytest.mark.parametrize("env", list(paper_table("env_details")))
 def test_the_paper_preset_holds_the_tables(env):
-    """env_details, training_config, config_comparison; section 4.1 and appendix D."""
+    """env_details, training_config, config_comparison; section 4.1 and appendix F."""
     config = parse_args(["--preset", "paper", "--env", env])
     row, training = paper_table("env_details")[env], paper_table("training_config")[env]
     assert config.model == f"Qwen/Qwen2.5-{row['model']}-Instruct"
