@@ -18,6 +18,7 @@ import sys
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,6 +83,7 @@ def symbols(node: ast.AST, name: str = "") -> Iterator[tuple[str, ast.AST]]:
             yield from symbols(child, f"{name}.{child.name}".lstrip("."))
 
 
+@cache
 def split(path: Path) -> list[Part]:
     """A module in parts: a new one at each function, class and comment on lines of its own."""
     text = path.read_text(encoding="utf-8")
@@ -228,7 +230,7 @@ def build(out: Path) -> None:
         near = [("←", other) for other in order[max(k - 1, 0) : k]] + [("→", other) for other in order[k + 1 : k + 2]]
         around = "".join(f'<a href="{other}.html">{arrow} {other}</a>' for arrow, other in near if k < len(order))
         body = re.sub(r'href="(?:\.\./|docs/)?(\w+)\.md(#[^"]*)?"', r'href="\1.html\2"', body)
-        body = body.replace('src="docs/', 'src="')
+        body = body.replace('src="docs/', 'src="').replace("paper_to_code.html", "index.html")
         head = f'<meta charset=utf-8><meta name=viewport content="width=device-width"><title>{name}</title>'
         head += f'<link rel=stylesheet href=style.css><nav><a href="index.html">Contents</a>{around}</nav>'
         page = f"<!doctype html><html lang=en>{head}<main class={name}>{body}</main></html>\n"
