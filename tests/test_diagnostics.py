@@ -88,6 +88,14 @@ def test_the_bound_of_the_paper(log_ratio, seed):
     assert found.kl >= -1e-9
 
 
+def test_a_ratio_of_any_size_is_no_overflow():
+    """A factor common to all ratios changes neither ESS nor KL(theta || mu): both are of the weights' distribution."""
+    rows = rows_of([0.0, 0.5, 2.0])
+    (plain,) = by_age(rows, bins=1)
+    (found,) = by_age(rows | {"log_ratio": rows["log_ratio"] + 1000.0}, bins=1)
+    assert (found.ess, found.kl) == pytest.approx((plain.ess, plain.kl))
+
+
 def test_bins_are_by_age_and_fits_find_a_line():
     ages = np.repeat([5.0, 10.0, 20.0], 30)
     shuffled = np.random.default_rng(0).permutation(90)
