@@ -34,12 +34,11 @@ from scipy import stats
 from tqdm import tqdm
 
 from freshper.config import Config
-from freshper.presets import PRESETS, defaults
+from freshper.presets import CONFIG_A, CONFIG_DEFAULT, PRESETS, defaults
 from freshper.report import baselines
 
 ROOT = Path(__file__).parent
 COLORS = ("#4285F4", "#FBBC04", "#EA4335", "#34A853", "#FF9800", "#9E9E9E", "#7B1FA2", "#00838F")  # the paper's first
-CONFIG_DEFAULT = "--advantage_clip 20 --kl_loss_coef 0.05 --kl_reward_coef 0.1 --entropy_coef 0.01"
 
 
 def exhibits(preset: str, env: str) -> dict[str, list[str]]:
@@ -55,8 +54,11 @@ def exhibits(preset: str, env: str) -> dict[str, list[str]]:
         "tau": [*(f"freshper --tau {tau}" for tau in taus), "freshper --decay none"],
         # Fig. is_ablation, and the other half that the paper leaves out
         "is": ["freshper", "freshper --is_correction True", "per --is_correction False", "per"],
-        # Table config_comparison
-        "config": ["freshper --advantage_clip 0.2", f"freshper {CONFIG_DEFAULT}", "freshper --advantage_clip 20"],
+        # Table config_comparison, and Config A with the other's clip
+        "config": [
+            " ".join(["freshper", *(f"--{name} {value}" for name, value in config.items())])
+            for config in (CONFIG_A, CONFIG_DEFAULT, CONFIG_A | {"advantage_clip": CONFIG_DEFAULT["advantage_clip"]})
+        ],
         # ours: as many updates, as many tokens, no priorities, no decay
         "controls": [
             "on_policy",
