@@ -219,18 +219,26 @@ def build(out: Path) -> None:
     edition = Edition()
     order = list(edition.order())
     pages = {"index": edition.index()} | {name: edition.module(name) for name in order}
-    pages |= {path.stem: edition.link(MARKDOWN.render(path.read_text(encoding="utf-8"))) for path in PAGES}
     out.mkdir(parents=True, exist_ok=True)
+    for path in PAGES:
+        pages[path.stem] = edition.link(MARKDOWN.render(path.read_text(encoding="utf-8")))
+        for picture in re.findall(r'<img src="([^":]+)"', pages[path.stem]):
+            shutil.copy(path.parent / picture, out)
+            pages[path.stem] = pages[path.stem].replace(f'src="{picture}"', f'src="{Path(picture).name}"')
     style = (ROOT / "docs/reading.css").read_text(encoding="utf-8") + FORMATTER.get_style_defs("pre")
     (out / "style.css").write_text(style, encoding="utf-8")
-    for picture in ROOT.glob("docs/*.png"):
-        shutil.copy(picture, out)
+
+    def local(found: re.Match) -> str:
+        """A link to a file of the repository: to its page, or no link where it has none."""
+        name = found[1].removeprefix("docs/").rpartition(".")[0].replace("/", ".")
+        name = {TABLE.stem: "index"}.get(name, name)
+        return f'<a href="{name}.html{found[2]}">{found[3]}</a>' if name in pages else found[3]
+
     for name, body in pages.items():
         k = order.index(name) if name in order else len(order)
         near = [("←", other) for other in order[max(k - 1, 0) : k]] + [("→", other) for other in order[k + 1 : k + 2]]
         around = "".join(f'<a href="{other}.html">{arrow} {other}</a>' for arrow, other in near if k < len(order))
-        body = re.sub(r'href="(?:\.\./|docs/)?(\w+)\.md(#[^"]*)?"', r'href="\1.html\2"', body)
-        body = body.replace('src="docs/', 'src="').replace("paper_to_code.html", "index.html")
+        body = re.sub(r'<a href="(?:\.\./)*([\w/.-]+\.(?!html)\w+)((?:#[^"]*)?)">(.*?)</a>', local, body)
         head = f'<meta charset=utf-8><meta name=viewport content="width=device-width"><title>{name}</title>'
         head += f'<link rel=stylesheet href=style.css><nav><a href="index.html">Contents</a>{around}</nav>'
         page = f"<!doctype html><html lang=en>{head}<main class={name}>{body}</main></html>\n"
