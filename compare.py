@@ -24,8 +24,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 from pathlib import Path
 
 import matplotlib.axes
@@ -39,7 +40,8 @@ from freshper.presets import CONFIG_A, CONFIG_DEFAULT, PRESETS, defaults
 from freshper.report import baselines
 
 ROOT = Path(__file__).parent
-COLORS = ("#4285F4", "#FBBC04", "#EA4335", "#34A853", "#FF9800", "#9E9E9E", "#7B1FA2", "#00838F")  # the paper's first
+METHOD_COLORS = {"on_policy": "#4285F4", "per": "#FBBC04", "freshper": "#EA4335"}  # the paper's, Fig. llm_main
+OTHER_COLORS = ("#34A853", "#FF9800", "#9E9E9E", "#7B1FA2", "#00838F", "#795548", "#F06292", "#1A237E")
 
 
 def exhibits(preset: str, env: str) -> dict[str, list[str]]:
@@ -181,10 +183,16 @@ def table(results: list[dict], arms: list[str]) -> Iterator[str]:
         )
 
 
+def colors(arms: Iterable[str]) -> dict[str, str]:
+    """A method with its preset's settings has the paper's color in every figure; other arms take theirs in turn."""
+    others = cycle(OTHER_COLORS)
+    return {arm: METHOD_COLORS.get(arm) or next(others) for arm in arms}
+
+
 def curves(axes: matplotlib.axes.Axes, x_name: str, runs: dict[str, list[dict[str, np.ndarray]]]) -> None:
     """Held-out success: the mean over seeds with its 95 % band, and each seed as a thin line."""
-    for (arm, metrics), color in zip(runs.items(), COLORS * 2, strict=False):
-        evaluated = [(m, ~np.isnan(m["eval_success"])) for m in metrics]
+    for arm, color in colors(runs).items():
+        evaluated = [(m, ~np.isnan(m["eval_success"])) for m in runs[arm]]
         lines = [(m[x_name][done], m["eval_success"][done]) for m, done in evaluated if done.any()]
         if not lines:
             continue  # stopped before the first evaluation; the table counts it

@@ -147,7 +147,7 @@ class Edition:
             words = [KINDS[kind]] if kind in KINDS else ["section", "appendix", "line"]
             number = re.sub(r"^\D+ |[()]", "", row.place)
             self.labels |= {f"{word} {name}": row.label for word in words for name in (short, number)}
-            if kind == "alg" and "not code" not in row.code:
+            if row.place.startswith("line") and "not code" not in row.code:
                 self.naming[f"train.line-{number}"].append(row)
             for symbol in re.findall(r"`((?:envs|freshper|compare|sumtree|train)(?:\.\w+)*)`", row.code):
                 if symbol not in self.anchors:
@@ -221,7 +221,8 @@ def build(out: Path) -> None:
     pages = {"index": edition.index()} | {name: edition.module(name) for name in order}
     out.mkdir(parents=True, exist_ok=True)
     for path in PAGES:
-        pages[path.stem] = edition.link(MARKDOWN.render(path.read_text(encoding="utf-8")))
+        text = re.sub(r"<!--.*?-->\n", "", path.read_text(encoding="utf-8"))
+        pages[path.stem] = edition.link(MARKDOWN.render(text))
         for picture in re.findall(r'<img src="([^":]+)"', pages[path.stem]):
             shutil.copy(path.parent / picture, out)
             pages[path.stem] = pages[path.stem].replace(f'src="{picture}"', f'src="{Path(picture).name}"')
