@@ -96,6 +96,7 @@ def exhibits(preset: str, env: str) -> dict[str, list[str]]:
 
 
 def folder_of(out: Path, arm: str, seed: int) -> Path:
+    """Where the run of an arm with a seed stands."""
     return out / f"{re.sub(r'[^A-Za-z0-9_.]+', '-', arm).strip('-')}-seed{seed}"
 
 

@@ -47,6 +47,7 @@ def random_map(seed: int) -> list[str]:
 
 
 def cell_name(row: int, col: int) -> str:
+    """Column a to d, row 1 to 4 from the top."""
     return f"{'abcd'[col]}{row + 1}"
 
 

@@ -34,6 +34,8 @@ def _flag(default: Any, text: str) -> Any:
 
 @dataclass
 class Config:
+    """A setting a line: its default, and after it what it means and where the paper sets it. Each is a flag."""
+
     env: str = _flag("frozenlake", f"the task: {', '.join(ENVS)} (appendix D)")
     method: Literal["on_policy", "per", "freshper"] = _flag(
         "freshper",
@@ -61,7 +63,9 @@ class Config:
     iterations: int = _flag(400, "outer loop of Algorithm 1 (Table training_config: 400; NQ 300; VLM 100)")
     rollout_batch_size: int = _flag(128, "episodes collected an iteration (appendix F: 128)")
     batch_size: int = _flag(
-        128, "B, episodes drawn for a replay update (eq. weighted_loss; BS/dev x GA = 128 in Table training_config)"
+        128,
+        "B, episodes drawn for a replay update (eq. weighted_loss; not given in the paper, whose BS/dev x GA is 128 for "
+        "the 0.5B models)",
     )
     replay_ratio: int = _flag(2, "K, replay updates an iteration (Table replay_config: 2); 0: none")
     ppo_epochs: int = _flag(

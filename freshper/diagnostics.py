@@ -90,6 +90,11 @@ class Fit(NamedTuple):
     offset: float
     r2: float
 
+    @property
+    def steps(self) -> float:
+        """1 / rate in optimizer steps, tau of eq. age_decay; infinite where nothing drifts."""
+        return 1.0 / self.rate if self.rate else float("inf")
+
 
 def fit(ages: np.ndarray, values: np.ndarray) -> Fit:
     """Least squares over bins. [bins], [bins]; at least two different ages, else a fit of nothing (NaN)."""
@@ -129,7 +134,7 @@ def plot(folder: Path, bins: int = 12) -> list[Bin]:
     kl.plot(age, column["kl"], "o-", label="KL(theta||mu)")
     kl.plot(age, column["kl_reverse"], "s-", label="KL(mu||theta)")
     line = fit(age, column["kl"])
-    kl.plot(age, line.rate * age + line.offset, "k--", label=f"1/rate {1 / line.rate:.0f} steps, R² {line.r2:.2f}")
+    kl.plot(age, line.rate * age + line.offset, "k--", label=f"1/rate {line.steps:.0f} steps, R² {line.r2:.2f}")
     kl.set(title="KL divergence of trajectories, nats", xlabel="age, optimizer steps")
     clip.plot(age, column["clipped"], "o-", label="clipped action tokens")
     clip.plot(age, column["zero_reward"], "s-", label="trajectories of zero reward")
@@ -155,7 +160,7 @@ def main() -> None:
         trajectory = f"{b.age:6.1f} {b.n:5d}  {b.ess:5.3f}    {np.exp(-b.kl):5.3f}"
         print(f"{trajectory} | {b.ess_token:16.3f} {b.kl_token:7.4f} | {b.clipped:7.3f} {b.zero_reward:12.3f}")
     for name, line in fits(found).items():
-        print(f"{name}: {line.offset:.3f} + age / {1 / line.rate:.0f}, R² {line.r2:.2f}")
+        print(f"{name}: {line.offset:.3f} + age / {line.steps:.0f}, R² {line.r2:.2f}")
 
 
 if __name__ == "__main__":

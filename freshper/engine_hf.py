@@ -84,6 +84,7 @@ class HFEngine:
         return {"generator": self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """The inverse; conversations are read again from their start."""
         self.generator.set_state(state["generator"])
         self.sync()
 

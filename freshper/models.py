@@ -181,7 +181,8 @@ class Policy:
     ) -> torch.Tensor:
         """Last hidden states [B, T, hidden] of tokens [B, T] at positions [3, B, T].
 
-        `attention_mask`: None for causal over right-padded rows, or bool [B, 1, T, cached + T].
+        `attention_mask`: None for causal over right-padded rows, or what is added to the scores, 0 or -inf, of the
+        model's dtype, [B, 1, T, cached + T].
         """
         model, extra = self.model.model, {}
         embeddings = self.model.get_input_embeddings()(tokens)

@@ -82,6 +82,7 @@ class ReplayBaseline:
             episode.info["moments"] = (collected.mean().item(), collected.std(correction=0).item())
 
     def state_dict(self) -> dict[str, list[float]]:
+        """The returns in the window; the moments of `stored` travel with the episodes."""
         return {"returns": list(self.returns)}
 
     def load_state_dict(self, state: dict[str, list[float]]) -> None:

@@ -123,6 +123,10 @@ def test_the_command_line(tmp_path, capsys, monkeypatch):
     main()
     assert len(capsys.readouterr().out.splitlines()) == 1 + 3 + 5
     assert (tmp_path / "diagnostics.png").read_bytes().startswith(b"\x89PNG")
+    still = "0,0.1,1,4,0,4,4,0,0\n1,0.1,1,4,0,4,4,0,0\n"  # a policy that does not move
+    (tmp_path / "replay.csv").write_text(",".join(rows) + "\n" + still)
+    main()
+    assert "KL(theta||mu) of trajectories: 0.000 + age / inf" in capsys.readouterr().out
     (tmp_path / "replay.csv").write_text(",".join(rows) + "\n")
     assert plot(tmp_path) == []
     monkeypatch.setattr("sys.argv", ["diagnostics", str(tmp_path / "nowhere")])
