@@ -64,8 +64,8 @@ class Config:
     rollout_batch_size: int = _flag(128, "episodes collected an iteration (appendix F: 128)")
     batch_size: int = _flag(
         128,
-        "B, episodes drawn for a replay update (eq. weighted_loss; not given in the paper, whose BS/dev x GA is 128 for "
-        "the 0.5B models)",
+        "B, episodes drawn for a replay update (eq. weighted_loss; not given in the paper, whose BS/dev x GA is 128 "
+        "for the 0.5B models)",
     )
     replay_ratio: int = _flag(2, "K, replay updates an iteration (Table replay_config: 2); 0: none")
     ppo_epochs: int = _flag(
