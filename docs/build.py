@@ -34,7 +34,15 @@ ROOT = Path(__file__).parent.parent
 SOURCES = sorted([*ROOT.glob("*.py"), *ROOT.glob("freshper/*.py"), *ROOT.glob("envs/*.py")])
 TABLE = ROOT / "docs/paper_to_code.md"
 PAGES = [ROOT / "README.md", ROOT / "RESULTS.md", *sorted(set(ROOT.glob("docs/*.md")) - {TABLE})]
-KINDS = {"eq": "eq.", "tab": "table", "fig": "fig.", "prop": "prop."}  # of labels, and as prose cites them
+KINDS = {
+    "eq": "eq.",
+    "tab": "table",
+    "fig": "fig.",
+    "prop": "prop.",
+    "sec": "section",
+    "app": "appendix",
+    "alg": "line",
+}
 CITED = re.compile(r"\b(eq\.|Tables?|Fig\.|Prop\.|[Ss]ection|[Aa]ppendix|Algorithm 1,? lines?)\s(\w+(?:\.\d)?)")
 ANCHOR = re.compile(r'<a id="([^"]+)">')
 FORMATTER = HtmlFormatter(nowrap=True, style="friendly")
@@ -144,9 +152,8 @@ class Edition:
         self.naming: dict[str, list[Row]] = defaultdict(list)  # symbol: rows
         for row in self.rows.values():
             kind, _, short = row.label.partition(":")
-            words = [KINDS[kind]] if kind in KINDS else ["section", "appendix", "line"]
             number = re.sub(r"^\D+ |[()]", "", row.place)
-            self.labels |= {f"{word} {name}": row.label for word in words for name in (short, number)}
+            self.labels |= {f"{KINDS.get(kind)} {name}": row.label for name in (short, number)}
             if row.place.startswith("line") and "not code" not in row.code:
                 self.naming[f"train.line-{number}"].append(row)
             for symbol in re.findall(r"`((?:envs|freshper|compare|sumtree|train)(?:\.\w+)*)`", row.code):
@@ -194,7 +201,7 @@ class Edition:
                 says = self.link(MARKDOWN.renderInline(row.says + more))
                 left += f'<div class=paper><a href="index.html#{row.label}">{row.place}</a> {says}</div>'
             kind = "head" if k == 0 else "symbol" if {n.split("-")[0] for n in part.names} - {"line"} else "more"
-            out.append(f"<section class={kind}><div>{left}</div><pre>{code}</pre></section>")
+            out.append(f"<section class={kind}><div>{left}</div><pre>{self.link(code, name)}</pre></section>")
         return "\n".join(out)
 
     def index(self) -> str:

@@ -168,7 +168,12 @@ def test_a_symbol_that_moved_and_a_label_that_is_not_stop_the_build(tmp_path, mo
         Edition()
     docs.build.TABLE.write_text(table)
     edition = Edition()
-    assert edition.link("eq. age_decay") == '<a href="index.html#eq:age_decay">eq. age_decay</a>'
+    for cited, label in (
+        ("eq. age_decay", "eq:age_decay"), ("eq. 13", "eq:age_decay"), ("Table 5", "tab:replay_config"),
+        ("Section 2", "sec:related"), ("section 3.3", "sec:staleness"), ("appendix A.1", "app:buffer_arch"),
+        ("Algorithm 1, line 2", "alg:freshper:2"), ("Fig. 1", "fig:pipeline"), ("Prop. var_chi2", "prop:var_chi2"),
+    ):  # fmt: skip
+        assert edition.link(cited) == f'<a href="index.html#{label}">{cited}</a>'
     for wrong in ("eq. age_decline", "Table 6", "appendix G.1", "Algorithm 1 line 14", "section 3.6"):
         with pytest.raises(ValueError, match="which the paper has not"):
             edition.link(wrong)
