@@ -12,16 +12,16 @@ import sys
 import torch
 
 from envs.base import EVAL_SEEDS
+from freshper.backends import BackendError, backends, join, make_trainer
 from freshper.buffer import ReplayBuffer
 from freshper.config import Config, parse_args
-from freshper.engine_hf import HFEngine, Sampling
 from freshper.episode import NonFiniteError
 from freshper.is_weights import annealed_beta, importance_weights
 from freshper.models import Policy, load_policy
 from freshper.priority import reward_priority
 from freshper.reinforce import ReplayBaseline
 from freshper.report import Report
-from freshper.rollout import rollout, training_seeds
+from freshper.rollout import Engine, rollout, training_seeds
 from freshper.tiny import tiny_model
 from freshper.trainer import TorchTrainer, keep_freed_memory
 
@@ -41,11 +41,9 @@ def load(config: Config) -> Policy:
     return policy
 
 
-def train(config: Config, policy: Policy, report: Report) -> None:
+def train(config: Config, policy: Policy, report: Report, trainer: TorchTrainer, engine: Engine) -> None:
     """Run Algorithm 1. Raises NonFiniteError where log-probs, loss or gradient stop being numbers."""
     envs = [config.make_env() for _ in range(max(config.rollout_batch_size, config.eval_episodes))]
-    engine = HFEngine(policy, Sampling(config.temperature, config.top_k, config.top_p), config.seed)
-    trainer = TorchTrainer(policy, config, config.iterations * (config.ppo_epochs + config.replay_ratio))
     buffer = ReplayBuffer(config.capacity, config.alpha, config.decay_function(), config.eviction, config.seed)
     baseline = ReplayBaseline(config.replay_advantage, config.baseline_window)
 
@@ -93,23 +91,28 @@ def train(config: Config, policy: Policy, report: Report) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 done, 1 numbers stopped being numbers, 2 bad flags, 130 interrupted."""
+    """Exit status: 0 done, 1 numbers stopped being numbers or a backend failed, 2 bad flags, 130 interrupted."""
     config = parse_args(argv)
     keep_freed_memory()
     torch.manual_seed(config.seed)
     torch.set_num_threads(config.threads)
     try:
+        rank = join(config)
         policy = load(config)
     except ValueError as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         return 2
+    if rank:  # rank 0 runs the algorithm; the others do their share of its updates
+        make_trainer(policy, config).serve()
+        return 0
     with Report(config, policy) as report:
         try:
-            train(config, policy, report)
+            with backends(policy, config) as (trainer, engine):
+                train(config, policy, report, trainer, engine)
         except KeyboardInterrupt:
             report.say("interrupted; writing what there is")
             return 130
-        except NonFiniteError as error:
+        except (NonFiniteError, BackendError) as error:
             report.say(f"stopped in iteration {report.iteration}: {error}")
             return 1
     return 0

@@ -109,7 +109,11 @@ class Config:
     cell_size: int = _flag(56, "pixels of a cell in FrozenLake's pictures (not given in the paper)")
 
     engine: Literal["hf"] = _flag("hf", "who generates: the embedded transformers engine")
-    trainer: Literal["torch"] = _flag("torch", "who trains: plain torch, one process")
+    trainer: Literal["torch", "deepspeed"] = _flag(
+        "torch", "who trains: plain torch in one process, or DeepSpeed on the ranks that torchrun starts"
+    )
+    zero_stage: Literal[0, 1, 2, 3] = _flag(2, "of DeepSpeed (not given in the paper)")
+    timeout: float = _flag(1800.0, "longest wait of a rank for another, in seconds")
     device: str = _flag("cpu", "torch device")
     dtype: Literal["float32", "bfloat16"] = _flag("bfloat16", "of the weights (appendix D: BF16)")
     threads: int = _flag(1, "torch CPU threads; results depend on it in the last digits")
@@ -135,6 +139,7 @@ class Config:
             "micro_batch_size",
             "temperature",
             "epsilon",
+            "timeout",
         )
         positive += ("max_new_tokens", "cell_size", "threads", "eval_every", "eval_episodes")
         not_negative = (
@@ -161,6 +166,11 @@ class Config:
             ),
             ("out", not self.out or not Path(self.out).exists(), "a folder that does not exist yet"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            (
+                "zero_stage",
+                self.zero_stage < 3 or self.engine != "hf" or self.trainer == "torch",
+                "below 3 with --engine hf, which runs on the trainer's own model",
+            ),
             ("capacity", self.capacity >= max(self.batch_size, self.rollout_batch_size), "at least a batch"),
             ("max_new_tokens", self.max_new_tokens < self.max_tokens, f"below max_tokens {self.max_tokens}"),
         ]

@@ -87,7 +87,10 @@ class Report:
             plot(self.rows, self.baselines, self.title(), self.folder / "curve.png")
             page = episodes_page(self.episodes, self.policy, self.title())
             (self.folder / "episodes.html").write_text(page, encoding="utf-8")
-            self.policy.save(str(self.folder / "checkpoint"))
+            if all(p.numel() for p in self.policy.model.parameters()):
+                self.policy.save(str(self.folder / "checkpoint"))
+            else:
+                self.say("no checkpoint: the weights lie in pieces on ranks that are gone")
         self.say(f"written to {self.folder}/: {', '.join(sorted(p.name for p in self.folder.iterdir()))}")
 
     def progress(self) -> Iterator[int]:
