@@ -12,7 +12,7 @@ import sys
 import torch
 
 from envs.base import EVAL_SEEDS
-from freshper.backends import BackendError, backends, join, make_trainer
+from freshper.backends import BackendError, backends, check, join, make_trainer
 from freshper.buffer import ReplayBuffer
 from freshper.config import Config, parse_args
 from freshper.episode import NonFiniteError
@@ -82,7 +82,7 @@ def train(config: Config, policy: Policy, report: Report, trainer: TorchTrainer,
             stats = trainer.update(replay.episodes, weights, baseline.moments(replay.episodes))
             report.add_replay(stats, replay)
         # 12: sync the inference engine, pi_mu <- pi_theta
-        engine.sync(trainer)
+        report.add(engine.sync(trainer))
 
         if report.evaluation_due():
             report.evaluated(collect([EVAL_SEEDS + k for k in range(config.eval_episodes)]))
@@ -99,6 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         rank = join(config)
         policy = load(config)
+        check(policy, config)
     except ValueError as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         return 2

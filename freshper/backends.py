@@ -1,9 +1,9 @@
-"""Which engine and which trainer a run uses; DeepSpeed is imported only when asked for.
+"""Which engine and which trainer a run uses: the embedded ones, or vLLM and DeepSpeed, imported only when asked for.
 
-    --trainer torch        one process, a CPU or one GPU; needs requirements.txt only
-    --trainer deepspeed    the paper's, inside ROLL; requirements-gpu.txt, started with torchrun on any number of ranks
+    --engine hf     --trainer torch        one process, a CPU or one GPU; needs requirements.txt only
+    --engine vllm   --trainer deepspeed    the paper's (ROLL with vLLM and DeepSpeed); requirements-gpu.txt
 
-The embedded engine runs on the trainer's own model, which ZeRO-3 cuts into pieces: with it, ZeRO goes up to 2.
+Any pairing works but one: the embedded engine runs on the trainer's own model, which ZeRO-3 has cut into pieces.
 """
 
 import contextlib
@@ -12,28 +12,52 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 from freshper.config import Config
 from freshper.engine_hf import HFEngine, Sampling
 from freshper.episode import NonFiniteError
 from freshper.models import Policy
+from freshper.rollout import Engine
 from freshper.trainer import TorchTrainer
 
 
 class BackendError(RuntimeError):
-    """DeepSpeed failed, or another rank did not answer in time. Names rank and phase."""
+    """vLLM or DeepSpeed failed, or did not answer in time. Names the phase."""
+
+
+@contextlib.contextmanager
+def deadline(phase: str, seconds: float) -> Iterator[None]:
+    """Raise BackendError, naming the phase, in the main thread if the block takes longer."""
+
+    def expired(*_: object) -> None:
+        raise BackendError(f"{phase} took longer than --timeout {seconds:g} s")
+
+    handler = signal.signal(signal.SIGALRM, expired)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
 
 
 def join(config: Config) -> int:
-    """Before anything is loaded: check the package, meet the other ranks. Returns this process's rank.
+    """Before anything is loaded: check the packages, meet the other ranks. Returns this process's rank.
 
-    Raises ValueError with one sentence where it is missing or the settings do not go together.
+    Raises ValueError with one sentence where a package is missing or the settings do not go together.
     """
-    if config.trainer == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        raise ValueError("--trainer is deepspeed, but the package deepspeed is not installed; see requirements-gpu.txt")
+    wanted = {"engine": ("vllm", config.engine), "trainer": ("deepspeed", config.trainer)}
+    for flag, (package, chosen) in wanted.items():
+        if chosen == package and importlib.util.find_spec(package) is None:
+            raise ValueError(
+                f"--{flag} is {package}, but the package {package} is not installed; see requirements-gpu.txt"
+            )
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if config.trainer == "torch" and ranks > 1:
         raise ValueError(f"--trainer is torch, but {ranks} ranks were started; only deepspeed uses more than one")
+    if config.engine == "vllm" and config.device == "cuda" and ranks > 1 and not config.rollout_gpus:
+        raise ValueError(f"--rollout_gpus is 0, but must be above 0 where {ranks} ranks train")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is also stopped
     if config.trainer == "torch":
         return 0
@@ -42,6 +66,14 @@ def join(config: Config) -> int:
     from freshper.trainer_deepspeed import join_ranks
 
     return join_ranks(config)
+
+
+def check(policy: Policy, config: Config) -> None:
+    """Before anything is written: raises ValueError where the engine cannot run this model."""
+    if config.engine == "vllm":
+        from freshper.vllm_processes import check_vllm
+
+        check_vllm(policy, config)
 
 
 def make_trainer(policy: Policy, config: Config) -> TorchTrainer:
@@ -54,20 +86,27 @@ def make_trainer(policy: Policy, config: Config) -> TorchTrainer:
     return DeepSpeedTrainer(policy, config, updates)
 
 
-def make_engine(policy: Policy, config: Config) -> HFEngine:
-    """The engine behind --engine."""
-    return HFEngine(policy, Sampling(config.temperature, config.top_k, config.top_p), config.seed)
+def make_engine(policy: Policy, config: Config, trainer: TorchTrainer) -> Engine:
+    """The engine behind --engine, with the trainer's weights."""
+    if config.engine == "hf":
+        return HFEngine(policy, Sampling(config.temperature, config.top_k, config.top_p), config.seed)
+    from freshper.engine_vllm import VLLMEngine
+
+    return VLLMEngine(policy, config, trainer)
 
 
 @contextlib.contextmanager
-def backends(policy: Policy, config: Config) -> Iterator[tuple[TorchTrainer, HFEngine]]:
-    """Trainer and engine of rank 0. Afterwards the policy's model is whole and other ranks have been told to stop;
-    where a rank is what failed, no one waits for it."""
+def backends(policy: Policy, config: Config) -> Iterator[tuple[TorchTrainer, Any]]:
+    """Trainer and engine of rank 0. Afterwards the policy's model is whole and on this process, other processes
+    are gone; when they are what failed, no one waits for them."""
     trainer = make_trainer(policy, config)
-    engine = make_engine(policy, config)
+    engine = make_engine(policy, config, trainer)
     try:
-        yield trainer, engine
-    except (KeyboardInterrupt, NonFiniteError):
-        trainer.close()  # the other ranks are fine
-        raise
-    trainer.close()
+        try:
+            yield trainer, engine
+        except (KeyboardInterrupt, NonFiniteError):
+            trainer.close()  # the other ranks are fine
+            raise
+        trainer.close()
+    finally:
+        engine.close()

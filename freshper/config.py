@@ -108,12 +108,18 @@ class Config:
     slippery: bool = _flag(False, "FrozenLake's ice (appendix B: slippery; see the README on the image task)")
     cell_size: int = _flag(56, "pixels of a cell in FrozenLake's pictures (not given in the paper)")
 
-    engine: Literal["hf"] = _flag("hf", "who generates: the embedded transformers engine")
+    engine: Literal["hf", "vllm"] = _flag("hf", "who generates: the embedded transformers engine, or vLLM")
     trainer: Literal["torch", "deepspeed"] = _flag(
         "torch", "who trains: plain torch in one process, or DeepSpeed on the ranks that torchrun starts"
     )
     zero_stage: Literal[0, 1, 2, 3] = _flag(2, "of DeepSpeed (not given in the paper)")
-    timeout: float = _flag(1800.0, "longest wait of a rank for another, in seconds")
+    rollout_gpus: int = _flag(0, "GPUs of vLLM's own, after those of the trainer; 0: it shares the trainer's one GPU")
+    engine_memory: float = _flag(0.5, "share of a GPU's memory for vLLM")
+    sync_check_every: int = _flag(10, "iterations between proofs that vLLM computes with the trainer's weights")
+    sync_tolerance: float = _flag(
+        0.0, "largest |engine - trainer log-prob| such a proof allows; 0: 0.001 in float32, 0.5 in bfloat16"
+    )
+    timeout: float = _flag(1800.0, "longest wait for vLLM or for another rank, in seconds")
     device: str = _flag("cpu", "torch device")
     dtype: Literal["float32", "bfloat16"] = _flag("bfloat16", "of the weights (appendix D: BF16)")
     threads: int = _flag(1, "torch CPU threads; results depend on it in the last digits")
@@ -139,6 +145,7 @@ class Config:
             "micro_batch_size",
             "temperature",
             "epsilon",
+            "sync_check_every",
             "timeout",
         )
         positive += ("max_new_tokens", "cell_size", "threads", "eval_every", "eval_episodes")
@@ -153,6 +160,8 @@ class Config:
             "dual_clip",
             "format_penalty",
             "max_turns",
+            "rollout_gpus",
+            "sync_tolerance",
         )
         checks = [(name, getattr(self, name) > 0, "above 0") for name in positive]
         checks += [(name, getattr(self, name) >= 0, "0 or more") for name in not_negative]
@@ -166,6 +175,7 @@ class Config:
             ),
             ("out", not self.out or not Path(self.out).exists(), "a folder that does not exist yet"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            ("engine_memory", 0.0 < self.engine_memory < 1.0, "above 0 and below 1"),
             (
                 "zero_stage",
                 self.zero_stage < 3 or self.engine != "hf" or self.trainer == "torch",

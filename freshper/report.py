@@ -9,7 +9,8 @@ Rows are written as they come; the rest when the run ends, also when it is inter
 Columns of metrics.csv: `step` optimizer steps; `episodes` collected so far; `train_*` of this iteration's
 episodes, `eval_*` on held-out seeds (empty where not evaluated), the environment's own `metrics` among them;
 `invalid` share of unreadable replies;
-`mismatch` mean |engine - trainer log-prob|; `grad_norm`, `clip_fraction` (ratios cut by the PPO clip), `kl`
+`mismatch` mean |engine - trainer log-prob|; `sync_error` its maximum over a fixed probe, with vLLM, where proven;
+`grad_norm`, `clip_fraction` (ratios cut by the PPO clip), `kl`
 (k3 of pi_mu against pi_theta) of the on-policy update; `replay_*` means over the K replay updates, where
 `replay_age` is in optimizer steps, `replay_success` the share of successes drawn and
 `replay_nonzero_advantages` the share of their action tokens that carry any gradient; `mean_age` over the buffer.
@@ -40,7 +41,7 @@ from freshper.rollout import summarize
 from freshper.trainer import TorchTrainer
 
 COLUMNS = """
-iteration step episodes wall_s train_success train_reward eval_success eval_reward turns invalid mismatch
+iteration step episodes wall_s train_success train_reward eval_success eval_reward turns invalid mismatch sync_error
 loss grad_norm clip_fraction kl nonzero_advantages replay_loss replay_grad_norm replay_clip_fraction replay_kl
 replay_nonzero_advantages replay_success replay_age buffer_size mean_age lr
 """.split()

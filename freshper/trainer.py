@@ -86,6 +86,7 @@ class TorchTrainer:
         trainable = [p for p in policy.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trainable, lr=config.lr, weight_decay=0.0)
         self.scheduler = get_scheduler("cosine", self.optimizer, config.warmup_steps, total_updates)
+        self.make_room = lambda: None  # called before memory is needed: an engine on the same GPU goes to sleep
         self.reference = None  # pi_ref, for KL terms only
         if config.kl_reward_coef or config.kl_loss_coef:
             self.reference = copy.copy(policy)
@@ -96,6 +97,7 @@ class TorchTrainer:
 
         Returns how far the engine's own log-probs were off (`mismatch`: mean |difference| over action tokens).
         """
+        self.make_room()
         logprobs = self.logprobs(collate(episodes))
         self._check("the behaviour log-probs", torch.isfinite(logprobs).all(-1), episodes)
         difference = tokens = 0.0
@@ -124,6 +126,7 @@ class TorchTrainer:
         `weights` [B] are w_i; `moments` are what replay advantages are measured against, [2, B, 1].
         Returns loss, gradient norm, clip fraction, KL and the share of advantages that are not zero.
         """
+        self.make_room()
         config, batch = self.config, collate(episodes)
         ref_logprobs = self._ref_logprobs(batch) if self.reference else None
         if config.kl_reward_coef:
@@ -183,6 +186,13 @@ class TorchTrainer:
         yield from ((name, parameter.data) for name, parameter in named.items())
         if "lm_head.weight" not in named:
             yield "lm_head.weight", self.policy.model.get_input_embeddings().weight.data
+
+    def shapes(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Name, type and shape of what `weights` yields, in its order."""
+        named = dict(self.policy.model.named_parameters())
+        if "lm_head.weight" not in named:
+            named["lm_head.weight"] = self.policy.model.get_input_embeddings().weight
+        return [(name, p.dtype, tuple(getattr(p, "ds_shape", p.shape))) for name, p in named.items()]
 
     def close(self) -> None:
         """The end of the run: nothing to do for one process."""

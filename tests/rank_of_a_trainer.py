@@ -1,11 +1,10 @@
 """One rank of a trainer, for tests/test_trainer_deepspeed.py: log-probs, three updates, weights, on given episodes.
 
-    torchrun --nproc_per_node 2 tests/rank_of_a_trainer.py OUT ZERO_STAGE [flags of train.py]
+    torchrun --nproc_per_node 2 tests/rank_of_a_trainer.py OUT [flags of train.py]
 
 Rank 0 writes OUT, a torch file. With `--trainer torch` and one process the same script gives the oracle's numbers.
 """
 
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -41,8 +40,8 @@ def episodes_for(policy, n, image):
     return episodes
 
 
-def main(out, stage, flags):
-    config = dataclasses.replace(parse_args(flags), zero_stage=stage)  # 3 too, which train.py leaves to other engines
+def main(out, flags):
+    config = parse_args(flags)
     freshper.trainer.LOGITS_AT_ONCE = 1000  # three tokens of the tiny vocabulary: a text batch is cut into chunks
     rank = join(config)
     torch.set_num_threads(1)
@@ -73,4 +72,4 @@ def main(out, stage, flags):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
+    main(sys.argv[1], sys.argv[2:])

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,15 +24,15 @@ from freshper.models import load_policy
 ROOT = Path(__file__).parent.parent
 SCRIPT = str(ROOT / "tests/rank_of_a_trainer.py")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
-FLAGS = "--batch_size 13 --micro_batch_size 2 --warmup_steps 2".split()
+FLAGS = "--batch_size 13 --micro_batch_size 2 --warmup_steps 2 --engine vllm".split()
 TERMS = "--kl_loss_coef 0.05 --kl_reward_coef 0.1 --entropy_coef 0.01".split()
 
 
-def run(out, ranks, stage, *flags):
+def run(out, ranks, *flags):
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    command = [*launcher, SCRIPT, str(out), str(stage), *FLAGS, *flags]
+    command = [*launcher, SCRIPT, str(out), *FLAGS, *flags]
     process = subprocess.Popen(
         command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -47,7 +48,7 @@ def run(out, ranks, stage, *flags):
 @pytest.fixture(scope="module")
 def oracles(tmp_path_factory):
     folder = tmp_path_factory.mktemp("oracles")
-    return {e: run(folder / f"{e}.pt", 1, 0, "--env", e, *TERMS) for e in ("frozenlake", "frozenlake_vlm")}
+    return {e: run(folder / f"{e}.pt", 1, "--env", e, *TERMS) for e in ("frozenlake", "frozenlake_vlm")}
 
 
 @pytest.mark.parametrize(
@@ -60,8 +61,8 @@ def oracles(tmp_path_factory):
     ],
 )
 def test_deepspeed_computes_what_torch_computes(oracles, tmp_path, env, stage, ranks):
-    flags = ["--env", env, "--trainer", "deepspeed", *TERMS]
-    found, expected = run(tmp_path / "out.pt", ranks, stage, *flags), oracles[env]
+    flags = ["--env", env, "--trainer", "deepspeed", "--zero_stage", str(stage)]
+    found, expected = run(tmp_path / "out.pt", ranks, *flags, *TERMS), oracles[env]
     torch.testing.assert_close(found["before"], expected["before"], rtol=0, atol=1e-5)
     assert (expected["after"] - expected["before"]).abs().max() > 0.1  # three updates that matter
     torch.testing.assert_close(found["after"], expected["after"], rtol=0, atol=1e-4)
@@ -99,7 +100,7 @@ def test_shares_hold_every_row_once_and_are_equally_many(lengths, ranks, micro_b
 
 
 def train_on_two_ranks(model, out, *flags):
-    """The real train.py with the embedded engine."""
+    """The real train.py with the embedded engine, in a session of its own."""
     settings = "--trainer deepspeed --zero_stage 1 --rollout_batch_size 4 --batch_size 5 --eval_episodes 4"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = [*launcher, "train.py", "--model", model, "--out", str(out), *settings.split(), *flags]
@@ -132,3 +133,25 @@ def test_train_on_two_ranks_with_the_embedded_engine(model_folder, tmp_path):
     folders = (tmp_path / "run/checkpoint", model_folder["text"])
     after, before = (load_policy(str(f), "cpu", torch.float32).model.parameters() for f in folders)
     assert max((p - q).abs().max() for p, q in zip(after, before, strict=True)) > 1e-4
+
+
+def test_a_killed_rank_ends_the_run(model_folder, tmp_path):
+    process = train_on_two_ranks(model_folder["text"], tmp_path / "run", "--iterations", "100000")
+    waited = time.monotonic() + 200
+    while len(rows(tmp_path / "run")) < 2:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < waited
+        time.sleep(0.2)
+    victims = [pid for pid in session(process.pid) if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
+    os.kill(min(victims), signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode not in (0, None)
+    assert "exitcode  : -9" in output  # torchrun names the rank that died
+    assert not session(process.pid)
+
+
+def session(leader):
+    """Processes that live in this session."""
+    listing = subprocess.run(["ps", "-eo", "pid=,sid=,stat="], capture_output=True, text=True, check=True).stdout
+    fields = (line.split() for line in listing.splitlines())
+    return [int(pid) for pid, sid, state in fields if int(sid) == leader and "Z" not in state]
