@@ -11,7 +11,9 @@ resumed goes on behind the rows of its checkpoint; later ones are cut off and co
 Columns of metrics.csv: `step` optimizer steps; `episodes` collected so far; `train_*` of this iteration's
 episodes, `eval_*` on held-out seeds (empty where not evaluated), the environment's own `metrics` among them;
 `invalid` share of unreadable replies;
-`mismatch` mean |engine - trainer log-prob|; `grad_norm`, `clip_fraction` (ratios cut by the PPO clip), `kl`
+`mismatch` mean |engine - trainer log-prob|, `mismatch_p01` and `mismatch_p99` quantiles of the ratio trainer / engine
+over action tokens; `sync_error` the largest difference over a fixed probe, with vLLM, where proven;
+`grad_norm`, `clip_fraction` (ratios cut by the PPO clip), `kl`
 (k3 of pi_mu against pi_theta) of the on-policy update; `replay_*` means over the K replay updates, where
 `replay_age` is in optimizer steps, `replay_success` the share of successes drawn and
 `replay_nonzero_advantages` the share of their action tokens that carry any gradient; `mean_age` over the buffer.
@@ -34,6 +36,7 @@ from tqdm import tqdm
 
 from envs.base import EVAL_SEEDS
 from freshper import diagnostics
+from freshper.backends import BackendError
 from freshper.buffer import Replay, ReplayBuffer
 from freshper.checkpoint import write_whole
 from freshper.config import Config
@@ -44,7 +47,8 @@ from freshper.rollout import summarize
 from freshper.trainer import TorchTrainer
 
 COLUMNS = """
-iteration step episodes wall_s train_success train_reward eval_success eval_reward turns invalid mismatch
+iteration step episodes wall_s train_success train_reward eval_success eval_reward turns invalid
+mismatch mismatch_p01 mismatch_p99 sync_error
 loss grad_norm clip_fraction kl nonzero_advantages replay_loss replay_grad_norm replay_clip_fraction replay_kl
 replay_nonzero_advantages replay_success replay_age buffer_size mean_age lr
 """.split()
@@ -88,6 +92,8 @@ class Report:
         self.metrics = env.metrics
         self.baselines = baselines(self.config)
         parameters = sum(p.numel() for p in self.policy.model.parameters())
+        if self.config.reason:
+            self.say(f"preset {self.config.preset}: {self.config.reason}")
         self.say(f"{self.title()}: {type(self.policy.model).__name__}, {parameters:,} parameters")
         players = ", ".join(f"{name} {value:.3f}" for name, value in self.baselines.items())
         how = "exactly" if env.has_exact_baselines() else "one game each"
@@ -99,7 +105,7 @@ class Report:
             self.say(str(error) or "interrupted")
         elif error:
             notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
-            name = "" if isinstance(error, NonFiniteError | OSError) else f"{kind.__name__}: "
+            name = "" if isinstance(error, NonFiniteError | OSError | BackendError) else f"{kind.__name__}: "
             self.say(f"stopped in iteration {self.iteration}: {name}{error}{notes}")
         try:
             self._write_pages()

@@ -106,7 +106,8 @@ class RunState:
             state["buffer"]["episodes"] = pack_episodes(state["buffer"]["episodes"])
             state |= {"config": dataclasses.asdict(config), "generators": generators()}
             state["vision"] = vision(self.policy)
-            checkpoint.save(self.report.folder, done, self.policy, state, best, config.keep_checkpoints)
+            policy = self.parts["trainer"].whole_policy()
+            checkpoint.save(self.report.folder, done, policy, state, best, config.keep_checkpoints)
             self.last_save = time.monotonic()
         if self.signals.received and not finished:
             raise Interrupted(self.signals.received)

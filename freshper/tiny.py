@@ -67,7 +67,7 @@ CHAT_TEMPLATE = """\
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
-HIDDEN, LAYERS, HEADS = 64, 2, 4
+HIDDEN, LAYERS, HEADS = 64, 2, 2
 SHIPPED = Path(__file__).parent / "weights"
 
 
@@ -126,7 +126,7 @@ def build_policy(env: TextEnv, seed: int = 0) -> Policy:
         "initializer_range": 0.1,
     }
     config = Qwen2_5_VLConfig(
-        text_config={**language, "rope_parameters": rope | {"mrope_section": [2, 3, 3]}},
+        text_config={**language, "rope_parameters": rope | {"mrope_section": [4, 6, 6]}},
         vision_config=vision,
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],

@@ -19,7 +19,7 @@ TASKS = ", ".join(ENVS)
 FLAGS = {
     "--env nowhere": f"--env is nowhere, but must be one of {TASKS}",
     "--method dqn": "argument --method: invalid choice: 'dqn' (choose from 'on_policy', 'per', 'freshper')",
-    "--preset huge": "argument --preset: invalid choice: 'huge' (choose from 'tiny', 'paper')",
+    "--preset huge": "argument --preset: invalid choice: 'huge' (choose from 'auto', 'tiny', 'paper')",
     "--unknown 3": "unknown flag --unknown; --help lists them all",
     "stray": "unknown flag stray; --help lists them all",
     "--it 3": "unknown flag --it; --help lists them all",

@@ -224,6 +224,31 @@ def test_gradients_do_not_depend_on_micro_batches_or_padding(text_policy, aggreg
         torch.testing.assert_close(other, gradients[0], rtol=1e-4, atol=1e-6)
 
 
+def test_chunks_of_logits_change_neither_numbers_nor_gradients(text_policy, monkeypatch):
+    episodes, results = episodes_for(text_policy, 6), []
+    for at_once in (2**27, 700, 1):  # one chunk, two tokens each, one token each
+        monkeypatch.setattr("freshper.trainer.LOGITS_AT_ONCE", at_once)
+        trainer = trainer_for(text_policy, entropy_coef=0.01)
+        logprobs = trainer.logprobs(collate(episodes))
+        trainer.update(episodes)
+        results.append((logprobs, torch.cat([p.grad.flatten() for p in trainer.policy.model.parameters()])))
+    assert results[0][1].abs().max() > 1e-4
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=1e-4, atol=1e-6)
+
+
+def test_entropy_of_what_can_be_sampled(text_policy):
+    episodes = episodes_for(text_policy, 2)
+    batch = collate(episodes)
+    _, entropies = action_logprobs(text_policy, batch, 0.7, entropy=True)
+    logits = text_policy.model(batch.tokens).logits.double() / 0.7
+    logits[..., text_policy.suppressed_ids] = -torch.inf
+    for row, t in batch.action_mask.nonzero().tolist():
+        if t:
+            expected = torch.distributions.Categorical(logits=logits[row, t - 1]).entropy().item()
+            assert entropies[row, t].item() == pytest.approx(expected, abs=1e-4)
+
+
 def test_trainer_computes_the_loss_of_the_equations(text_policy):
     """The whole path tokens -> log-probs -> loss, with the stock model's logits and Python floats."""
     trainer = trainer_for(text_policy, advantage_clip=0.7, loss_aggregation="token_sum")
