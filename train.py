@@ -35,7 +35,9 @@ def train(
     stop being numbers, OSError where the disk fails, BackendError where vLLM or DeepSpeed does, Interrupted after a
     signal."""
     envs = [config.make_env() for _ in range(max(config.rollout_batch_size, config.eval_episodes))]
-    buffer = ReplayBuffer(config.capacity, config.alpha, config.decay_function(), config.eviction, config.seed)
+    decay = config.decay_function()
+    by = "draws" if config.decay == "draws" else "age"
+    buffer = ReplayBuffer(config.capacity, config.alpha, decay, config.eviction, config.seed, decay_by=by)
     baseline = ReplayBaseline(config.replay_advantage, config.baseline_window)
 
     def collect(seeds: list[int]) -> list:
@@ -48,6 +50,8 @@ def train(
         return trainer.step + updates_ahead if config.age_unit == "step" else iteration
 
     run = RunState(config, policy, report, signals, engine=engine, trainer=trainer, buffer=buffer, baseline=baseline)
+    if config.decay == "auto":
+        run.parts["tau"] = decay
     run.restore()
     for iteration in report.progress():  # Algorithm 1, line 1
         # 2: roll out pi_mu in E to collect episodes {e_j} with rewards {r_j}
@@ -72,7 +76,11 @@ def train(
             beta = annealed_beta(config.beta, iteration / config.iterations) if config.is_correction else 0.0
             weights = importance_weights(replay.probabilities, len(buffer), beta)
             # 10: train pi_theta on S with the IS-weighted policy gradient
-            report.add_replay(replay, *trainer.update(replay.episodes, weights, baseline.moments(replay.episodes)))
+            stats, drift = trainer.update(replay.episodes, weights, baseline.moments(replay.episodes))
+            report.add_replay(replay, stats, drift)
+            if config.decay == "auto":
+                decay.observe(replay.ages, drift["kl"])
+                report.add({"tau": decay.tau})
         # 12: sync the inference engine, pi_mu <- pi_theta
         report.add(engine.sync(trainer))
 
