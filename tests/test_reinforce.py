@@ -271,6 +271,34 @@ def test_trainer_computes_the_loss_of_the_equations(text_policy):
     assert 0.0 < stats["clip_fraction"] < 1.0
 
 
+def test_what_the_engine_sampled_otherwise_is_logged_and_weighed(text_policy):
+    """Log-probs of an engine that is off by known amounts: the logged numbers, and the loss with capped weights."""
+    trainer = trainer_for(text_policy, truncated_is=2.0, loss_aggregation="token_sum", advantage_clip=20.0)
+    episodes = episodes_for(text_policy, 5)
+    right = trainer.logprobs(collate(episodes)).numpy()
+    off = []
+    for e, row in zip(episodes, right, strict=True):
+        off.append(
+            np.random.default_rng(e.seed).normal(0, 0.7, len(e.tokens)) * e.action_mask
+        )  # log pi_trainer/pi_engine
+        e.behavior_logprobs = (row[: len(e.tokens)] - off[-1]).astype(np.float32)
+    of_actions = np.concatenate([d[e.action_mask] for d, e in zip(off, episodes, strict=True)])
+    stats = trainer.record_behavior_logprobs(episodes)
+    assert stats["mismatch"] == pytest.approx(np.abs(of_actions).mean(), rel=1e-4)
+    ratios = np.sort(np.exp(of_actions))
+    for name, share in (("mismatch_p01", 0.01), ("mismatch_p99", 0.99)):
+        at = share * (len(ratios) - 1)
+        assert ratios[int(at)] * 0.999 <= stats[name] <= ratios[int(at) + 1] * 1.001
+    assert (ratios > 2).any()
+    # at the start rho = 1, so the loss is - 1/B sum min(ratio, 2) A
+    everyone = slow_advantages(episodes, 20.0)
+    loss = 0.0
+    for e, d, a in zip(episodes, off, everyone, strict=True):
+        capped = [min(math.exp(x), 2.0) for x in d[e.action_mask]]
+        loss -= sum(c * y for c, y in zip(capped, a, strict=True)) / len(episodes)
+    assert trainer.update(episodes)[0]["loss"] == pytest.approx(loss, rel=1e-3, abs=1e-5)
+
+
 def test_kl_in_the_reward(text_policy):
     """At the start pi = pi_ref, so k1 = log pi_mu - log pi_ref is whatever the stored log-probs say."""
     trainer = trainer_for(text_policy, kl_reward_coef=0.1)
