@@ -18,6 +18,7 @@ counted as diverged.
 
 import argparse
 import csv
+import dataclasses
 import json
 import os
 import re
@@ -44,8 +45,10 @@ CONFIG_DEFAULT = "--advantage_clip 20 --kl_loss_coef 0.05 --kl_reward_coef 0.1 -
 
 def exhibits(preset: str, env: str) -> dict[str, list[str]]:
     """Ready-made comparisons: name -> arms. K and the number of iterations are those of the preset."""
-    known = {"replay_ratio": 2, "iterations": 400, "eval_every": 10, "tau": 500, "alpha": 0.6} | defaults(
-        preset, env, "freshper"
+    known = {f.name: f.default for f in dataclasses.fields(Config)} | defaults(preset, env, "freshper")
+    fresh = known["rollout_batch_size"]
+    current = (
+        f"--capacity {fresh} --batch_size {fresh} --replay_ratio {known['replay_ratio'] * known['batch_size'] // fresh}"
     )
     updates = known["replay_ratio"] + 1
     longer = f"--iterations {updates * known['iterations']} --eval_every {updates * known['eval_every']}"
@@ -59,11 +62,14 @@ def exhibits(preset: str, env: str) -> dict[str, list[str]]:
         "is": ["freshper", "freshper --is_correction True", "per --is_correction False", "per"],
         # Table config_comparison
         "config": ["freshper --advantage_clip 0.2", f"freshper {CONFIG_DEFAULT}", "freshper --advantage_clip 20"],
-        # ours: as many updates, as many tokens, no priorities, no decay, no base priority
+        # ours: as many updates; as many tokens; no buffer but the current batch, its successes preferred or not;
+        # no priorities; no decay; no base priority
         "controls": [
             "on_policy",
             f"on_policy --ppo_epochs {updates}",
             f"on_policy {longer}",
+            f"per --is_correction False {current}",
+            f"per --is_correction False --alpha 0 {current}",
             "per --alpha 0 --is_correction False",
             "per",
             "per --is_correction False",
