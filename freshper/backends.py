@@ -56,6 +56,9 @@ def join(config: Config) -> int:
         raise ValueError(f"--trainer is torch, but {ranks} ranks were started; only deepspeed uses more than one")
     if config.engine == "vllm" and config.device == "cuda" and ranks > 1 and not config.rollout_gpus:
         raise ValueError(f"--rollout_gpus is 0, but must be above 0 where {ranks} ranks train")
+    layout = config.rollout_gpus if config.preset == "paper" else 0
+    if layout > 1 and ranks == 1:
+        print(f"one rank trains; the paper's layout has {layout}: torchrun --nproc_per_node {layout} train.py ...")
     if config.trainer == "torch":
         return 0
     if config.device == "cpu":

@@ -155,4 +155,4 @@ def chosen_preset(env: str, model: str | None, device: str | None) -> tuple[str,
         return "tiny", f"there are {gpus} GPUs, the paper's layout takes {2 * paper['rollout_gpus']}, or a single one"
     if not (Path(model).is_dir() or isinstance(try_to_load_from_cache(model, "config.json"), str)):
         return "tiny", f"{model} is not on this machine"
-    return "paper", f"{gpus} GPUs, vLLM, DeepSpeed and {model} are there"
+    return "paper", f"{gpus} GPU{'s' * (gpus > 1)}, vLLM, DeepSpeed and {model} are there"

@@ -161,8 +161,14 @@ class Client:
 
 
 def own_gpus(config: Config) -> list[str]:
-    """vLLM's GPUs, those after the trainer's. Raises ValueError where there are too few."""
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    """vLLM's GPUs on the machine of rank 0: those after its ranks', or what FRESHPER_ROLLOUT_DEVICES names (DeepSpeed's
+    launcher hides from a rank all GPUs but the trainer's). Raises ValueError where there are too few."""
+    if named := os.environ.get("FRESHPER_ROLLOUT_DEVICES"):
+        own = named.split(",")
+        if len(own) != config.rollout_gpus:
+            raise ValueError(f"--rollout_gpus is {config.rollout_gpus}, but FRESHPER_ROLLOUT_DEVICES is {named}")
+        return own
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     gpus = visible.split(",") if visible else [str(k) for k in range(torch.cuda.device_count())]
     if len(gpus) < ranks + config.rollout_gpus:

@@ -42,7 +42,7 @@ def test_zero_3_leaves_the_embedded_engine_no_model(capsys):
         (2, False, True, "tiny", "vllm is not installed"),
         (2, True, False, "tiny", "Qwen/Qwen2.5-0.5B-Instruct is not on this machine"),
         (2, True, True, "paper", "2 GPUs, vLLM, DeepSpeed and Qwen/Qwen2.5-0.5B-Instruct are there"),
-        (1, True, True, "paper", "1 GPUs, vLLM, DeepSpeed and Qwen/Qwen2.5-0.5B-Instruct are there"),
+        (1, True, True, "paper", "1 GPU, vLLM, DeepSpeed and Qwen/Qwen2.5-0.5B-Instruct are there"),
     ],
 )
 def test_the_preset_is_the_papers_only_where_all_it_needs_is_there(
