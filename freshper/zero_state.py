@@ -32,9 +32,9 @@ def whole_state(trainer: TorchTrainer) -> dict[str, Any]:
         if trainer.rank == 0:
             state[k] = {"step": step, **{name: moment.cpu() for name, moment in moments.items()}}
             masters |= {} if master is None else {k: master.cpu()}
-    groups = trainer.optimizer.state_dict()["param_groups"]
-    groups[0]["params"] = list(range(len(trainable)))
-    return {"state": state, "param_groups": groups, "masters": masters}
+    (group,) = trainer.optimizer.param_groups
+    group = {**group, "params": list(range(len(trainable)))}
+    return {"state": state, "param_groups": [group], "masters": masters}
 
 
 def put_state(trainer: TorchTrainer, state: dict[str, Any]) -> None:
