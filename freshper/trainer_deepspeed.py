@@ -28,6 +28,7 @@ import signal
 import socket
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,6 +65,7 @@ def join_ranks(config: Config) -> int:
     if config.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.logger.setLevel("WARNING")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's, every call
     deepspeed.init_distributed(
         "nccl" if config.device == "cuda" else "gloo",
         verbose=False,

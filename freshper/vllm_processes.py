@@ -84,7 +84,8 @@ def start_vllm(policy: Policy, config: Config, folder: Path) -> Any:
         options = {"enforce_eager": True}
     elif c.rollout_gpus:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(own_gpus(c))
-        options = {"tensor_parallel_size": c.rollout_gpus}
+        # the other way of sampling with tensor parallelism does not call `compute_logits` (`follow_policy`)
+        options = {"tensor_parallel_size": c.rollout_gpus, "enable_batch_sharded_sampling": False}
     else:
         # IPC handles are Python objects, which vLLM passes between its processes only when told to
         variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
@@ -124,10 +125,19 @@ def start_vllm(policy: Policy, config: Config, folder: Path) -> Any:
 
 
 def open_transfer(llm: Any, config: Config, trainer: TorchTrainer) -> Any:
-    """Open the path that weights take on GPUs; its `send_weights()` is a whole sync."""
-    from vllm.distributed.weight_transfer import ParamMeta, WeightSource, WeightTransferTrainerFactory
-    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+    """Open the path that weights take on GPUs; its `send_weights()` is a whole sync. Raises BackendError where this
+    vLLM has another one than 0.32."""
+    import vllm
+
+    try:
+        from vllm.distributed.weight_transfer import ParamMeta, WeightSource, WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+    except ImportError as error:
+        raise BackendError(
+            f"vLLM is {vllm.__version__}, whose way to hand over weights is another than that of 0.32 ({error}); "
+            "requirements-gpu.txt has the version"
+        ) from error
 
     class Source(WeightSource):
         def metadata(self) -> list[ParamMeta]:
