@@ -30,7 +30,7 @@ def whole_state(trainer: TorchTrainer) -> dict[str, Any]:
         moments = {name: safe_get_full_optimizer_state(p, name) for name in MOMENTS}
         master = safe_get_full_fp32_param(p) if trainer.config.dtype == "bfloat16" else None
         if trainer.rank == 0:
-            state[k] = {"step": step, **{name: moment.cpu() for name, moment in moments.items()}}
+            state[k] = {"step": step.clone(), **{name: moment.cpu() for name, moment in moments.items()}}
             masters |= {} if master is None else {k: master.cpu()}
     (group,) = trainer.optimizer.param_groups
     group = {**group, "params": list(range(len(trainable)))}
