@@ -10,7 +10,9 @@ import contextlib
 import importlib.util
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from freshper.config import Config
@@ -25,19 +27,32 @@ class BackendError(RuntimeError):
 
 
 @contextlib.contextmanager
-def deadline(phase: str, seconds: float) -> Iterator[None]:
-    """Raise BackendError, naming the phase, in the main thread if the block takes longer."""
+def deadline(phase: str, seconds: float, processes: Sequence[int] = ()) -> Iterator[None]:
+    """Raise BackendError, naming the phase, in the main thread if the block takes longer, or if one of these processes
+    has died (vLLM waits for ever for an answer of its own)."""
+    end = time.monotonic() + seconds
 
-    def expired(*_: object) -> None:
-        raise BackendError(f"{phase} took longer than --timeout {seconds:g} s")
+    def look(*_: object) -> None:
+        if time.monotonic() >= end:
+            raise BackendError(f"{phase} took longer than --timeout {seconds:g} s")
+        if dead := [pid for pid in processes if not alive(pid)]:
+            raise BackendError(f"vLLM died in {phase} (process {dead[0]}); if it said why, that stands above")
 
-    handler = signal.signal(signal.SIGALRM, expired)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    handler = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, min(1.0, seconds), min(1.0, seconds))
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs, and is not only waiting to be buried by its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def join(config: Config) -> int:

@@ -16,8 +16,10 @@ Run and tested: the CPU path. Written after vLLM 0.32's documentation and not ru
 (freshper/vllm_processes.py). The weight-transfer API has changed three times, hence the pin.
 """
 
+import contextlib
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,7 @@ class VLLMEngine:
         self.policy, self.config = policy, config
         self.rng = np.random.default_rng(config.seed)
         self.folder = Path(tempfile.mkdtemp(prefix="freshper-", dir=SHARED_MEMORY))
+        self.processes: list[int] = []
         self.llm, self.asleep, self.syncs, self.synced_step = None, False, 0, trainer.step
         self.tolerance = config.sync_tolerance or (1e-3 if config.dtype == "float32" else 0.5)
         self.shared_gpu = config.device != "cpu" and not config.rollout_gpus
@@ -57,7 +60,7 @@ class VLLMEngine:
                 if policy.image_processor:
                     policy.image_processor.save_pretrained(self.folder)
                 self._write_weights(trainer)
-                self.llm = start_vllm(policy, config, self.folder)
+                self.llm, self.processes = start_vllm(policy, config, self.folder)
                 self.transfer = open_transfer(self.llm, config, trainer) if config.device != "cpu" else None
             self.probe = self._probe_episodes()
             self.prove(trainer)
@@ -91,13 +94,8 @@ class VLLMEngine:
 
     def _run(self, phase: str, conversations: list[Conversation], params: list) -> list:
         """vLLM's outputs, with its reading of each prompt checked against ours."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        try:
-            with deadline(phase, self.config.timeout):
-                outputs = self.llm.generate([self._request(c) for c in conversations], params, use_tqdm=False)
-        except EngineDeadError as error:
-            raise BackendError(f"vLLM died in {phase}; its own message stands above") from error
+        with self._waiting(phase):
+            outputs = self.llm.generate([self._request(c) for c in conversations], params, use_tqdm=False)
         for conversation, output in zip(conversations, outputs, strict=True):
             if list(output.prompt_token_ids) != conversation.tokens:
                 raise BackendError(
@@ -105,6 +103,17 @@ class VLLMEngine:
                     f"{len(output.prompt_token_ids)} tokens, the trainer as {len(conversation.tokens)}"
                 )
         return outputs
+
+    @contextlib.contextmanager
+    def _waiting(self, phase: str) -> Iterator[None]:
+        """Raises BackendError where vLLM fails or takes too long in here."""
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        try:
+            with deadline(phase, self.config.timeout, self.processes):
+                yield
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise BackendError(f"vLLM died in {phase}; its own message stands above") from error
 
     def _request(self, conversation: Conversation) -> dict[str, Any]:
         """The token ids with one placeholder a picture, and the pictures."""
@@ -124,7 +133,7 @@ class VLLMEngine:
         """pi_mu <- pi_theta. Does nothing where the trainer has not moved since the last time."""
         if trainer.step == self.synced_step:
             return {}
-        with deadline("handing the weights to vLLM", self.config.timeout):
+        with self._waiting("handing the weights to vLLM"):
             if self.asleep:
                 self.llm.wake_up(tags=["weights"])
             if self.config.device == "cpu":

@@ -8,6 +8,7 @@ of a GPU: GPUs of vLLM's own with NCCL, a shared GPU with CUDA IPC.
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -44,18 +45,21 @@ class WorkerExtension:
 
         model.compute_logits = compute_logits
 
-    def end_with(self, trainer: int) -> None:
-        """Watch the trainer's process: vLLM's own would outlive it if it were killed."""
+    def end_with(self, trainer: int, folder: str) -> tuple[int, int]:
+        """Watch the trainer's process: vLLM's own, and the weights in shared memory, would outlive it if it were killed.
+        Returns those to be watched in turn, of this worker and of vLLM's core."""
         core = os.getppid()  # vLLM's core, or the trainer itself where core and worker are one process
 
         def watch() -> None:
             while Path(f"/proc/{trainer}").exists():
                 time.sleep(1.0)
+            shutil.rmtree(folder, ignore_errors=True)
             if core != trainer:
                 os.kill(core, signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
 
         threading.Thread(target=watch, daemon=True).start()
+        return os.getpid(), core
 
     def squared_norms(self) -> dict[str, float]:
         """|w|^2 of every parameter as the worker computes with it."""
@@ -72,8 +76,9 @@ class WorkerExtension:
         return norms
 
 
-def start_vllm(policy: Policy, config: Config, folder: Path) -> Any:
-    """Start vLLM's processes on the model in `folder`, with the launcher's variables out of their sight. An `LLM`."""
+def start_vllm(policy: Policy, config: Config, folder: Path) -> tuple[Any, list[int]]:
+    """Start vLLM's processes on the model in `folder`, with the launcher's variables out of their sight. An `LLM`, and
+    the numbers of its processes."""
     c = config
     env = c.make_env()
     pictures = len(env.reset(seed=0)[0].images) * (env.max_turns + 1)
@@ -119,9 +124,9 @@ def start_vllm(policy: Policy, config: Config, folder: Path) -> Any:
                 f"vLLM could not start, and has said why above; if its KV cache has no room for a conversation of "
                 f"--max_tokens {c.max_tokens}, lower that or raise --engine_memory ({error})"
             ) from error
-    llm.collective_rpc("end_with", args=(os.getpid(),))
+    found = {pid for pair in llm.collective_rpc("end_with", args=(os.getpid(), str(folder))) for pid in pair}
     llm.collective_rpc("follow_policy", args=(policy.suppressed_ids, c.temperature))
-    return llm
+    return llm, sorted(found - {os.getpid()})
 
 
 def open_transfer(llm: Any, config: Config, trainer: TorchTrainer) -> Any:

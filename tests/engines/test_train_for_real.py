@@ -6,7 +6,6 @@ vLLM takes most of the time, so a run serves several tests: it trains, is looked
 """
 
 import csv
-import glob
 import json
 import os
 import signal
@@ -24,6 +23,7 @@ from freshper.models import load_policy
 from freshper.tiny import build_policy
 
 ROOT = Path(__file__).parents[2]
+SHARED_MEMORY = Path("/dev/shm")
 SHORT = """--rollout_batch_size 4 --batch_size 5 --micro_batch_size 2 --eval_episodes 4 --eval_every 2 --max_turns 4
 --format_penalty 0.15 --sync_check_every 1 --lr 0.003 --warmup_steps 0 --save_every 1 --truncated_is 2""".split()
 REAL = ["--engine", "vllm", "--trainer", "deepspeed"]
@@ -48,7 +48,7 @@ def start(out, ranks, *flags, script=("train.py",)):
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     with open(f"{out}.log", "a") as log:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [*launcher, *script, *flags],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -56,6 +56,8 @@ def start(out, ranks, *flags, script=("train.py",)):
             stderr=log,
             start_new_session=True,
         )
+    process.in_memory = set(SHARED_MEMORY.glob("freshper-*"))
+    return process
 
 
 def session(process):
@@ -70,14 +72,14 @@ def finish(process, out, timeout=400):
     try:
         status = process.wait(timeout)
         gone = time.monotonic() + 10
-        while session(process) and time.monotonic() < gone:
+        while (left := (session(process), set(SHARED_MEMORY.glob("freshper-*")) - process.in_memory)) != ({}, set()):
+            if time.monotonic() > gone:
+                break
             time.sleep(0.2)
-        left = session(process)
     finally:
         for pid in session(process):
             os.kill(pid, signal.SIGKILL)
-    assert not left
-    assert not glob.glob("/dev/shm/freshper-*")
+    assert left == ({}, set())
     return status, Path(f"{out}.log").read_text()
 
 
