@@ -46,7 +46,7 @@ class WorkerExtension:
         model.compute_logits = compute_logits
 
     def end_with(self, trainer: int, folder: str) -> tuple[int, int]:
-        """Watch the trainer's process: vLLM's own, and the weights in shared memory, would outlive it if it were killed.
+        """Watch the trainer's process: vLLM's own, and the weights in shared memory, would outlive it if killed.
         Returns those to be watched in turn, of this worker and of vLLM's core."""
         core = os.getppid()  # vLLM's core, or the trainer itself where core and worker are one process
 
