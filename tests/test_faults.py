@@ -1,12 +1,10 @@
-"""Faults, caused on purpose: the run goes on, or ends with a sentence and a status. It never goes on with nonsense.
-
-An environment that hangs is not cut off: how long a step may take, only its author knows, and a thread in the
-middle of a step cannot be stopped safely. The progress bar stands still, and two signals end the run at once.
-"""
+"""Faults, caused on purpose: the run goes on, or ends with a sentence and a status. It never goes on with nonsense."""
 
 import ctypes
 import os
+import re
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -17,11 +15,13 @@ import torch
 from test_resume import LONGER, stop_at_call
 from test_train import ROOT, SHORT, rows, run
 
+import train
 from envs.frozenlake import FrozenLake
 from freshper import checkpoint
-from freshper.engine_hf import HFEngine
+from freshper.engine_hf import HFEngine, Sampling
 from freshper.models import load_policy
-from freshper.rollout import Reply
+from freshper.rollout import Reply, rollout
+from freshper.time_limit import limited
 
 
 def in_process_of_its_own(model_folder, out, *flags, **options):
@@ -102,6 +102,79 @@ def test_an_environment_that_returns_no_number(model_folder, tmp_path, monkeypat
     assert f"stopped in iteration 1: the rollout met a reward {reward}" in said
     assert "episode seed 42000007, turn 2" in said
     assert len(rows(tmp_path / "run")) == 1
+
+
+def sleep():
+    time.sleep(600)
+
+
+def spin():
+    while True:
+        pass
+
+
+def retry_for_ever():
+    while True:
+        try:
+            time.sleep(600)
+        except Exception:
+            continue
+
+
+@pytest.mark.parametrize(
+    ("method", "hang"), [("step", sleep), ("step", spin), ("step", retry_for_ever), ("reset", sleep)]
+)
+def test_an_environment_that_hangs_is_cut_off(model_folder, tmp_path, monkeypatch, capsys, method, hang):
+    """The run ends with a sentence, and goes on from its last checkpoint."""
+    real, calls = getattr(FrozenLake, method), []
+
+    def hanging(self, *arguments, **keywords):
+        calls.append(1)
+        if len(calls) == (50 if method == "step" else 35):
+            hang()
+        return real(self, *arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FrozenLake, method, hanging)
+        began = time.monotonic()
+        assert run(model_folder, tmp_path / "run", *LONGER, "--env_timeout", "0.3") == 1
+    assert time.monotonic() - began < 60
+    captured = capsys.readouterr()
+    said = captured.out
+    where = r"in environment frozenlake, episode seed 420000\d\d, (turn \d|reset)"
+    sentence = rf"stopped in iteration \d: the environment took longer than the 0.3 s of --env_timeout; {where}\n"
+    assert re.search(sentence, said)
+    assert "Traceback" not in said + captured.err
+    assert len(rows(tmp_path / "run")) >= 2
+    assert train.main(["--resume", str(tmp_path / "run")]) == 0
+    assert [int(r["iteration"]) for r in rows(tmp_path / "run")] == list(range(6))
+
+
+def test_environments_that_answer_all_at_once_are_cut_off_too(text_policy, monkeypatch):
+    """As nq_search does, whose one request is made before the first of them answers."""
+
+    class Slow(FrozenLake):
+        @classmethod
+        def step_many(cls, envs, replies):
+            sleep()
+
+    engine = HFEngine(text_policy, Sampling(), 0)
+    with pytest.raises(TimeoutError, match=r"took longer than the 0\.2 s") as error:
+        rollout(engine, text_policy, [Slow(), Slow()], [7, 8], 512, 6, name="slow", env_timeout=0.2)
+    assert error.value.__notes__ == ["in environment slow, episode seed 7, turn 1"]
+
+
+def test_the_time_limit_leaves_nothing_behind():
+    """A call in time, one that fails, one that is cut off: no timer runs on, and SIGALRM is whose it was."""
+    before = signal.getsignal(signal.SIGALRM)
+    assert limited(5, max, [1, 3], key=abs) == 3
+    assert limited(0, max, [1, 3], key=abs) == 3
+    with pytest.raises(ZeroDivisionError):
+        limited(5, lambda: 1 / 0)
+    with pytest.raises(TimeoutError):
+        limited(0.01, sleep)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGALRM) == before
 
 
 def test_an_environment_that_hangs_can_be_stopped(model_folder, tmp_path):
@@ -241,8 +314,6 @@ def test_a_reply_with_a_script_is_text_in_the_page(model_folder, tmp_path, monke
 
 
 def test_ctrl_c_waits_for_the_iteration_and_saves(model_folder, tmp_path, monkeypatch):
-    import signal
-
     stop_at_call(monkeypatch, 8, [signal.SIGINT])
     assert run(model_folder, tmp_path / "run", *LONGER) == 130
     assert checkpoint.find(tmp_path / "run")[0].done == len(rows(tmp_path / "run"))
