@@ -49,9 +49,13 @@ class Checkpoint(NamedTuple):
 def write_whole(path: Path, text: str) -> None:
     """Write a text file that is there as a whole or not at all."""
     new = path.with_name(f".{path.name}.new")
-    new.write_text(text, encoding="utf-8", newline="")
-    _flush(new)
-    new.replace(path)
+    try:
+        new.write_text(text, encoding="utf-8", newline="")
+        _flush(new)
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def save(out: Path, done: int, policy: Policy, state: dict[str, Any], best: int, keep: int) -> None:

@@ -1,9 +1,10 @@
 """Faults, caused on purpose: the run goes on, or ends with a sentence and a status. It never goes on with nonsense."""
 
 import ctypes
+import json
 import os
 import re
-import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,19 +32,49 @@ def in_process_of_its_own(model_folder, out, *flags, **options):
     )
 
 
-def test_disk_full(model_folder, tmp_path):
-    """No file may grow beyond 300 kB, as on a disk that is full: the first checkpoint does not fit."""
+def on_a_full_disk(model, folder):
+    """What tests/full_disk.py prints: on a file system of its own where this process may mount one, as root or in a
+    user namespace, else under a limit of file sizes; and which of these it was."""
+    script = [sys.executable, "tests/full_disk.py"]
+    commands = {
+        "tmpfs": ["unshare", "-m", *script, "tmpfs"],
+        "tmpfs in a user namespace": ["unshare", "-rm", *script, "tmpfs"],
+        "RLIMIT_FSIZE": [*script, "limit"],
+    }
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+    for how, command in commands.items():
+        if shutil.which(command[0]):
+            done = subprocess.run(
+                [*command, model, str(folder)], cwd=ROOT, env=one_thread, capture_output=True, text=True
+            )
+            if not re.search("^(unshare|mount): ", done.stderr, re.MULTILINE):
+                assert done.returncode == 0, (how, done.stderr)
+                return how, json.loads(done.stdout)
+    raise AssertionError(done.stderr)
 
-    def limit():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
 
-    done = in_process_of_its_own(model_folder, tmp_path / "run", preexec_fn=limit)
-    assert done.returncode == 1
-    assert "stopped in iteration 1: the checkpoint of iteration 2 could not be written" in done.stdout
-    assert "File too large" in done.stdout
-    assert "Traceback" not in done.stderr
-    assert len(rows(tmp_path / "run")) == 2
-    assert not list((tmp_path / "run").glob("*checkpoint*"))
+def test_a_disk_that_runs_full(model_folder, tmp_path):
+    """While rows are written, while a checkpoint is, and from the start: exit status 1 or 2 and one sentence; the
+    checkpoint before stays whole, and with space again the run goes on."""
+    (tmp_path / "disk").mkdir()
+    how, runs = on_a_full_disk(model_folder["text"], tmp_path / "disk")
+    print(how)
+    full = "File too large" if how == "RLIMIT_FSIZE" else "No space left on device"
+    assert {name: (r["status"], r["done"]) for name, r in runs.items()} == {
+        "before": (0, 4), "checkpoint": (1, 4), "metrics": (1, 4), "nothing": (2, 4), "after": (0, 6)
+    }  # fmt: skip
+    assert not any(r["problems"] or "Traceback" in r["stderr"] + r["stdout"] for r in runs.values())
+    assert not any(".new" in name or "unfinished" in name for r in runs.values() for name in r["files"])
+    stopped = {name: [x for x in r["stdout"].splitlines() if x.startswith("stopped")] for name, r in runs.items()}
+    (sentence,) = stopped["checkpoint"]
+    assert "stopped in iteration 5: the checkpoint of iteration 6 could not be written to " in sentence
+    assert full in sentence
+    (sentence,) = stopped["metrics"]
+    assert "metrics.csv or replay.csv could not be written in " in sentence
+    assert full in sentence
+    assert "but must be a folder that can be written to: " in runs["nothing"]["stderr"].splitlines()[-1]
+    assert runs["metrics"]["files"] == runs["before"]["files"]
+    assert len(runs["after"]["rows"].splitlines()) == 7
 
 
 def test_a_failed_save_leaves_the_one_before_it(text_policy, tmp_path, monkeypatch):
