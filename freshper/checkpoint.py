@@ -151,7 +151,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_bytes())
         version = manifest["version"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError("manifest.json cannot be read") from error
     if isinstance(version, int) and version != VERSION:
         raise OtherVersionError(f"{folder} has the checkpoint format {version}, but must have {VERSION}")

@@ -151,6 +151,8 @@ class Config:
         not_negative = """replay_ratio seed warmup_steps kl_loss_coef kl_reward_coef entropy_coef
         top_k dual_clip format_penalty max_turns save_every save_minutes env_timeout""".split()
         checks = [(name, value < math.inf, "finite") for name, value in vars(self).items() if value == math.inf]
+        whole = [name for name, value in vars(self).items() if type(value) is int and name != "seed"]
+        checks += [(name, getattr(self, name) < 2**31, "below 2**31") for name in whole]
         checks += [(name, getattr(self, name) > 0, "above 0") for name in positive]
         checks += [(name, getattr(self, name) >= 0, "0 or more") for name in not_negative]
         checks += [(name, 0.0 <= getattr(self, name) <= 1.0, "between 0 and 1") for name in ("alpha", "beta")]
