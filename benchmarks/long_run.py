@@ -17,11 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from envs import ENVS
 from freshper.tiny import build_policy
+
+ROOT = Path(__file__).parent.parent
 
 FLAGS = """--rollout_batch_size 4 --batch_size 4 --eval_episodes 4 --eval_every 50 --save_every 100 --capacity 200
 --format_penalty 0.15 --threads 1""".split()
