@@ -5,8 +5,8 @@
     python benchmarks/checkpoint.py --pictures 20000      with pictures, of which each stands in many episodes
 
 torch.save pickles every array of every episode on its own. Ours joins them, so that a handful of large arrays is
-written, and packs at the next save only what is new; it also computes and stores the SHA-256 of each file and flushes it
-to the disk, which torch.save does not: its seconds are given with an fsync as well. The tiny model (0.5 MB) is part
+written, and packs at the next save only what is new; it also computes and stores the SHA-256 of each file and flushes
+it to the disk, which torch.save does not: its seconds are given with an fsync as well. The tiny model (0.5 MB) is part
 of ours only.
 """
 

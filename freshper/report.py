@@ -8,6 +8,9 @@
 Rows are written as they come; the rest when the run ends, also when it is interrupted or fails. A run that is
 resumed goes on behind the rows of its checkpoint; later ones are cut off and come again.
 
+No log grows without an end: metrics.csv takes about 0.3 kB an iteration; replay.csv at most REPLAY_ROWS rows (40 MB),
+those of every n-th iteration in a run that would have more of them.
+
 Columns of metrics.csv: `step` optimizer steps; `episodes` collected so far; `train_*` of this iteration's
 episodes, `eval_*` on held-out seeds (empty where not evaluated), the environment's own `metrics` among them;
 `invalid` share of unreadable replies;
@@ -23,6 +26,7 @@ import dataclasses
 import fcntl
 import io
 import json
+import math
 import os
 import time
 from collections import defaultdict
@@ -50,6 +54,7 @@ loss grad_norm clip_fraction kl nonzero_advantages replay_loss replay_grad_norm 
 replay_nonzero_advantages replay_success replay_age buffer_size mean_age lr
 """.split()
 
+REPLAY_ROWS = 500_000
 REPLAY_COLUMNS = "iteration age probability reward tokens log_ratio ratio ratio_sq kl clipped".split()
 
 
@@ -185,10 +190,11 @@ class Report:
             "reward": [e.reward for e in replay.episodes],
         }
         columns = own | {name: np.round(values, 6) for name, values in drift.items()}
-        with self._logging():
-            csv.writer(self.replay_file, lineterminator="\n").writerows(
-                zip(*(columns[name] for name in REPLAY_COLUMNS), strict=True)
-            )
+        rows = zip(*(columns[name] for name in REPLAY_COLUMNS), strict=True)
+        in_all = self.config.iterations * self.config.replay_ratio * self.config.batch_size
+        if self.iteration % math.ceil(in_all / REPLAY_ROWS) == 0:
+            with self._logging():
+                csv.writer(self.replay_file, lineterminator="\n").writerows(rows)
         drawn = {"success": np.mean([e.info["success"] for e in replay.episodes]), "age": replay.ages.mean()}
         self.add({f"replay_{name}": float(value) for name, value in (stats | drawn).items()})
 

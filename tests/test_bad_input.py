@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import train
 from envs import ENVS
@@ -150,6 +152,12 @@ def without(pattern):
     return lambda folder: [path.unlink() for path in folder.glob(pattern)]
 
 
+def pickled(folder):
+    """Good weights, in the format that can carry code."""
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
 # what happens to a model folder: the end of the sentence
 MODELS = {
     "no chat template": (without("chat_template.jinja"), "the tokenizer has no chat template; choose a chat"),
@@ -167,6 +175,7 @@ MODELS = {
     "layers that are missing": (edited("config.json", num_hidden_layers=3, layer_types=["full_attention"] * 3),
                                 "its weights lack 12, such as model.layers.2"),
     "no weights": (without("model.safetensors"), "no file named model.safetensors"),
+    "pickled weights": (pickled, "no file named model.safetensors"),
     "truncated weights": (rewritten("model.safetensors", bytes(99)), "Error while deserializing header"),
 }  # fmt: skip
 

@@ -321,6 +321,15 @@ def test_a_clock_that_jumps(model_folder, tmp_path, monkeypatch):
     assert {p.name for p in (tmp_path / "run").glob("checkpoint*")} == {"checkpoint"}
 
 
+def test_the_log_of_replays_is_bounded(model_folder, tmp_path, monkeypatch):
+    """Six iterations of eight replayed episodes, and room for twenty rows: those of every third iteration."""
+    monkeypatch.setattr("freshper.report.REPLAY_ROWS", 20)
+    assert run(model_folder, tmp_path / "run", *LONGER, "--replay_ratio", "2", "--batch_size", "4") == 0
+    lines = (tmp_path / "run" / "replay.csv").read_text().splitlines()[1:]
+    assert [int(line.partition(",")[0]) for line in lines] == [0] * 8 + [3] * 8
+    assert all(np.isfinite(float(r["replay_loss"])) for r in rows(tmp_path / "run"))
+
+
 def test_save_minutes(model_folder, tmp_path):
     """So few minutes that every iteration takes longer."""
     flags = ["--save_every", "0", "--save_minutes", "1e-9", "--eval_every", "100", "--keep_checkpoints", "9"]

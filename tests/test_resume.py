@@ -304,6 +304,11 @@ def test_no_code_is_read_from_files():
         text = path.read_text()
         for word in (
             "import pickle",
+            "from pickle",
+            "marshal",
+            "joblib",
+            "dill",
+            "yaml.load(",
             "torch.load(",
             "torch.save(",
             "trust_remote_code",
