@@ -70,14 +70,18 @@ class HFEngine:
         self.generator = torch.Generator(policy.device).manual_seed(seed)
         self.sync()
 
-    def sync(self, trainer: object | None = None) -> None:
-        """Line 12, pi_mu <- pi_theta: forget every key and value that older weights computed."""
+    def sync(self, trainer: object | None = None) -> dict[str, float]:
+        """Line 12, pi_mu <- pi_theta: forget every key and value that older weights computed. Nothing to log."""
         self.rows: list[Conversation] = []
         self.cache = KVCache()
         self.visible = torch.zeros(0, 0, dtype=torch.bool)  # [B, slots]: False in the holes
         self.fed = np.zeros(0, dtype=np.int64)  # tokens of each conversation that the cache holds
         self.images_fed = np.zeros(0, dtype=np.int64)
         self.position = np.zeros(0, dtype=np.int64)  # the next position id
+        return {}
+
+    def close(self) -> None:
+        """The end of the run: nothing to do for an engine in this process."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What shapes future replies, once `sync` has dropped the cache: the generator they are drawn with."""
