@@ -152,7 +152,7 @@ class Config:
     trainer: Literal["torch", "deepspeed"] = _flag(
         "torch", "who trains: plain torch in one process, or DeepSpeed on the ranks that torchrun starts"
     )
-    zero_stage: Literal[0, 1, 2, 3] = _flag(2, "of DeepSpeed (not given in the paper)")
+    zero_stage: Literal[0, 1, 2, 3] = _flag(2, "of DeepSpeed (Table training_config: 2; NQ 3)")
     rollout_gpus: int = _flag(0, "GPUs of vLLM's own, after those of the trainer; 0: it shares the trainer's one GPU")
     engine_memory: float = _flag(0.5, "share of a GPU's memory for vLLM")
     sync_check_every: int = _flag(10, "iterations between proofs that vLLM computes with the trainer's weights")

@@ -284,7 +284,7 @@ def test_the_paper_preset_holds_the_tables(env):
     assert (config.max_turns or ENVS[env]().max_turns) == row["max_actions"]
     assert (config.micro_batch_size, config.iterations) == (training["micro_batch"], training["max_steps"])
     assert (config.engine, config.trainer, config.zero_stage) == ("vllm", "deepspeed", training["zero"])
-    assert config.rollout_gpus == training["gpus"] / 2  # appendix D, "GPU Layout": one half trains
+    assert config.rollout_gpus == training["gpus"] / 2  # appendix F, "GPU Layout": one half trains
     for name, value in paper_table("config_comparison")[row["config"]].items():
         assert getattr(config, name) == value, name
     common = json.loads((ROOT / "tests/data/paper_tables.json").read_text())["common"]
