@@ -178,8 +178,6 @@ class Config:
         top_k dual_clip format_penalty max_turns save_every save_minutes env_timeout rollout_gpus sync_tolerance
         truncated_is""".split()
         checks = [(name, value < math.inf, "finite") for name, value in vars(self).items() if value == math.inf]
-        whole = [name for name, value in vars(self).items() if type(value) is int and name != "seed"]
-        checks += [(name, getattr(self, name) < 2**31, "below 2**31") for name in whole]
         checks += [(name, getattr(self, name) > 0, "above 0") for name in positive]
         checks += [(name, getattr(self, name) >= 0, "0 or more") for name in not_negative]
         checks += [(name, 0.0 <= getattr(self, name) <= 1.0, "between 0 and 1") for name in ("alpha", "beta")]
@@ -187,12 +185,12 @@ class Config:
             ("env", self.env in ENVS, f"one of {', '.join(ENVS)}"),
             (
                 "model",
-                self.model == "tiny" or "/" in self.model or Path(self.model).is_dir(),
+                self.model == "tiny" or "/" in self.model or os.path.isdir(self.model),
                 "tiny, a folder, or a hub id",
             ),
             (
                 "out",
-                bool(self.resume) or not (self.out and Path(self.out).exists()),
+                bool(self.resume) or not (self.out and os.path.exists(self.out)),
                 "a folder that does not exist yet",
             ),
             ("threads", self.threads <= (os.cpu_count() or 1), f"at most the {os.cpu_count()} of this machine"),
@@ -215,7 +213,9 @@ class Config:
             ("max_new_tokens", self.max_new_tokens < self.max_tokens, f"below max_tokens {self.max_tokens}"),
         ]
         if self.model.startswith((".", "/", "~")):
-            checks.append(("model", (Path(self.model) / "config.json").is_file(), "a folder with a config.json"))
+            checks.append(("model", os.path.isfile(f"{self.model}/config.json"), "a folder with a config.json"))
+        whole = [name for name, value in vars(self).items() if type(value) is int and name != "seed"]
+        checks += [(name, getattr(self, name) < 2**31, "below 2**31") for name in whole]
         for name, good, allowed in checks:
             if not good:
                 raise ValueError(f"--{name} is {getattr(self, name)}, but must be {allowed}")
