@@ -175,7 +175,7 @@ class Config:
         lr tau max_grad_norm ratio_clip advantage_clip micro_batch_size temperature epsilon
         max_new_tokens cell_size threads eval_every eval_episodes keep_checkpoints sync_check_every timeout""".split()
         not_negative = """replay_ratio seed warmup_steps kl_loss_coef kl_reward_coef entropy_coef
-        top_k dual_clip format_penalty max_turns save_every save_minutes env_timeout rollout_gpus sync_tolerance
+        top_k format_penalty max_turns save_every save_minutes env_timeout rollout_gpus sync_tolerance
         truncated_is""".split()
         checks = [(name, value < math.inf, "finite") for name, value in vars(self).items() if value == math.inf]
         checks += [(name, getattr(self, name) > 0, "above 0") for name in positive]
@@ -203,6 +203,7 @@ class Config:
                 self.truncated_is == 0.0 or self.behavior_logprobs == "trainer",
                 "0 with --behavior_logprobs engine, whose ratios need no correction",
             ),
+            ("dual_clip", self.dual_clip == 0.0 or self.dual_clip > 1.0, "0 or above 1"),
             ("engine_memory", 0.0 < self.engine_memory < 1.0, "above 0 and below 1"),
             (
                 "zero_stage",
@@ -239,8 +240,7 @@ class Config:
 
     def make_env(self) -> TextEnv:
         """The environment behind --env, with the settings that concern it."""
-        settings = {name: getattr(self, flag) for name, flag in ENV_SETTINGS.items()}
-        accepted = inspect.signature(ENVS[self.env]).parameters
+        settings, accepted = vars(self) | {"style": self.prompt_style}, inspect.signature(ENVS[self.env]).parameters
         return ENVS[self.env](**{name: value for name, value in settings.items() if name in accepted})
 
     def decay_function(self) -> Any:
@@ -249,18 +249,6 @@ class Config:
             return AutoTau(self.alpha) if self.decay == "auto" else None
         forms = {"polynomial": partial(polynomial_decay, power=1.0), "limit": age_limit}
         return partial(forms.get(self.decay, exponential_decay), tau=self.tau)
-
-
-# argument of an environment: flag
-ENV_SETTINGS = {
-    "style": "prompt_style",
-    "format_penalty": "format_penalty",
-    "max_turns": "max_turns",
-    "slippery": "slippery",
-    "cell_size": "cell_size",
-    "data": "data",
-    "search_url": "search_url",
-}
 
 
 def parse_args(argv: list[str] | None = None) -> Config:
