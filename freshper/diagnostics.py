@@ -129,7 +129,8 @@ def plot(folder: Path, bins: int = 12) -> list[Bin]:
     kl.plot(age, column["kl"], "o-", label="KL(theta||mu)")
     kl.plot(age, column["kl_reverse"], "s-", label="KL(mu||theta)")
     line = fit(age, column["kl"])
-    kl.plot(age, line.rate * age + line.offset, "k--", label=f"1/rate {1 / line.rate:.0f} steps, R² {line.r2:.2f}")
+    rate = f"1/rate {1 / line.rate:.0f} steps" if line.rate else "no drift"
+    kl.plot(age, line.rate * age + line.offset, "k--", label=f"{rate}, R² {line.r2:.2f}")
     kl.set(title="KL divergence of trajectories, nats", xlabel="age, optimizer steps")
     clip.plot(age, column["clipped"], "o-", label="clipped action tokens")
     clip.plot(age, column["zero_reward"], "s-", label="trajectories of zero reward")
