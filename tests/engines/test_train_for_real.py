@@ -68,32 +68,36 @@ def start(out, ranks, *flags, script=("train.py",)):
             stderr=log,
             start_new_session=True,
         )
+    process.sessions = {str(process.pid)}
     STARTED.append(process)
     process.in_memory = set(SHARED_MEMORY.glob("freshper-*"))
     return process
 
 
 def session(process):
-    """{pid: command} of every process that is left of a run."""
-    listing = subprocess.run(["ps", "-eo", "pid=,sid=,stat=,args="], capture_output=True, text=True, check=True).stdout
-    fields = [line.split(maxsplit=3) for line in listing.splitlines()]
-    return {int(pid): args for pid, sid, stat, args in fields if int(sid) == process.pid and "Z" not in stat}
+    """{pid: command} of every process that is left of a run. torchrun gives its workers sessions of their own, which
+    are known from the first look on, so that nothing is lost when a parent dies."""
+    listing = subprocess.run(["ps", "-eo", "pid=,ppid=,sid=,stat=,args="], capture_output=True, text=True, check=True)
+    table = [line.split(maxsplit=4) for line in listing.stdout.splitlines()]
+    sids = process.sessions
+    while new := {row[2] for row in table if row[1] in {r[0] for r in table if r[2] in sids}} - sids:
+        sids |= new
+    return {int(pid): args for pid, _, sid, stat, args in table if sid in sids and "Z" not in stat}
 
 
 def finish(process, out, timeout=400):
     """(exit status, output); then no process and no file in shared memory is left."""
-    try:
-        status = process.wait(timeout)
-        gone = time.monotonic() + 10
-        while (left := (session(process), set(SHARED_MEMORY.glob("freshper-*")) - process.in_memory)) != ({}, set()):
-            if time.monotonic() > gone:
-                break
-            time.sleep(0.2)
-    finally:
-        for pid in session(process):
-            os.kill(pid, signal.SIGKILL)
+    end = time.monotonic() + timeout
+    while process.poll() is None and time.monotonic() < end:
+        session(process)
+        time.sleep(0.5)
+    gone = time.monotonic() + 10
+    while (left := (session(process), set(SHARED_MEMORY.glob("freshper-*")) - process.in_memory)) != ({}, set()):
+        if time.monotonic() > gone:
+            break
+        time.sleep(0.2)
     assert left == ({}, set())
-    return status, Path(f"{out}.log").read_text()
+    return process.wait(), Path(f"{out}.log").read_text()
 
 
 def rows(out):
@@ -107,7 +111,7 @@ def rows(out):
 def wait_for_rows(process, out, n, seconds=400):
     deadline = time.monotonic() + seconds
     while len(rows(out)) < n:
-        assert process.poll() is None, Path(f"{out}.log").read_text()
+        assert session(process), Path(f"{out}.log").read_text()
         assert time.monotonic() < deadline
         time.sleep(0.3)
 
