@@ -32,8 +32,8 @@ def train(
     config: Config, policy: Policy, report: Report, signals: StopSignals, trainer: TorchTrainer, engine: Engine
 ) -> None:
     """Run Algorithm 1, from its start or a checkpoint on. Raises NonFiniteError where log-probs, loss or gradient
-    stop being numbers, OSError where the disk fails, BackendError where vLLM or DeepSpeed does, Interrupted after a
-    signal."""
+    stop being numbers, OSError where the disk fails or an environment hangs, BackendError where vLLM or DeepSpeed does,
+    Interrupted after a signal."""
     envs = [config.make_env() for _ in range(max(config.rollout_batch_size, config.eval_episodes))]
     decay = config.decay_function()
     by = "draws" if config.decay == "draws" else "age"
@@ -41,10 +41,8 @@ def train(
     baseline = ReplayBaseline(config.replay_advantage, config.baseline_window)
 
     def collect(seeds: list[int]) -> list:
-        players = envs[: len(seeds)]
-        return rollout(
-            engine, policy, players, seeds, config.max_tokens, config.max_new_tokens, trainer.step, config.env
-        )
+        players, limits = envs[: len(seeds)], (config.max_tokens, config.max_new_tokens)
+        return rollout(engine, policy, players, seeds, *limits, trainer.step, config.env, config.env_timeout)
 
     def age_clock(updates_ahead: int = 0) -> int:
         return trainer.step + updates_ahead if config.age_unit == "step" else iteration

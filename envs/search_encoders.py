@@ -82,7 +82,7 @@ class E5Encoder:
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.tokenizer = AutoTokenizer.from_pretrained(name)
-        self.model = AutoModel.from_pretrained(name).to(self.device).eval()
+        self.model = AutoModel.from_pretrained(name, use_safetensors=True).to(self.device).eval()  # nothing pickled
         self.dimension = self.model.config.hidden_size
         self.longest = min(512, self.model.config.max_position_embeddings)
 

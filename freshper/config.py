@@ -138,6 +138,9 @@ class Config:
     search_url: str = _flag(
         "", "NQ's retrieval server (envs/search_server.py); empty: one over generated articles, in this process"
     )
+    env_timeout: float = _flag(
+        300.0, "seconds for one answer of an environment, after which the run ends; 0: no limit (none in the paper)"
+    )
     slippery: bool = _flag(False, "FrozenLake's ice (appendix B: slippery; see the README on the image task)")
     cell_size: int = _flag(56, "pixels of a cell in FrozenLake's pictures (not given in the paper)")
 
@@ -168,9 +171,11 @@ class Config:
         lr tau max_grad_norm ratio_clip advantage_clip micro_batch_size temperature epsilon
         max_new_tokens cell_size threads eval_every eval_episodes keep_checkpoints sync_check_every timeout""".split()
         not_negative = """replay_ratio seed warmup_steps kl_loss_coef kl_reward_coef entropy_coef
-        top_k dual_clip format_penalty max_turns save_every save_minutes rollout_gpus sync_tolerance
+        top_k dual_clip format_penalty max_turns save_every save_minutes env_timeout rollout_gpus sync_tolerance
         truncated_is""".split()
         checks = [(name, value < math.inf, "finite") for name, value in vars(self).items() if value == math.inf]
+        whole = [name for name, value in vars(self).items() if type(value) is int and name != "seed"]
+        checks += [(name, getattr(self, name) < 2**31, "below 2**31") for name in whole]
         checks += [(name, getattr(self, name) > 0, "above 0") for name in positive]
         checks += [(name, getattr(self, name) >= 0, "0 or more") for name in not_negative]
         checks += [(name, 0.0 <= getattr(self, name) <= 1.0, "between 0 and 1") for name in ("alpha", "beta")]
@@ -188,6 +193,7 @@ class Config:
             ),
             ("threads", self.threads <= (os.cpu_count() or 1), f"at most the {os.cpu_count()} of this machine"),
             ("capacity", self.capacity <= 10**8, "at most 100,000,000"),
+            ("env_timeout", self.env_timeout <= 10**6, "at most 1,000,000"),
             ("seed", self.seed < 2**32, "below 2**32"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             (

@@ -224,8 +224,8 @@ class Policy:
 
 def load_policy(name: str, device: str, dtype: torch.dtype, freeze_vision: bool = False) -> Policy:
     """A policy from a hub id or a folder written by `save_pretrained`. Raises OSError where there is none, ValueError
-    where weights are missing (transformers would make random ones)."""
-    options = {"dtype": dtype, "attn_implementation": "sdpa", "output_loading_info": True}
+    where weights are missing (transformers would make random ones). Pickled weights are not read."""
+    options = {"dtype": dtype, "attn_implementation": "sdpa", "output_loading_info": True, "use_safetensors": True}
     if hasattr(AutoConfig.from_pretrained(name), "vision_config"):
         model, loaded = AutoModelForImageTextToText.from_pretrained(name, **options)
         image_processor = AutoImageProcessor.from_pretrained(name)

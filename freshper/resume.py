@@ -27,8 +27,8 @@ import transformers
 
 from freshper import checkpoint
 from freshper.config import Config
+from freshper.episode_files import EpisodeFiles
 from freshper.models import Policy
-from freshper.packing import pack_episodes, unpack_episodes
 from freshper.report import Report
 
 
@@ -74,16 +74,16 @@ class RunState:
 
     def __init__(self, config: Config, policy: Policy, report: Report, signals: StopSignals, **parts: Stateful):
         self.config, self.policy, self.report, self.signals = config, policy, report, signals
-        self.parts = parts | {"report": report}
+        self.parts, self.episode_files = parts | {"report": report}, EpisodeFiles()
         transformers.utils.logging.disable_progress_bar()  # of every save, across ours
 
     def restore(self) -> None:
         """Put back what --resume found, if anything. From here on a first Ctrl-C waits for the iteration to end."""
         found = self.config.checkpoint
         if found:
-            state = checkpoint.read_state(found)
+            state = checkpoint.read_state(found, self.episode_files)
             checkpoint.adopt(found)
-            state["buffer"]["episodes"] = unpack_episodes(state["buffer"]["episodes"])
+            state["buffer"]["episodes"] = state["episodes"]
             for name, part in self.parts.items():
                 part.load_state_dict(state[name])
             self.report.episodes = self.parts["buffer"].newest(self.config.rollout_batch_size)
@@ -103,11 +103,11 @@ class RunState:
         due = due or (config.save_minutes and minutes >= config.save_minutes)
         if due or best == done or finished or self.signals.received:
             state = {name: part.state_dict() for name, part in self.parts.items()}
-            state["buffer"]["episodes"] = pack_episodes(state["buffer"]["episodes"])
+            episodes = state["buffer"].pop("episodes")
             state |= {"config": dataclasses.asdict(config), "generators": generators()}
             state["vision"] = vision(self.policy)
-            policy = self.parts["trainer"].whole_policy()
-            checkpoint.save(self.report.folder, done, policy, state, best, config.keep_checkpoints)
+            policy, held = self.parts["trainer"].whole_policy(), (episodes, self.episode_files)
+            checkpoint.save(self.report.folder, done, policy, state, best, config.keep_checkpoints, *held)
             self.last_save = time.monotonic()
         if self.signals.received and not finished:
             raise Interrupted(self.signals.received)

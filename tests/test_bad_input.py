@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import train
 from envs import ENVS
@@ -77,6 +79,10 @@ FLAGS = {
     "--slippery maybe": "argument --slippery: Truthy value expected: got maybe",
     "--cell_size 0": "--cell_size is 0, but must be above 0",
     "--dtype float16": "invalid choice: 'float16' (choose from 'float32', 'bfloat16')",
+    "--iterations 2147483648": "--iterations is 2147483648, but must be below 2**31",
+    "--env_timeout -1": "--env_timeout is -1.0, but must be 0 or more",
+    "--env_timeout nan": "--env_timeout is nan, but must be 0 or more",
+    "--env_timeout 1e7": "--env_timeout is 10000000.0, but must be at most 1,000,000",
     "--threads 0": "--threads is 0, but must be above 0",
     "--threads 100000": f"--threads is 100000, but must be at most the {CPUS} of this machine",
     "--eval_every 0": "--eval_every is 0, but must be above 0",
@@ -146,6 +152,12 @@ def without(pattern):
     return lambda folder: [path.unlink() for path in folder.glob(pattern)]
 
 
+def pickled(folder):
+    """Good weights, in the format that can carry code."""
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
 # what happens to a model folder: the end of the sentence
 MODELS = {
     "no chat template": (without("chat_template.jinja"), "the tokenizer has no chat template; choose a chat"),
@@ -163,6 +175,7 @@ MODELS = {
     "layers that are missing": (edited("config.json", num_hidden_layers=3, layer_types=["full_attention"] * 3),
                                 "its weights lack 12, such as model.layers.2"),
     "no weights": (without("model.safetensors"), "no file named model.safetensors"),
+    "pickled weights": (pickled, "no file named model.safetensors"),
     "truncated weights": (rewritten("model.safetensors", bytes(99)), "Error while deserializing header"),
 }  # fmt: skip
 
@@ -188,6 +201,8 @@ def test_a_picture_model_without_its_processor(model_folder, tmp_path, monkeypat
 # config.json of a run without a checkpoint: the end of the sentence
 SETTINGS = {
     "no JSON": (b"{oops", "Expecting property name"),
+    "nested too deep": (b"[" * 100_000, "maximum recursion depth"),
+    "a number too large": ({"lr": 10**400}, "its setting lr is 1000000"),
     "no settings": (b"[1]", "they differ in everything"),
     "too few": (b'{"lr": 1.0}', "they differ in advantage_clip, "),
     "a wrong type": ({"lr": "fast"}, "its setting lr is 'fast', but must be of type float"),
