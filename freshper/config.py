@@ -145,12 +145,10 @@ class Config:
     cell_size: int = _flag(56, "pixels of a cell in FrozenLake's pictures (not given in the paper)")
 
     engine: Literal["hf", "vllm"] = _flag("hf", "who generates: the embedded transformers engine, or vLLM")
-    trainer: Literal["torch", "deepspeed"] = _flag(
-        "torch", "who trains: plain torch in one process, or DeepSpeed on the ranks that torchrun starts"
-    )
-    zero_stage: Literal[0, 1, 2, 3] = _flag(2, "of DeepSpeed (not given in the paper)")
+    trainer: Literal["torch", "deepspeed"] = _flag("torch", "who trains: plain torch, or DeepSpeed on any ranks")
+    zero_stage: Literal[0, 1, 2, 3] = _flag(2, "of DeepSpeed (Table training_config: 2, NQ 3)")
     rollout_gpus: int = _flag(0, "GPUs of vLLM's own, after those of the trainer; 0: it shares the trainer's one GPU")
-    engine_memory: float = _flag(0.5, "share of a GPU's memory for vLLM")
+    engine_memory: float = _flag(0.5, "share of a GPU's memory that vLLM takes")
     sync_check_every: int = _flag(10, "iterations between proofs that vLLM computes with the trainer's weights")
     sync_tolerance: float = _flag(
         0.0, "largest |engine - trainer log-prob| such a proof allows; 0: 0.001 in float32, 0.5 in bfloat16"
@@ -248,15 +246,8 @@ class Config:
 
 
 # argument of an environment: flag
-ENV_SETTINGS = {
-    "style": "prompt_style",
-    "format_penalty": "format_penalty",
-    "max_turns": "max_turns",
-    "slippery": "slippery",
-    "cell_size": "cell_size",
-    "data": "data",
-    "search_url": "search_url",
-}
+_SAME_NAME = "format_penalty max_turns slippery cell_size data search_url"
+ENV_SETTINGS = {"style": "prompt_style"} | {name: name for name in _SAME_NAME.split()}
 
 
 def parse_args(argv: list[str] | None = None) -> Config:
