@@ -206,7 +206,7 @@ def test_zero_3_on_two_ranks_goes_on_as_zero_0_on_one_after_a_signal(models, tmp
 
 
 def test_a_stale_output_layer_is_found_and_named(models, tmp_path):
-    """A trainer that hands over all weights but one, from the second time on. Sixteen games before that in a KV cache
+    """An engine that is given all weights but one, from the second time on. Sixteen games before that in a KV cache
     that holds one: vLLM lets the others wait, or begins them again."""
     script = tmp_path / "stale.py"
     script.write_text(
@@ -215,14 +215,20 @@ sys.path.insert(0, {str(ROOT)!r})
 import train
 import vllm
 from functools import partial
-from freshper.trainer import TorchTrainer
+from freshper.engine_vllm import VLLMEngine
 
 vllm.LLM = partial(vllm.LLM, num_gpu_blocks_override=6)
-whole, old = TorchTrainer.weights, {{}}
-def stale(self):
-    for name, weight in whole(self):
-        yield name, old.setdefault(name, weight.clone()) if name == "lm_head.weight" else weight
-TorchTrainer.weights = stale
+write, old = VLLMEngine._write_weights, {{}}
+
+class Stale:
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def weights(self):
+        for name, weight in self.trainer.weights():
+            yield name, old.setdefault(name, weight.clone()) if name == "lm_head.weight" else weight
+
+VLLMEngine._write_weights = lambda engine, trainer: write(engine, Stale(trainer))
 if __name__ == "__main__":
     sys.exit(train.main())
 """
@@ -234,4 +240,4 @@ if __name__ == "__main__":
     status, output = finish(process, out)
     assert status == 1
     assert "stopped in iteration 0: vLLM does not compute with the trainer's weights" in output
-    assert "the first parameters that differ: lm_head.weight\n" in output
+    assert "the first parameters that differ: lm_head.weight\n" in output, output
