@@ -70,8 +70,8 @@ def test_deepspeed_computes_what_torch_computes(tmp_path):
         for name, sums in their_drift.items():  # each episode's, whichever rank it was on
             np.testing.assert_allclose(our_drift[name], sums, rtol=1e-3, atol=1e-4, err_msg=name)
     same_weights(found["weights"], expected["weights"])
-    saved = load_policy(str(tmp_path / "zero"), "cpu", torch.float32).model.named_parameters()
-    same_weights(dict(saved), {name: expected["weights"][name] for name in dict(saved)})
+    saved = dict(load_policy(str(tmp_path / "zero"), "cpu", torch.float32).model.named_parameters())
+    same_weights(saved, {name: expected["weights"][name] for name in saved})
 
 
 def test_any_stage_on_any_ranks_goes_on_from_any_other(tmp_path):
