@@ -177,7 +177,8 @@ def test_pictures_on_two_ranks_until_one_is_killed(models, tmp_path):
     assert time.monotonic() - killed < 60
     assert status not in (0, None)
     assert output.count("\nstopped in iteration") == 1
-    assert "the ranks of DeepSpeed failed" in output
+    # torchrun ends vLLM as well, and rank 0 may see that first
+    assert "the ranks of DeepSpeed failed" in output or "vLLM died in " in output
     assert "exitcode  : -9" in output  # torchrun names the rank that died
     trained_and_agreed(rows(out))
     assert moved(models["frozenlake_vlm"], last_checkpoint(out).folder) > 0.01
