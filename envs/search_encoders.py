@@ -1,6 +1,6 @@
 """What turns queries and passages into unit vectors: E5, as in the paper, and a small encoder that needs no download.
 
-Paper: appendix B, "NQ Search" (E5 embeddings).
+Paper: appendix D, "NQ Search" (E5 embeddings).
 
 Where we differ: `LocalEncoder` is ours. It matches words and parts of words, not meanings; it is there so that the
 task, its tests and the tiny model run anywhere.

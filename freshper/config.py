@@ -1,7 +1,7 @@
 """Every setting, once: a dataclass whose defaults are the paper's, and the command line (presets: freshper/presets.py).
 
 Paper: section 4.1 ("Implementation Details"), Tables env_details, config_comparison, training_config and
-replay_config, "Common Settings" in appendix D. The README lists what the paper leaves open.
+replay_config, "Common Settings" in appendix F. The README lists what the paper leaves open.
 
 A run's settings come from the dataclass, then the method, then the preset of the environment, then the flags.
 """
@@ -34,7 +34,9 @@ def _flag(default: Any, text: str) -> Any:
 
 @dataclass
 class Config:
-    env: str = _flag("frozenlake", f"the task: {', '.join(ENVS)} (appendix B)")
+    """A setting a line: its default, and after it what it means and where the paper sets it. Each is a flag."""
+
+    env: str = _flag("frozenlake", f"the task: {', '.join(ENVS)} (appendix D)")
     method: Literal["on_policy", "per", "freshper"] = _flag(
         "freshper",
         "no replay; Standard PER, without decay and with IS; FreshPER, with decay and without IS (Table replay_config)",
@@ -45,7 +47,7 @@ class Config:
         "GPUs and vLLM are there, else tiny",
     )
     model: str = _flag("tiny", "a hub id, a folder, or 'tiny' (Table env_details: Qwen2.5)")
-    seed: int = _flag(42, "of everything random (appendix D: 42)")
+    seed: int = _flag(42, "of everything random (appendix F: 42)")
     out: str = _flag("", "folder for all that the run writes; empty: out/<env>-<method>-<seed>, numbered")
 
     resume: str = _flag(
@@ -61,9 +63,11 @@ class Config:
     keep_checkpoints: int = _flag(2, "newest checkpoints to keep; the best one by held-out success stays too")
 
     iterations: int = _flag(400, "outer loop of Algorithm 1 (Table training_config: 400; NQ 300; VLM 100)")
-    rollout_batch_size: int = _flag(128, "episodes collected an iteration (appendix D: 128)")
+    rollout_batch_size: int = _flag(128, "episodes collected an iteration (appendix F: 128)")
     batch_size: int = _flag(
-        128, "B, episodes drawn for a replay update (eq. weighted_loss; BS/dev x GA = 128 in Table training_config)"
+        128,
+        "B, episodes drawn for a replay update (eq. weighted_loss; not given in the paper, whose BS/dev x GA is 128 "
+        "for the 0.5B models)",
     )
     replay_ratio: int = _flag(2, "K, replay updates an iteration (Table replay_config: 2); 0: none")
     ppo_epochs: int = _flag(
@@ -97,7 +101,7 @@ class Config:
     baseline_window: int = _flag(256, "episodes behind the running mean of `replay_advantage running` (ours)")
 
     lr: float = _flag(1e-6, "learning rate of AdamW (Table training_config: 1e-6)")
-    warmup_steps: int = _flag(10, "of the cosine schedule (appendix D: 10)")
+    warmup_steps: int = _flag(10, "of the cosine schedule (appendix F: 10)")
     max_grad_norm: float = _flag(1.0, "gradient clipping (Table config_comparison: 1.0)")
     ratio_clip: float = _flag(0.2, "epsilon of the PPO ratio clip (section 4.1: 0.2)")
     dual_clip: float = _flag(
@@ -121,9 +125,9 @@ class Config:
     )
     freeze_vision: bool = _flag(False, "keep the vision tower fixed and its features cached")
 
-    temperature: float = _flag(0.99, "sampling (appendix D: 0.99)")
-    top_k: int = _flag(100, "sampling (appendix D: 100); 0: off")
-    top_p: float = _flag(0.99, "sampling (appendix D: 0.99)")
+    temperature: float = _flag(0.99, "sampling (appendix F: 0.99)")
+    top_k: int = _flag(100, "sampling (appendix F: 100); 0: off")
+    top_p: float = _flag(0.99, "sampling (appendix F: 0.99)")
     max_tokens: int = _flag(2048, "of a conversation (Table env_details, 'Seq Len': 2048, VLM 4096)")
     max_new_tokens: int = _flag(256, "of a reply (not given in the paper)")
     prompt_style: Literal["full", "terse"] = _flag("full", "full: rules and form written out; terse: the state alone")
@@ -141,12 +145,12 @@ class Config:
     env_timeout: float = _flag(
         300.0, "seconds for one answer of an environment, after which the run ends; 0: no limit (none in the paper)"
     )
-    slippery: bool = _flag(False, "FrozenLake's ice (appendix B: slippery; see the README on the image task)")
+    slippery: bool = _flag(False, "FrozenLake's ice (appendix D: slippery; see the README on the image task)")
     cell_size: int = _flag(56, "pixels of a cell in FrozenLake's pictures (not given in the paper)")
 
     engine: Literal["hf", "vllm"] = _flag("hf", "who generates: the embedded transformers engine, or vLLM")
     trainer: Literal["torch", "deepspeed"] = _flag("torch", "who trains: plain torch, or DeepSpeed on any ranks")
-    zero_stage: Literal[0, 1, 2, 3] = _flag(2, "of DeepSpeed (Table training_config: 2, NQ 3)")
+    zero_stage: Literal[0, 1, 2, 3] = _flag(2, "of DeepSpeed (Table training_config: 2; NQ 3)")
     rollout_gpus: int = _flag(0, "GPUs of vLLM's own, after those of the trainer; 0: it shares the trainer's one GPU")
     engine_memory: float = _flag(0.5, "share of a GPU's memory that vLLM takes")
     sync_check_every: int = _flag(10, "iterations between proofs that vLLM computes with the trainer's weights")
@@ -155,10 +159,10 @@ class Config:
     )
     timeout: float = _flag(1800.0, "longest wait for vLLM or for another rank, in seconds")
     device: str = _flag("cpu", "torch device")
-    dtype: Literal["float32", "bfloat16"] = _flag("bfloat16", "of the weights (appendix D: BF16)")
+    dtype: Literal["float32", "bfloat16"] = _flag("bfloat16", "of the weights (appendix F: BF16)")
     threads: int = _flag(1, "torch CPU threads; results depend on it in the last digits")
     eval_every: int = _flag(10, "iterations between evaluations on held-out seeds; the last is always evaluated")
-    eval_episodes: int = _flag(128, "held-out episodes an evaluation (appendix D: 128)")
+    eval_episodes: int = _flag(128, "held-out episodes an evaluation (appendix F: 128)")
 
     checkpoint = None  # what --resume found, a freshper.checkpoint.Checkpoint; not a setting
     reason = ""  # why --preset auto chose what `preset` says; not a setting
@@ -172,8 +176,6 @@ class Config:
         top_k dual_clip format_penalty max_turns save_every save_minutes env_timeout rollout_gpus sync_tolerance
         truncated_is""".split()
         checks = [(name, value < math.inf, "finite") for name, value in vars(self).items() if value == math.inf]
-        whole = [name for name, value in vars(self).items() if type(value) is int and name != "seed"]
-        checks += [(name, getattr(self, name) < 2**31, "below 2**31") for name in whole]
         checks += [(name, getattr(self, name) > 0, "above 0") for name in positive]
         checks += [(name, getattr(self, name) >= 0, "0 or more") for name in not_negative]
         checks += [(name, 0.0 <= getattr(self, name) <= 1.0, "between 0 and 1") for name in ("alpha", "beta")]
@@ -181,12 +183,12 @@ class Config:
             ("env", self.env in ENVS, f"one of {', '.join(ENVS)}"),
             (
                 "model",
-                self.model == "tiny" or "/" in self.model or Path(self.model).is_dir(),
+                self.model == "tiny" or "/" in self.model or os.path.isdir(self.model),
                 "tiny, a folder, or a hub id",
             ),
             (
                 "out",
-                bool(self.resume) or not (self.out and Path(self.out).exists()),
+                bool(self.resume) or not (self.out and os.path.exists(self.out)),
                 "a folder that does not exist yet",
             ),
             ("threads", self.threads <= (os.cpu_count() or 1), f"at most the {os.cpu_count()} of this machine"),
@@ -209,7 +211,9 @@ class Config:
             ("max_new_tokens", self.max_new_tokens < self.max_tokens, f"below max_tokens {self.max_tokens}"),
         ]
         if self.model.startswith((".", "/", "~")):
-            checks.append(("model", (Path(self.model) / "config.json").is_file(), "a folder with a config.json"))
+            checks.append(("model", os.path.isfile(f"{self.model}/config.json"), "a folder with a config.json"))
+        whole = [name for name, value in vars(self).items() if type(value) is int and name != "seed"]
+        checks += [(name, getattr(self, name) < 2**31, "below 2**31") for name in whole]
         for name, good, allowed in checks:
             if not good:
                 raise ValueError(f"--{name} is {getattr(self, name)}, but must be {allowed}")

@@ -19,8 +19,11 @@ kl_reward_coef engine truncated_is""".split()
 def earlier_run(folder: Path, config: type) -> tuple[dict[str, Any], Checkpoint | None]:
     """Settings and newest whole checkpoint of the run in `folder`; None where it was stopped before its first one.
     `config` is the dataclass of settings. Raises ValueError with a sentence."""
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"--resume is {folder}, but must be the folder of a run, with a config.json")
+    try:
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError
+    except OSError as error:  # a name that is too long among them
+        raise ValueError(f"--resume is {folder}, but must be the folder of a run, with a config.json") from error
     try:
         found, problems = find(folder)
         stored = found.state["config"] if found else json.loads((folder / "config.json").read_bytes())
@@ -49,7 +52,7 @@ def check_settings(stored: Any, config: type) -> None:
             raise ValueError(f"its setting {name} is {value!r}, but must be of type {kind.__name__}")
         choices = get_args(fields[name].type) if kind is str else ()
         if choices and value not in choices:
-            raise ValueError(f"its setting {name} is {value}, but must be one of {', '.join(choices)}")
+            raise ValueError(f"its setting {name} is {value!r}, but must be one of {', '.join(choices)}")
 
 
 def check_overrides(settings: dict[str, Any], stored: dict[str, Any], done: int) -> None:

@@ -1,6 +1,6 @@
 """The embedded engine: batched sampling from a transformers model, with the KV cache kept across turns.
 
-Paper: Algorithm 1 lines 2 and 12; appendix D, "Common Settings" (temperature 0.99, top-k 100, top-p 0.99).
+Paper: Algorithm 1 lines 2 and 12; appendix F, "Common Settings" (temperature 0.99, top-k 100, top-p 0.99).
 It plays vLLM's part where there is no vLLM, on a CPU or one GPU.
 
 A turn costs its new tokens only: the bridge is fed in one pass, then a token at a time, all episodes together.
@@ -88,6 +88,7 @@ class HFEngine:
         return {"generator": self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """The inverse; conversations are read again from their start."""
         self.generator.set_state(state["generator"])
         self.sync()
 

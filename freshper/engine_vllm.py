@@ -1,6 +1,6 @@
 """The engine on vLLM: continuous batching, prefix caching, and weights that are proven to be the trainer's.
 
-Paper: Algorithm 1 lines 2 and 12; section 4.1 (vLLM generates inside ROLL); appendix D for the sampling.
+Paper: Algorithm 1 lines 2 and 12; section 4.1 (vLLM generates inside ROLL); appendix F for the sampling.
 
 - *Token in, token out.* A request is the conversation's token ids, with one placeholder a picture, which vLLM
   expands again; that it arrives at our ids is checked every time. Prefix caching makes a turn cost its new tokens.

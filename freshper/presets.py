@@ -3,7 +3,7 @@
 Paper: Tables replay_config (the methods), config_comparison, env_details, training_config. A test compares the paper
 presets with the tables, value for value. Where the paper names no dataset or reply limit, the choice is ours.
 
-The paper's GPU layouts (appendix D) give half of the GPUs to vLLM: 2 for 0.5B, 4 for VL-3B, 8 for 7B. On one GPU it
+The paper's GPU layouts (appendix F) give half of the GPUs to vLLM: 2 for 0.5B, 4 for VL-3B, 8 for 7B. On one GPU it
 shares that one with the trainer. docs/gpus.md has the commands.
 
 The tiny presets were tuned on FrozenLake (RESULTS.md tells how); the other tasks took over its settings.

@@ -121,6 +121,7 @@ def generators() -> dict[str, Any]:
 
 
 def restore_generators(state: dict[str, Any]) -> None:
+    """The inverse of `generators`; a GPU's are put back where there is one."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(state["numpy"])
@@ -141,5 +142,6 @@ def vision(policy: Policy) -> dict[str, Any]:
 
 
 def restore_vision(policy: Policy, state: dict[str, Any]) -> None:
+    """The inverse of `vision`: fills the policy's cache."""
     parts = state["features"].to(policy.device).split(state["lengths"]) if state["lengths"] else ()
     policy._features.update((h.tobytes(), x.clone()) for h, x in zip(state["hashes"], parts, strict=True))

@@ -39,6 +39,8 @@ class Conversation:
 
 
 class Reply(NamedTuple):
+    """What an engine sampled in one turn, a_t of section 3.1."""
+
     tokens: list[int]  # at least one; ends with eos unless cut by the limit
     logprobs: list[float]  # of each token at the sampling temperature, before top-k and top-p
 

@@ -1,7 +1,8 @@
 """The trainer: the log-prob pass and the policy update, on plain torch.
 
 Paper: Algorithm 1 line 3 (behaviour log-probs, recorded before training), lines 5 and 10 (the two updates);
-appendix D, "Common Settings" (AdamW, cosine schedule with 10 warm-up steps) and Table training_config.
+appendix F, "Common Settings" (cosine schedule with 10 warm-up steps) and Table training_config. The paper does not
+name the optimizer; ours is AdamW without weight decay.
 
 `step` counts optimizer steps and is the clock by which the buffer measures age (section 3.4).
 

@@ -45,7 +45,8 @@ FLAGS = {
     "--alpha nan": "--alpha is nan, but must be between 0 and 1",
     "--beta -1": "--beta is -1.0, but must be between 0 and 1",
     "--epsilon 0": "--epsilon is 0.0, but must be above 0",
-    "--decay linear": "argument --decay: invalid choice: 'linear' (choose from 'exponential', 'polynomial', 'none')",
+    "--decay linear": "argument --decay: invalid choice: 'linear' (choose from 'exponential', 'polynomial', 'limit', "
+    "'draws', 'auto', 'none')",
     "--tau 0": "--tau is 0.0, but must be above 0",
     "--tau nan": "--tau is nan, but must be above 0",
     "--tau inf": "--tau is inf, but must be finite",
@@ -206,7 +207,7 @@ SETTINGS = {
     "no settings": (b"[1]", "they differ in everything"),
     "too few": (b'{"lr": 1.0}', "they differ in advantage_clip, "),
     "a wrong type": ({"lr": "fast"}, "its setting lr is 'fast', but must be of type float"),
-    "a wrong choice": ({"method": "dqn"}, "its setting method is dqn, but must be one of on_policy, per, freshper"),
+    "a wrong choice": ({"method": "dqn"}, "its setting method is 'dqn', but must be one of on_policy, per, freshper"),
 }
 
 
