@@ -42,9 +42,7 @@ class Config:
         "no replay; Standard PER, without decay and with IS; FreshPER, with decay and without IS (Table replay_config)",
     )
     preset: Literal["auto", "tiny", "paper"] = _flag(
-        "auto",
-        "tiny: a model built here, minutes on a CPU; paper: the paper's tables; auto: paper where its model, "
-        "GPUs and vLLM are there, else tiny",
+        "auto", "tiny: a model built here, minutes on a CPU; paper: the paper's tables; auto: paper where it can run"
     )
     model: str = _flag("tiny", "a hub id, a folder, or 'tiny' (Table env_details: Qwen2.5)")
     seed: int = _flag(42, "of everything random (appendix F: 42)")
