@@ -42,9 +42,7 @@ class Config:
         "no replay; Standard PER, without decay and with IS; FreshPER, with decay and without IS (Table replay_config)",
     )
     preset: Literal["auto", "tiny", "paper"] = _flag(
-        "auto",
-        "tiny: a model built here, minutes on a CPU; paper: the paper's tables; auto: paper where its model, "
-        "GPUs and vLLM are there, else tiny",
+        "auto", "tiny: a model built here, minutes on a CPU; paper: the paper's tables; auto: paper where it can run"
     )
     model: str = _flag("tiny", "a hub id, a folder, or 'tiny' (Table env_details: Qwen2.5)")
     seed: int = _flag(42, "of everything random (appendix F: 42)")
@@ -149,12 +147,10 @@ class Config:
     cell_size: int = _flag(56, "pixels of a cell in FrozenLake's pictures (not given in the paper)")
 
     engine: Literal["hf", "vllm"] = _flag("hf", "who generates: the embedded transformers engine, or vLLM")
-    trainer: Literal["torch", "deepspeed"] = _flag(
-        "torch", "who trains: plain torch in one process, or DeepSpeed on the ranks that torchrun starts"
-    )
+    trainer: Literal["torch", "deepspeed"] = _flag("torch", "who trains: plain torch, or DeepSpeed on any ranks")
     zero_stage: Literal[0, 1, 2, 3] = _flag(2, "of DeepSpeed (Table training_config: 2; NQ 3)")
     rollout_gpus: int = _flag(0, "GPUs of vLLM's own, after those of the trainer; 0: it shares the trainer's one GPU")
-    engine_memory: float = _flag(0.5, "share of a GPU's memory for vLLM")
+    engine_memory: float = _flag(0.5, "share of a GPU's memory that vLLM takes")
     sync_check_every: int = _flag(10, "iterations between proofs that vLLM computes with the trainer's weights")
     sync_tolerance: float = _flag(
         0.0, "largest |engine - trainer log-prob| such a proof allows; 0: 0.001 in float32, 0.5 in bfloat16"
