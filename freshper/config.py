@@ -58,6 +58,9 @@ class Config:
 
     iterations: int = _flag(400, "outer loop of Algorithm 1 (Table training_config: 400; NQ 300; VLM 100)")
     rollout_batch_size: int = _flag(128, "episodes collected an iteration (appendix D: 128)")
+    group_size: int = _flag(
+        1, "episodes of the same seed, of those collected an iteration (section 1: 'e.g., 8 per prompt'); GRPO's groups"
+    )
     batch_size: int = _flag(
         128, "B, episodes drawn for a replay update (eq. weighted_loss; BS/dev x GA = 128 in Table training_config)"
     )
@@ -168,6 +171,11 @@ class Config:
             ("seed", self.seed < 2**32, "below 2**32"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             ("capacity", self.capacity >= max(self.batch_size, self.rollout_batch_size), "at least a batch"),
+            (
+                "group_size",
+                self.group_size > 0 and self.rollout_batch_size % self.group_size == 0,
+                f"a divisor of rollout_batch_size {self.rollout_batch_size}",
+            ),
             ("max_new_tokens", self.max_new_tokens < self.max_tokens, f"below max_tokens {self.max_tokens}"),
         ]
         if self.model.startswith((".", "/", "~")):

@@ -25,6 +25,7 @@ from transformers import get_scheduler
 from freshper.config import Config
 from freshper.episode import Batch, Episode, NonFiniteError, collate
 from freshper.models import Policy
+from freshper.priority import reward_priority
 from freshper.reinforce import advantages, kl_k1, policy_loss
 
 
@@ -99,7 +100,7 @@ class TorchTrainer:
         if config.kl_reward_coef:
             kl = kl_k1(batch.behavior_logprobs, ref_logprobs) * batch.action_mask
             batch = batch._replace(rewards=batch.rewards - config.kl_reward_coef * kl)
-        all_advantages = advantages(batch.rewards, batch.action_mask, config.advantage_clip, moments)  # [B, T]
+        all_advantages = self.advantages(batch, moments)  # [B, T]
         all_weights = torch.ones(len(episodes)) if weights is None else torch.as_tensor(weights, dtype=torch.float32)
         tokens = int(batch.action_mask.sum())
         scale = tokens / len(episodes) if config.loss_aggregation == "token_mean" else 1.0
@@ -146,6 +147,15 @@ class TorchTrainer:
             "nonzero_advantages": float((all_advantages != 0).sum()) / tokens,
         }
         return stats, drift
+
+    def advantages(self, batch: Batch, moments: torch.Tensor | None) -> torch.Tensor:
+        """A_t of every action token, [B, T], 0 off the mask: REINFORCE++'s. An algorithm with a critic has its own."""
+        return advantages(batch.rewards, batch.action_mask, self.config.advantage_clip, moments)
+
+    def base_priorities(self, episodes: list[Episode]) -> np.ndarray:
+        """p_i^base = |r_i| + epsilon (section 3.4), [n]: the same whenever it is asked for. What depends on the policy,
+        |A_i| or |delta_i|, follows it here, since this is asked for again after each replay update (section 3.5)."""
+        return reward_priority([e.reward for e in episodes], self.config.epsilon)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights of the policy, which is saved as a model."""
