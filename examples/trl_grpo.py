@@ -48,7 +48,7 @@ def reward(completions: list[list[dict]], seed: list[int], **_: object) -> list[
 def make_trainer(kind: type[GRPOTrainer] = ReplayGRPOTrainer, **settings: object) -> GRPOTrainer:
     seeds = [s for s in range(4000) if LAKE.baselines(s)["optimal"] == 1.0]
     data = {"seed": seeds, "prompt": [[{"role": "user", "content": LAKE.reset(seed=s)[0].text}] for s in seeds]}
-    fixed = {"num_iterations": 2, "loss_type": "grpo", "max_completion_length": 6, "bf16": False, "report_to": "none"}
+    fixed = {"num_iterations": 2, "loss_type": "grpo", "max_completion_length": 6, "bf16": False, "use_cpu": True}
     config = GRPOConfig(**fixed, **settings, generation_kwargs={"suppress_tokens": list(range(256))})  # bytes
     trainer = kind(str(tiny_model("frozenlake")), reward, config, Dataset.from_dict(data))
     trainer.buffer = ReplayBuffer(10_000, alpha=0.6, decay=lambda age: exponential_decay(age, tau=20.0))
