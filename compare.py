@@ -18,6 +18,7 @@ counted as diverged.
 
 import argparse
 import csv
+import dataclasses
 import json
 import os
 import re
@@ -44,7 +45,11 @@ CONFIG_DEFAULT = "--advantage_clip 20 --kl_loss_coef 0.05 --kl_reward_coef 0.1 -
 
 def exhibits(preset: str, env: str) -> dict[str, list[str]]:
     """Ready-made comparisons: name -> arms. K and the number of iterations are those of the preset."""
-    known = {"replay_ratio": 2, "iterations": 400, "eval_every": 10} | defaults(preset, env, "freshper")
+    known = {f.name: f.default for f in dataclasses.fields(Config)} | defaults(preset, env, "freshper")
+    fresh = known["rollout_batch_size"]
+    current = (
+        f"--capacity {fresh} --batch_size {fresh} --replay_ratio {known['replay_ratio'] * known['batch_size'] // fresh}"
+    )
     updates = known["replay_ratio"] + 1
     longer = f"--iterations {updates * known['iterations']} --eval_every {updates * known['eval_every']}"
     taus = (500, 1000, 1500) if preset == "paper" else (5, 20, 80, 320)
@@ -52,23 +57,34 @@ def exhibits(preset: str, env: str) -> dict[str, list[str]]:
         # Table main_results, Fig. llm_main, vlm_main, control
         "main": ["on_policy", "per", "freshper"],
         # Fig. tau_ablation: the paper's values, or from a quarter to sixteen times the tiny presets'
-        "tau": [*(f"freshper --tau {tau}" for tau in taus), "freshper --decay none"],
+        "tau": [*(f"freshper --tau {tau}" for tau in taus), "freshper --decay none", "freshper --tau auto"],
         # Fig. is_ablation, and the other half that the paper leaves out
         "is": ["freshper", "freshper --is_correction True", "per --is_correction False", "per"],
         # Table config_comparison
         "config": ["freshper --advantage_clip 0.2", f"freshper {CONFIG_DEFAULT}", "freshper --advantage_clip 20"],
-        # ours: as many updates, as many tokens, no priorities, no decay
+        # ours: as many updates; as many tokens; no buffer but the current batch, its successes preferred or not;
+        # no priorities; no decay; no base priority
         "controls": [
             "on_policy",
             f"on_policy --ppo_epochs {updates}",
             f"on_policy {longer}",
+            f"per --is_correction False {current}",
+            f"per --is_correction False --alpha 0 {current}",
             "per --alpha 0 --is_correction False",
             "per",
             "per --is_correction False",
-            "freshper --alpha 0",
+            "freshper --epsilon 1000",
             "freshper",
         ],
-        "decay": ["freshper", "freshper --decay polynomial", "freshper --decay none", "freshper --age_unit iteration"],
+        # a limit under which drawn episodes are as old on average; draws: every episode is drawn K B / B times or so
+        "decay": [
+            "freshper",
+            "freshper --decay polynomial",
+            f"freshper --decay limit --tau {2 * known['tau'] / known['alpha']:.0f}",
+            "freshper --decay draws --tau 2",
+            "freshper --decay none",
+            "freshper --age_unit iteration",
+        ],
         "ratio": ["on_policy", *(f"freshper --replay_ratio {k}" for k in (1, 2, 4, 8))],
         "epsilon": [f"freshper --epsilon {epsilon}" for epsilon in (1e-6, 0.01, 0.1, 1.0)],
         "advantage": [f"freshper --replay_advantage {mode}" for mode in ("running", "recompute", "stored")],

@@ -33,7 +33,9 @@ def train(config: Config, policy: Policy, report: Report, signals: StopSignals) 
     envs = [config.make_env() for _ in range(max(config.rollout_batch_size, config.eval_episodes))]
     engine = HFEngine(policy, Sampling(config.temperature, config.top_k, config.top_p), config.seed)
     trainer = TorchTrainer(policy, config, config.iterations * (config.ppo_epochs + config.replay_ratio))
-    buffer = ReplayBuffer(config.capacity, config.alpha, config.decay_function(), config.eviction, config.seed)
+    decay = config.decay_function()
+    by = "draws" if config.decay == "draws" else "age"
+    buffer = ReplayBuffer(config.capacity, config.alpha, decay, config.eviction, config.seed, decay_by=by)
     baseline = ReplayBaseline(config.replay_advantage, config.baseline_window)
 
     def collect(seeds: list[int]) -> list:
@@ -46,6 +48,8 @@ def train(config: Config, policy: Policy, report: Report, signals: StopSignals) 
         return trainer.step + updates_ahead if config.age_unit == "step" else iteration
 
     run = RunState(config, policy, report, signals, engine=engine, trainer=trainer, buffer=buffer, baseline=baseline)
+    if config.decay == "auto":
+        run.parts["tau"] = decay
     run.restore()
     for iteration in report.progress():  # Algorithm 1, line 1
         # 2: roll out pi_mu in E to collect episodes {e_j} with rewards {r_j}
@@ -71,9 +75,13 @@ def train(config: Config, policy: Policy, report: Report, signals: StopSignals) 
             beta = annealed_beta(config.beta, iteration / config.iterations) if config.is_correction else 0.0
             weights = importance_weights(replay.probabilities, len(buffer), beta)
             # 10: train pi_theta on S with the IS-weighted policy gradient
-            report.add_replay(replay, *trainer.update(replay.episodes, weights, baseline.moments(replay.episodes)))
+            stats, drift = trainer.update(replay.episodes, weights, baseline.moments(replay.episodes))
+            report.add_replay(replay, stats, drift)
             # section 3.5, "Priority Update": a base priority that depends on the policy is computed again
             buffer.update_base_priorities(replay.indices, trainer.base_priorities(replay.episodes))
+            if config.decay == "auto":
+                decay.observe(replay.ages, drift["kl"])
+                report.add({"tau": decay.tau})
         # 12: sync the inference engine, pi_mu <- pi_theta
         engine.sync(trainer)
 

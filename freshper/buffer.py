@@ -5,7 +5,8 @@ Paper: section 3.5 and appendix A.1; Algorithm 1 lines 4 (add), 6 (refresh), 8 (
     leaf_i = p_i^alpha,   p_i = p_i^base * decay(t - t_i),   P(i) = leaf_i / sum_k leaf_k    (eq. per_sampling)
 
 `decay` is any function of age, such as `partial(exponential_decay, tau=500)`; `None` is Standard PER.
-That is all in which the two methods differ here.
+That is all in which the two methods differ here. `decay_by="draws"` makes it a function of how often the episode has
+been drawn instead, which is FPER (Ma et al. 2022), the neighbour that section 2 names.
 
 Where the paper leaves a choice (and the authors' code takes another road, see the README):
 - a new entry gets its own base priority (Algorithm 1 line 4), not the largest one so far;
@@ -22,12 +23,14 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from freshper.episode import Episode, picture_key
 from sumtree import SumTree
+
+ARRAYS = ("base_priorities", "steps", "order", "draws")  # what the buffer knows of an entry, by slot
 
 
 class Replay(NamedTuple):
@@ -50,6 +53,7 @@ class ReplayBuffer:
         decay: Callable[[np.ndarray], np.ndarray] | None,
         eviction: str = "fifo",
         seed: int = 0,
+        decay_by: Literal["age", "draws"] = "age",
     ):
         if not 0.0 <= alpha <= 1.0:
             raise ValueError(f"alpha must lie in [0, 1], got {alpha}")
@@ -57,10 +61,12 @@ class ReplayBuffer:
             raise ValueError(f"eviction must be fifo or lowest_priority, got {eviction}")
         self.tree = SumTree(capacity)
         self.capacity, self.alpha, self.decay, self.eviction = capacity, alpha, decay, eviction
+        self.decay_by = decay_by
         self.episodes: list[Episode] = []  # by slot; slots 0..len-1 are in use
         self.base_priorities = np.zeros(capacity)
         self.steps = np.zeros(capacity, dtype=np.int64)  # t_i
         self.order = np.zeros(capacity, dtype=np.int64)  # how many episodes had been added before this one
+        self.draws = np.zeros(capacity, dtype=np.int64)  # how often it was drawn
         self.added = 0
         self.now = 0  # t of the last refresh or addition
         self.rng = np.random.default_rng(seed)
@@ -93,6 +99,7 @@ class ReplayBuffer:
                     self.episodes[slot] = stored
             self.base_priorities[slots] = base_priorities
             self.steps[slots] = step
+            self.draws[slots] = 0
             self.order[slots] = self.added + np.arange(len(slots))
             self.added += len(slots)
             self.now = max(self.now, step)
@@ -113,14 +120,18 @@ class ReplayBuffer:
         with self._lock:
             indices = self.tree.stratified_sample(batch_size, self.rng)
             probabilities = self.tree[indices] / self.tree.total()
+            np.add.at(self.draws, indices, 1)  # counts in P(i) from the next refresh on
             episodes = list(map(self.episodes.__getitem__, indices.tolist()))
             return Replay(episodes, indices, probabilities, self.now - self.steps[indices])
 
     def update_base_priorities(self, indices: np.ndarray, priorities: np.ndarray) -> None:
-        """Section 3.5, "Priority Update": for |advantage| or |TD error| priorities, after a training step."""
+        """Section 3.5, "Priority Update": for |advantage| or |TD error| priorities, after a training step. Those that
+        are what they were leave their leaves as of the last refresh."""
         self._check(priorities)
         with self._lock:
-            self.base_priorities[indices] = priorities
+            changed = self.base_priorities[indices] != priorities
+            indices = indices[changed]
+            self.base_priorities[indices] = np.asarray(priorities)[changed]
             self.tree.set(indices, self._leaves(indices))
 
     def newest(self, n: int) -> list[Episode]:
@@ -136,7 +147,7 @@ class ReplayBuffer:
     def state_dict(self) -> dict:
         """Everything that shapes future draws. Arrays are copies, episodes are shared."""
         with self._lock:
-            arrays = {name: getattr(self, name)[: len(self)].copy() for name in ("base_priorities", "steps", "order")}
+            arrays = {name: getattr(self, name)[: len(self)].copy() for name in ARRAYS}
             return arrays | {
                 "episodes": list(self.episodes),
                 "capacity": self.capacity,
@@ -155,7 +166,7 @@ class ReplayBuffer:
             self.episodes = list(state["episodes"])
             for episode in self.episodes:
                 episode.images = [self._shared(image) for image in episode.images]
-            for name in ("base_priorities", "steps", "order"):
+            for name in ARRAYS:
                 getattr(self, name)[:n] = state[name]
             self.tree.fill(state["leaves"])
             self.added, self.now = state["added"], state["now"]
@@ -165,7 +176,7 @@ class ReplayBuffer:
         """p_i^alpha at the time `now`."""
         p = self.base_priorities[slots]
         if self.decay is not None:
-            p = p * self.decay(self.now - self.steps[slots])
+            p = p * self.decay(self.draws[slots] if self.decay_by == "draws" else self.now - self.steps[slots])
         # A priority that has decayed below the smallest float must stay drawable while nothing else is
         # left, or a buffer of only stale entries has no mass to sample from.
         return np.maximum(p**self.alpha, np.finfo(np.float64).tiny)

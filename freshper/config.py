@@ -14,6 +14,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,9 +22,10 @@ from transformers import HfArgumentParser
 
 from envs import ENVS
 from envs.base import TextEnv
+from freshper.auto_tau import AutoTau
 from freshper.earlier_run import check_overrides, earlier_run
 from freshper.presets import METHODS, PRESETS, defaults
-from freshper.priority import exponential_decay, polynomial_decay
+from freshper.priority import age_limit, exponential_decay, polynomial_decay
 
 
 def _flag(default: Any, text: str) -> Any:
@@ -75,9 +77,13 @@ class Config:
     )
     alpha: float = _flag(0.6, "priority exponent, P(i) ~ p_i^alpha (section 4.1: 0.6)")
     epsilon: float = _flag(1e-6, "p_base = |r| + epsilon (not given in the paper; authors' code: 1e-6)")
-    decay: Literal["exponential", "polynomial", "none"] = _flag("exponential", "form of the age decay (eq. age_decay)")
+    decay: Literal["exponential", "polynomial", "limit", "draws", "auto", "none"] = _flag(
+        "exponential",
+        "form of the age decay (eq. age_decay); limit: none up to age tau, gone beyond; draws: exponential in how "
+        "often an episode was drawn (FPER, section 2); auto, or --tau auto: exponential, tau estimated on the way",
+    )
     tau: float = _flag(
-        500.0, "age decay constant in units of age (section 4.1: 500; AIME 1000; ablation 500, 1000, 1500)"
+        500.0, "age decay constant in units of age (section 4.1: 500; AIME 1000; ablation 500, 1000, 1500), or auto"
     )
     age_unit: Literal["step", "iteration"] = _flag(
         "step", "of age: optimizer steps (section 3.4), or iterations (authors' code)"
@@ -208,10 +214,11 @@ class Config:
         return ENVS[self.env](**{name: value for name, value in settings.items() if name in accepted})
 
     def decay_function(self) -> Any:
-        """age -> factor for the buffer, or None (Standard PER)."""
-        if self.decay == "polynomial":
-            return partial(polynomial_decay, tau=self.tau, power=1.0)
-        return partial(exponential_decay, tau=self.tau) if self.decay == "exponential" else None
+        """age (or draws) -> factor for the buffer, or None (Standard PER)."""
+        if self.decay in ("none", "auto"):
+            return AutoTau(self.alpha) if self.decay == "auto" else None
+        forms = {"polynomial": partial(polynomial_decay, power=1.0), "limit": age_limit}
+        return partial(forms.get(self.decay, exponential_decay), tau=self.tau)
 
 
 # argument of an environment: flag
@@ -228,6 +235,9 @@ ENV_SETTINGS = {
 
 def parse_args(argv: list[str] | None = None) -> Config:
     """Flags to a checked Config. Wrong ones print one sentence and exit with 2; nothing has been written by then."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    for k, pair in enumerate(pairwise(argv)):
+        argv[k] = "--decay" if pair == ("--tau", "auto") else argv[k]
     first = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
     for name, choices in (("preset", PRESETS), ("env", None), ("method", METHODS), ("resume", None)):
         default = next(f.default for f in dataclasses.fields(Config) if f.name == name)

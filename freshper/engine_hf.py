@@ -93,7 +93,7 @@ class HFEngine:
         self.policy.model.eval()
         self._keep(conversations)
         replies = [Reply([], []) for _ in conversations]
-        chunks = [np.array(c.tokens[n:]) for c, n in zip(conversations, self.fed, strict=True)]
+        chunks = [c.tokens[n:] for c, n in zip(conversations, self.fed, strict=True)]
         images = [c.images[n:] for c, n in zip(conversations, self.images_fed, strict=True)]
         active = list(range(len(conversations)))
         while True:
@@ -109,9 +109,9 @@ class HFEngine:
             active = [i for i in active if tokens[i] != self.policy.eos_id and len(replies[i].tokens) < max_new_tokens]
             if not active:
                 return replies  # the last token of a reply is fed with the next turn
-            chunks = [np.empty(0, dtype=np.int64)] * len(replies)
+            chunks = [[]] * len(replies)
             for i in active:
-                chunks[i] = np.array([tokens[i]])
+                chunks[i] = [tokens[i]]
             images = [[]] * len(replies)
 
     def _keep(self, conversations: list[Conversation]) -> None:
@@ -129,23 +129,24 @@ class HFEngine:
             self.images_fed, self.position = self.images_fed[rows], self.position[rows]
         self.rows = list(conversations)
 
-    def _feed(self, chunks: list[np.ndarray], images: list[list[np.ndarray]]) -> torch.Tensor:
+    def _feed(self, chunks: list[list[int]], images: list[list[np.ndarray]]) -> torch.Tensor:
         """Run new tokens through the model; the logits after the last one of each row, [B, V].
 
         A row without new tokens gets a hole, and a meaningless row of logits.
         """
-        width = max(len(chunk) for chunk in chunks)
+        lengths = np.array([len(chunk) for chunk in chunks])
+        width = lengths.max()
+        real = np.arange(width) >= width - lengths[:, None]  # [B, width]: False in the holes
         tokens = np.zeros((len(chunks), width), dtype=np.int64)
-        positions = np.zeros((3, len(chunks), width), dtype=np.int64)
-        real = np.zeros((len(chunks), width), dtype=bool)
-        for row, (chunk, pictures) in enumerate(zip(chunks, images, strict=True)):
-            if len(chunk):
-                tokens[row, -len(chunk) :] = chunk
-                real[row, -len(chunk) :] = True
-                positions[:, row, -len(chunk) :] = self.policy.positions(chunk, pictures, self.position[row])
-                self.position[row] = positions[:, row].max() + 1
-            self.fed[row] += len(chunk)
-            self.images_fed[row] += len(pictures)
+        tokens[real] = np.concatenate(chunks)
+        positions = np.repeat((self.position[:, None] + real.cumsum(1) - 1)[None], 3, axis=0)  # [3, B, width]: of text
+        for row, pictures in enumerate(images):
+            if pictures:
+                found = self.policy.positions(np.array(chunks[row]), pictures, self.position[row])
+                positions[:, row, -lengths[row] :] = found
+        self.position = np.where(lengths > 0, positions.max((0, 2)) + 1, self.position)
+        self.fed += lengths
+        self.images_fed += [len(pictures) for pictures in images]
         device = self.policy.device
         self.visible = torch.cat([self.visible, torch.from_numpy(real).to(device)], dim=1)  # [B, slots]
         # what is added to the attention scores, [B, width, slots]: -inf where a query must not look
@@ -168,7 +169,10 @@ class HFEngine:
         """Draw a token a row; its log-prob is at the sampling temperature, before truncation."""
         logprobs = (logits / self.sampling.temperature).log_softmax(-1)
         probabilities = truncated(logprobs.exp(), self.sampling.top_k, self.sampling.top_p)
-        tokens = torch.multinomial(probabilities, 1, generator=self.generator)  # [B, 1]
+        # the smallest token whose cumulative probability exceeds a uniform draw; in float64 it cannot miss the last
+        cumulative = probabilities.double().cumsum(-1)
+        masses = torch.rand(len(logits), 1, generator=self.generator, dtype=torch.float64, device=logits.device)
+        tokens = torch.searchsorted(cumulative, masses * cumulative[:, -1:], right=True)  # [B, 1]
         return tokens[:, 0].tolist(), logprobs.gather(1, tokens)[:, 0].tolist()
 
 

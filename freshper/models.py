@@ -111,7 +111,7 @@ class Policy:
         return {}
 
     def _encode(self, text: str, images: tuple[np.ndarray, ...]) -> list[int]:
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        ids = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids  # half the time of encode()
         if not images:
             return ids
         grids = iter(self.grid(image) for image in images)

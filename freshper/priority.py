@@ -47,6 +47,16 @@ def exponential_decay(age: np.ndarray, tau: float) -> np.ndarray:
     return np.exp(np.asarray(age, dtype=np.float64) * (-1.0 / tau))
 
 
+def age_limit(age: np.ndarray, tau: float) -> np.ndarray:
+    """1 up to the age tau and 0 beyond: the hard limit of asynchronous trainers, as a form of decay. [n] -> [n].
+
+    Raises ValueError unless tau > 0.
+    """
+    if not tau > 0:
+        raise ValueError(f"tau must be positive, got {tau}")
+    return (np.asarray(age) <= tau).astype(np.float64)
+
+
 def polynomial_decay(age: np.ndarray, tau: float, power: float) -> np.ndarray:
     """(1 + Delta / tau)^(-power): the heavier-tailed alternative announced at the end of section 3.3.
 

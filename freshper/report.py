@@ -13,8 +13,8 @@ episodes, `eval_*` on held-out seeds (empty where not evaluated), the environmen
 `invalid` share of unreadable replies;
 `mismatch` mean |engine - trainer log-prob|; `grad_norm`, `clip_fraction` (ratios cut by the PPO clip), `kl`
 (k3 of pi_mu against pi_theta) of the on-policy update; `replay_*` means over the K replay updates, where
-`replay_age` is in optimizer steps, `replay_success` the share of successes drawn and
-`replay_nonzero_advantages` the share of their action tokens that carry any gradient; `mean_age` over the buffer.
+`replay_age` is in optimizer steps, `tau` the estimate of `--tau auto`, `replay_success` the share of successes drawn
+and `replay_nonzero_advantages` the share of their action tokens that carry any gradient; `mean_age` over the buffer.
 """
 
 import csv
@@ -46,7 +46,7 @@ from freshper.trainer import TorchTrainer
 COLUMNS = """
 iteration step episodes wall_s train_success train_reward eval_success eval_reward turns invalid mismatch
 loss grad_norm clip_fraction kl nonzero_advantages replay_loss replay_grad_norm replay_clip_fraction replay_kl
-replay_nonzero_advantages replay_success replay_age buffer_size mean_age lr
+replay_nonzero_advantages replay_success replay_age tau buffer_size mean_age lr
 """.split()
 
 REPLAY_COLUMNS = "iteration age probability reward tokens log_ratio ratio ratio_sq kl clipped".split()

@@ -126,6 +126,24 @@ def test_a_buffer_of_only_stale_entries_can_still_be_drawn_from():
     assert len(buffer.sample(8).episodes) == 8
 
 
+def test_decay_by_draws():
+    """FPER: the priority of an episode falls with every time it was drawn, whatever its age; a new one starts anew."""
+    buffer = ReplayBuffer(4, 0.5, partial(exponential_decay, tau=3.0), seed=0, decay_by="draws")
+    buffer.add(episodes(4), np.array([1.0, 2.0, 3.0, 4.0]), step=0)
+    drawn = np.zeros(4)
+    for step in (10, 20, 1000):
+        np.add.at(drawn, buffer.sample(6).indices, 1)
+        buffer.refresh(step)
+        expected = np.sqrt(np.array([1, 2, 3, 4]) * np.exp(-drawn / 3))
+        np.testing.assert_allclose(buffer.tree[np.arange(4)], expected)
+    other = ReplayBuffer(4, 0.5, partial(exponential_decay, tau=3.0), seed=9, decay_by="draws")
+    other.load_state_dict(buffer.state_dict())
+    other.refresh(2000)
+    np.testing.assert_allclose(other.tree[np.arange(4)], expected)
+    buffer.add(episodes(1, start=4), np.ones(1), step=2000)  # into the slot of the first
+    np.testing.assert_allclose(buffer.tree[np.arange(4)], [1, *expected[1:]])
+
+
 def test_base_priorities_can_be_updated():
     """Section 3.5: advantage and TD-error priorities are recomputed after a training step."""
     buffer = ReplayBuffer(10, 0.5, partial(exponential_decay, tau=4.0))
@@ -133,6 +151,20 @@ def test_base_priorities_can_be_updated():
     buffer.refresh(4)
     buffer.update_base_priorities(np.array([1, 3]), np.array([9.0, 4.0]))
     np.testing.assert_allclose(buffer.tree[np.arange(4)], np.sqrt(np.array([1, 9, 1, 4]) * np.exp(-1)))
+
+
+def test_base_priorities_that_did_not_change_leave_their_leaves_alone():
+    """Bit for bit, also where the decay has moved on since the last refresh (draws)."""
+    for decay_by in ("age", "draws"):
+        buffer = ReplayBuffer(8, 0.6, fast_decay, decay_by=decay_by)
+        buffer.add(episodes(6), np.arange(1.0, 7.0), step=0)
+        buffer.refresh(3)
+        before = buffer.tree.nodes.copy()
+        indices = buffer.sample(16).indices  # more than there are: some twice
+        buffer.update_base_priorities(indices, buffer.base_priorities[indices])
+        np.testing.assert_array_equal(buffer.tree.nodes, before)
+        buffer.update_base_priorities(np.array([2]), np.array([30.0]))
+        assert buffer.tree[2] > before[buffer.tree.size + 2]
 
 
 def test_state_dict_continues_the_same_draws():

@@ -9,6 +9,7 @@ from hypothesis.extra.numpy import arrays
 from freshper.is_weights import annealed_beta, importance_weights
 from freshper.priority import (
     advantage_priority,
+    age_limit,
     exponential_decay,
     polynomial_decay,
     reward_priority,
@@ -62,6 +63,12 @@ def test_tau_must_be_positive(tau):
         exponential_decay(np.array([1]), tau)
     with pytest.raises(ValueError, match="tau"):
         polynomial_decay(np.array([1]), tau, 1.0)
+    with pytest.raises(ValueError, match="tau"):
+        age_limit(np.array([1]), tau)
+
+
+def test_a_hard_limit_is_one_up_to_it_and_nothing_beyond():
+    np.testing.assert_array_equal(age_limit(np.array([0, 1, 67, 68, 10_000]), 67.0), [1, 1, 1, 0, 0])
 
 
 @given(

@@ -1,0 +1,53 @@
+"""`--tau auto`: the age decay constant, estimated from how fast the policy is seen to drift.
+
+Paper: section 3.3 absorbs the drift rate c into tau = 1/c, "a single tunable hyperparameter"; the conclusion leaves
+tuning it from the measured divergence to future work. Ours, and one estimate among several that are possible:
+
+    KL(pi_mu || pi_theta) ~ c Delta              of a trajectory: k3 summed over its action tokens
+    ESS / n = 1 / (1 + Var[rho]) = exp(-2 c Delta)     where log rho is normal: its variance is twice the KL
+    P(i) ~ p_i^alpha ~ exp(-alpha Delta / tau)   the probability decays with tau / alpha, not with tau
+    tau = alpha / (2 c)                          so that the probability decays as the effective sample size does
+
+c is the least-squares line through the origin over the trajectories of the last replay batches, with an exponential
+window of about 20. Log-probs that the update computes anyway are all it needs. As the learning rate anneals, drift
+slows and tau grows. What it is worth beside the best fixed tau: RESULTS.md.
+"""
+
+import numpy as np
+
+from freshper.priority import exponential_decay
+
+MEMORY = 0.95  # of an earlier replay batch, a batch
+LOW, HIGH = 1.0, 1e6  # bounds of tau, in units of age
+
+
+class AutoTau:
+    """A decay function of age for `ReplayBuffer`, exp(-Delta / tau), whose tau follows `observe`. Before the first
+    observation nothing is known, and nothing decays."""
+
+    def __init__(self, alpha: float):
+        self.alpha = alpha
+        self.age_age = self.age_kl = 0.0  # windowed sums of Delta^2 and of Delta KL
+
+    @property
+    def tau(self) -> float:
+        """alpha / (2 c), in units of age, within [1, 1e6]."""
+        if not self.age_age:
+            return HIGH
+        c = self.age_kl / self.age_age
+        return float(np.clip(self.alpha / (2.0 * c), LOW, HIGH)) if c > 0.0 else HIGH
+
+    def __call__(self, age: np.ndarray) -> np.ndarray:
+        return exponential_decay(age, self.tau)
+
+    def observe(self, ages: np.ndarray, kl: np.ndarray) -> None:
+        """A replayed batch: age [B] and KL [B] of its trajectories, in nats (`drift["kl"]` of the trainer's update)."""
+        ages = np.asarray(ages, dtype=np.float64)
+        self.age_age = MEMORY * self.age_age + float((ages * ages).mean())
+        self.age_kl = MEMORY * self.age_kl + float((ages * kl).mean())
+
+    def state_dict(self) -> dict[str, float]:
+        return {"age_age": self.age_age, "age_kl": self.age_kl}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.age_age, self.age_kl = state["age_age"], state["age_kl"]
