@@ -25,7 +25,7 @@ def code_blocks(page):
 
 def test_every_cell_runs_on_short_runs(tour, tmp_path, monkeypatch):
     """Solutions assert what they claim, so a wrong one fails here."""
-    monkeypatch.setenv("TOUR_ITERATIONS", "4")
+    monkeypatch.setenv("TOUR_ITERATIONS", "3")
     monkeypatch.setenv("TOUR_OUT", str(tmp_path / "runs"))
     page = tour.render(SOURCE, tmp_path)
     code = [text for kind, text in tour.cells(SOURCE) if kind != "markdown"]
