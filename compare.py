@@ -24,8 +24,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 from pathlib import Path
 
 import matplotlib.axes
@@ -35,12 +36,12 @@ from scipy import stats
 from tqdm import tqdm
 
 from freshper.config import Config
-from freshper.presets import PRESETS, defaults
+from freshper.presets import CONFIG_A, CONFIG_DEFAULT, PRESETS, defaults
 from freshper.report import baselines
 
 ROOT = Path(__file__).parent
-COLORS = ("#4285F4", "#FBBC04", "#EA4335", "#34A853", "#FF9800", "#9E9E9E", "#7B1FA2", "#00838F")  # the paper's first
-CONFIG_DEFAULT = "--advantage_clip 20 --kl_loss_coef 0.05 --kl_reward_coef 0.1 --entropy_coef 0.01"
+METHOD_COLORS = {"on_policy": "#4285F4", "per": "#FBBC04", "freshper": "#EA4335"}  # the paper's, Fig. llm_main
+OTHER_COLORS = ("#34A853", "#FF9800", "#9E9E9E", "#7B1FA2", "#00838F", "#795548", "#F06292", "#1A237E")
 
 
 def exhibits(preset: str, env: str) -> dict[str, list[str]]:
@@ -60,8 +61,11 @@ def exhibits(preset: str, env: str) -> dict[str, list[str]]:
         "tau": [*(f"freshper --tau {tau}" for tau in taus), "freshper --decay none", "freshper --tau auto"],
         # Fig. is_ablation, and the other half that the paper leaves out
         "is": ["freshper", "freshper --is_correction True", "per --is_correction False", "per"],
-        # Table config_comparison
-        "config": ["freshper --advantage_clip 0.2", f"freshper {CONFIG_DEFAULT}", "freshper --advantage_clip 20"],
+        # Table config_comparison, and Config A with the other's clip
+        "config": [
+            " ".join(["freshper", *(f"--{name} {value}" for name, value in config.items())])
+            for config in (CONFIG_A, CONFIG_DEFAULT, CONFIG_A | {"advantage_clip": CONFIG_DEFAULT["advantage_clip"]})
+        ],
         # ours: as many updates; as many tokens; no buffer but the current batch, its successes preferred or not;
         # no priorities; no decay; no base priority
         "controls": [
@@ -92,6 +96,7 @@ def exhibits(preset: str, env: str) -> dict[str, list[str]]:
 
 
 def folder_of(out: Path, arm: str, seed: int) -> Path:
+    """Where the run of an arm with a seed stands."""
     return out / f"{re.sub(r'[^A-Za-z0-9_.]+', '-', arm).strip('-')}-seed{seed}"
 
 
@@ -179,10 +184,16 @@ def table(results: list[dict], arms: list[str]) -> Iterator[str]:
         )
 
 
+def colors(arms: Iterable[str]) -> dict[str, str]:
+    """A method with its preset's settings has the paper's color in every figure; other arms take theirs in turn."""
+    others = cycle(OTHER_COLORS)
+    return {arm: METHOD_COLORS.get(arm) or next(others) for arm in arms}
+
+
 def curves(axes: matplotlib.axes.Axes, x_name: str, runs: dict[str, list[dict[str, np.ndarray]]]) -> None:
     """Held-out success: the mean over seeds with its 95 % band, and each seed as a thin line."""
-    for (arm, metrics), color in zip(runs.items(), COLORS * 2, strict=False):
-        evaluated = [(m, ~np.isnan(m["eval_success"])) for m in metrics]
+    for arm, color in colors(runs).items():
+        evaluated = [(m, ~np.isnan(m["eval_success"])) for m in runs[arm]]
         lines = [(m[x_name][done], m["eval_success"][done]) for m, done in evaluated if done.any()]
         if not lines:
             continue  # stopped before the first evaluation; the table counts it

@@ -13,9 +13,9 @@ import torch
 from transformers import set_seed
 
 from envs.base import EVAL_SEEDS
+from freshper.backends import BackendError, backends, check, join, serve
 from freshper.buffer import ReplayBuffer
 from freshper.config import Config, parse_args
-from freshper.engine_hf import HFEngine, Sampling
 from freshper.episode import NonFiniteError
 from freshper.is_weights import annealed_beta, importance_weights
 from freshper.load import load
@@ -23,26 +23,25 @@ from freshper.models import Policy
 from freshper.reinforce import ReplayBaseline
 from freshper.report import Report
 from freshper.resume import Interrupted, RunState, StopSignals
-from freshper.rollout import rollout, training_seeds
+from freshper.rollout import Engine, rollout, training_seeds
 from freshper.trainer import TorchTrainer, keep_freed_memory
 
 
-def train(config: Config, policy: Policy, report: Report, signals: StopSignals) -> None:
+def train(
+    config: Config, policy: Policy, report: Report, signals: StopSignals, trainer: TorchTrainer, engine: Engine
+) -> None:
     """Run Algorithm 1, from its start or a checkpoint on. Raises NonFiniteError where log-probs, loss or gradient
-    stop being numbers, OSError where the disk fails, Interrupted after a signal."""
+    stop being numbers, OSError where the disk fails or an environment hangs, BackendError where vLLM or DeepSpeed does,
+    Interrupted after a signal."""
     envs = [config.make_env() for _ in range(max(config.rollout_batch_size, config.eval_episodes))]
-    engine = HFEngine(policy, Sampling(config.temperature, config.top_k, config.top_p), config.seed)
-    trainer = TorchTrainer(policy, config, config.iterations * (config.ppo_epochs + config.replay_ratio))
     decay = config.decay_function()
     by = "draws" if config.decay == "draws" else "age"
     buffer = ReplayBuffer(config.capacity, config.alpha, decay, config.eviction, config.seed, decay_by=by)
     baseline = ReplayBaseline(config.replay_advantage, config.baseline_window)
 
     def collect(seeds: list[int]) -> list:
-        players = envs[: len(seeds)]
-        return rollout(
-            engine, policy, players, seeds, config.max_tokens, config.max_new_tokens, trainer.step, config.env
-        )
+        players, limits = envs[: len(seeds)], (config.max_tokens, config.max_new_tokens)
+        return rollout(engine, policy, players, seeds, *limits, trainer.step, config.env, config.env_timeout)
 
     def age_clock(updates_ahead: int = 0) -> int:
         return trainer.step + updates_ahead if config.age_unit == "step" else iteration
@@ -83,7 +82,7 @@ def train(config: Config, policy: Policy, report: Report, signals: StopSignals) 
                 decay.observe(replay.ages, drift["kl"])
                 report.add({"tau": decay.tau})
         # 12: sync the inference engine, pi_mu <- pi_theta
-        engine.sync(trainer)
+        report.add(engine.sync(trainer))
 
         if report.evaluation_due():
             report.evaluated(collect([EVAL_SEEDS + k for k in range(config.eval_episodes)]))
@@ -101,16 +100,20 @@ def main(argv: list[str] | None = None) -> int:
     with StopSignals() as signals:
         try:
             try:
+                rank = join(config)
                 policy = load(config)
+                check(policy, config)
+                if rank:  # rank 0 runs the algorithm; the others do their share of its updates
+                    return serve(policy, config)
                 report = Report(config, policy)
             except ValueError as error:
                 print(f"train.py: error: {error}", file=sys.stderr)
                 return 2
-            with report:
-                train(config, policy, report, signals)
+            with report, backends(policy, config) as (trainer, engine):
+                train(config, policy, report, signals, trainer, engine)
         except Interrupted as stop:
             return stop.status
-        except (NonFiniteError, OSError):  # the report has said what it was
+        except (NonFiniteError, OSError, BackendError):  # the report has said what it was
             return 1
     return 0
 

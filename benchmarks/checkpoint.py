@@ -5,8 +5,9 @@
     python benchmarks/checkpoint.py --pictures 20000      with pictures, of which each stands in many episodes
 
 torch.save pickles every array of every episode on its own. Ours joins them, so that a handful of large arrays is
-written; it also computes and stores the SHA-256 of each file and flushes it to the disk, which torch.save does not:
-its seconds are given with an fsync as well. The tiny model (0.5 MB) is part of ours only.
+written, and packs at the next save only what is new; it also computes and stores the SHA-256 of each file and flushes
+it to the disk, which torch.save does not: its seconds are given with an fsync as well. The tiny model (0.5 MB) is part
+of ours only.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from envs import ENVS
 from freshper import checkpoint
 from freshper.buffer import ReplayBuffer
 from freshper.episode import Episode
-from freshper.packing import pack_episodes, unpack_episodes
+from freshper.episode_files import EpisodeFiles
 from freshper.tiny import build_policy
 
 
@@ -67,21 +68,24 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=50_000)
     parser.add_argument("--tokens", type=int, default=130)
+    parser.add_argument("--new", type=int, default=2560, help="between two saves: 20 iterations of 128")
     parser.add_argument("--pictures", type=int, default=0, help="different ones; 0: a text task")
     args = parser.parse_args()
     buffer = full_buffer(args.episodes, args.tokens, args.pictures)
     policy = build_policy(ENVS["frozenlake"]())
     print(f"{args.episodes:,} episodes of {args.tokens} tokens, {args.pictures:,} different pictures")
 
-    def save_ours(out):
+    files = EpisodeFiles()
+
+    def save_ours(out, done):
         state = buffer.state_dict()
-        state["episodes"] = pack_episodes(state["episodes"])
-        checkpoint.save(out, 1, policy, {"buffer": state}, best=0, keep=1)
+        episodes = state.pop("episodes")
+        checkpoint.save(out, done, policy, {"buffer": state}, 0, 1, episodes, files)
 
     def load_ours(out):
         found, problems = checkpoint.find(out)
         assert not problems
-        return unpack_episodes(checkpoint.read_state(found)["buffer"]["episodes"])
+        return checkpoint.read_state(found)["episodes"]
 
     def save_theirs(path):
         with path.open("wb") as file:
@@ -91,10 +95,13 @@ def main():
 
     with tempfile.TemporaryDirectory() as folder:
         out, path = Path(folder), Path(folder) / "state.pt"
-        seconds, _ = timed(lambda: save_ours(out))
+        seconds, _ = timed(lambda: save_ours(out, 1))
+        buffer.add(buffer.episodes[: args.new], np.ones(args.new), step=1)  # copies: new episodes to the buffer
+        increment, _ = timed(lambda: save_ours(out, 2))
         size = sum(p.stat().st_size for p in (out / "checkpoint").iterdir()) / 1e6
         loading, episodes = timed(lambda: load_ours(out))
         print(f"this project: {seconds:6.2f} s to save, {loading:6.2f} s to check and load, {size:8.1f} MB")
+        print(f"              {increment:6.2f} s to save again with {args.new} new episodes")
         assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(episodes, buffer.episodes, strict=True))
         seconds, _ = timed(lambda: save_theirs(path))
         size = path.stat().st_size / 1e6

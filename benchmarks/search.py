@@ -1,6 +1,6 @@
 """What the search of a rollout costs: a batch of 128 queries on the generated encyclopaedia, top 3.
 
-Paper: section 1 (thousands of retrieval calls an iteration); appendix B, "NQ Search".
+Paper: section 1 (thousands of retrieval calls an iteration); appendix D, "NQ Search".
 
 Median milliseconds over rounds in which the rows take turns, after a warm-up; on the left what passed, on the right
 what the processor worked (all threads), which is the one to trust on a busy machine. All rows answer the same

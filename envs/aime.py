@@ -1,6 +1,6 @@
 """AIME: competition problems whose answer is an integer from 000 to 999, with three attempts.
 
-Paper: appendix B, "AIME"; tau is 1000 there.
+Paper: appendix D, "AIME"; tau is 1000 there.
 Data: the fields `problem` and `answer` (in any case: `Problem`, `Answer`), as in `AI-MO/aimo-validation-aime`, which
 has one split, 90 problems of the years 2022 to 2024. The paper does not say which problems it used.
 

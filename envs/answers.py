@@ -1,6 +1,6 @@
 """What a reply answers, and which number that is: the scorers of GSM8K, AIME and GeoQA. No eval, exact fractions.
 
-Paper: appendix B, binary reward for the right answer; how an answer is read is not given.
+Paper: appendix D, binary reward for the right answer; how an answer is read is not given.
 
 A policy under reinforcement finds every weakness of a scorer, so the rules are strict: one answer, in one place,
 which is one number. Several tags, a list of candidates, or an expression to be worked out (6*7) are no answer,

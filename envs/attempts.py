@@ -1,6 +1,6 @@
 """A question and up to three attempts to answer it: what GSM8K, AIME and GeoQA share.
 
-Paper: appendix B ("if the first answer is incorrect, it receives feedback and may try again"); Table env_details
+Paper: appendix D ("if the first answer is incorrect, it receives feedback and may try again"); Table env_details
 (3 actions, binary reward). A right answer earns 1 whenever it comes, and ends the episode; a wrong one earns 0; a
 reply without a readable answer costs its attempt and the format penalty. `success` is any attempt right, the metric
 `first_success` the first one.

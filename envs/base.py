@@ -1,10 +1,11 @@
 """What an environment is here: a `gymnasium.Env` whose action is the text of the model's reply.
 
-Paper: section 3.1 (the turn MDP) and appendix B. A turn is one assistant reply; the environment answers with
+Paper: section 3.1 (the turn MDP) and appendix D. A turn is one assistant reply; the environment answers with
 an `Observation` (text, and pictures for the VLM tasks) and a reward. An episode ends after `max_turns` turns.
 
-To add your own: subclass `TextEnv` in a file of its own, give it `reset`, `step` and `random_reply`, and list
-it in `envs/__init__.py`. `envs/frozenlake.py` is the worked example.
+To add your own: subclass `TextEnv` in a file of its own, give it `reset`, `step` and `observe`, for a tiny model also
+`caption` and `random_reply`, and list it in `envs/__init__.py`. docs/own_environment.md tells more, and
+`envs/frozenlake.py` is the worked example.
 """
 
 from collections.abc import Callable, Iterable
@@ -94,6 +95,7 @@ class TextEnv(gymnasium.Env):
         return {"random": float(play_out(self, seed, lambda: self.random_reply(rng))[2]["success"])}
 
     def has_exact_baselines(self) -> bool:
+        """Whether `baselines` are probabilities, not games that were played."""
         return type(self).baselines is not TextEnv.baselines
 
 

@@ -1,6 +1,6 @@
 """CliffWalking, as text: along the cliff to the goal, one step at a time.
 
-Paper: section 4.1, appendix B "CliffWalking"; Table env_details (200 actions). A control experiment: easy enough that
+Paper: section 4.1, appendix D "CliffWalking"; Table env_details (200 actions). A control experiment: easy enough that
 on-policy training solves it, so replay is not expected to help. The dynamics are Gymnasium's own `CliffWalking-v1`
 (Sutton and Barto, example 6.6): a 4x12 grid, -1 a step, -100 for a fall, which leads back to the start. The task is
 the same for every seed; held-out seeds differ in nothing but the sampling.

@@ -1,6 +1,6 @@
 """Questions from a dataset: a hub id, a file, or a folder of files, as a list of rows that has been checked.
 
-Paper: appendix B names the tasks with data (NQ, GSM8K, AIME, GeoQA), not their files; any source with the fields
+Paper: appendix D names the tasks with data (NQ, GSM8K, AIME, GeoQA), not their files; any source with the fields
 a task asks for will do.
 
     openai/gsm8k:main            a dataset of the hub, and after a colon its configuration; read by `datasets`

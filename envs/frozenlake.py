@@ -1,6 +1,6 @@
 """FrozenLake, as text and as pictures: walk over the ice to the goal, avoid the holes.
 
-Paper: appendix B, "FrozenLake (LLM)" and "FrozenLake (VLM)"; Table env_details (10 actions, binary reward).
+Paper: appendix D, "FrozenLake (LLM)" and "FrozenLake (VLM)"; Table env_details (10 actions, binary reward).
 The dynamics are Gymnasium's own `FrozenLake-v1`; ours are the maps, the words and the drawing.
 
 Each seed gives a new random solvable 4x4 map: every cell is frozen with probability 0.8, start and goal are
@@ -47,6 +47,7 @@ def random_map(seed: int) -> list[str]:
 
 
 def cell_name(row: int, col: int) -> str:
+    """Column a to d, row 1 to 4 from the top."""
     return f"{'abcd'[col]}{row + 1}"
 
 

@@ -1,6 +1,6 @@
 """GeoQA: a picture of a geometric figure and a question about it, with three attempts.
 
-Paper: appendix B, "GeoQA" (VLM). Data: the fields `image`, `problem` and `solution` of `leonardPKU/GEOQA_R1V_Train_8K`,
+Paper: appendix D, "GeoQA" (VLM). Data: the fields `image`, `problem` and `solution` of `leonardPKU/GEOQA_R1V_Train_8K`,
 which has one split, and whose solutions hold the answer as `<answer> 145° </answer>`. A picture is what `datasets`
 and parquet hold ({"bytes", "path"}), bytes, or a path beside the file. The paper does not say which version it used.
 

@@ -1,6 +1,6 @@
 """GSM8K: word problems whose answer is a number, with three attempts.
 
-Paper: appendix B, "GSM8K"; a control, since the paper's model solves 93 % of it before training.
+Paper: appendix D, "GSM8K"; a control, since the paper's model solves 93 % of it before training.
 Data: the fields `question` and `answer` of `openai/gsm8k:main`, where the answer ends in `#### 72`.
 
 Without data, problems are GENERATED: one or two steps with small numbers, answers 0 to 9, each as likely. They are

@@ -1,6 +1,6 @@
 """NQ Search: answer a question with a search engine, in at most 5 replies.
 
-Paper: appendix B, "NQ Search"; Table env_details (5 actions, binary reward). A reply is `<search> query </search>`,
+Paper: appendix D, "NQ Search"; Table env_details (5 actions, binary reward). A reply is `<search> query </search>`,
 which is answered by the top 3 passages between `<information>` and `</information>`, or `<answer> ... </answer>`, which
 ends the episode; `<think> ... </think>` may come first. Reward 1 for an exact match with any golden answer after
 SQuAD's normalisation (case, punctuation, articles, whitespace), else 0. A reply with no action or with several

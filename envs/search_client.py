@@ -1,6 +1,6 @@
 """The client of the retrieval server: one request for a batch of queries, and an end to every wait.
 
-Paper: section 1 (a batch of 128 prompts makes thousands of retrievals an iteration) and appendix B, "NQ Search".
+Paper: section 1 (a batch of 128 prompts makes thousands of retrievals an iteration) and appendix D, "NQ Search".
 
 A server may be slow, gone, or talk nonsense; training must go on. Every attempt has a deadline for the whole of it, not
 only for each packet, and a bound on what is read; after the last one a single `SearchError` says what was wrong.

@@ -1,6 +1,6 @@
 """What turns queries and passages into unit vectors: E5, as in the paper, and a small encoder that needs no download.
 
-Paper: appendix B, "NQ Search" (E5 embeddings).
+Paper: appendix D, "NQ Search" (E5 embeddings).
 
 Where we differ: `LocalEncoder` is ours. It matches words and parts of words, not meanings; it is there so that the
 task, its tests and the tiny model run anywhere.
@@ -82,7 +82,7 @@ class E5Encoder:
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.tokenizer = AutoTokenizer.from_pretrained(name)
-        self.model = AutoModel.from_pretrained(name).to(self.device).eval()
+        self.model = AutoModel.from_pretrained(name, use_safetensors=True).to(self.device).eval()  # nothing pickled
         self.dimension = self.model.config.hidden_size
         self.longest = min(512, self.model.config.max_position_embeddings)
 

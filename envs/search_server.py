@@ -1,6 +1,6 @@
 """A retrieval server of our own: dense passages in a FAISS index behind the protocol of Search-R1.
 
-Paper: appendix B, "NQ Search" ("Retrieved documents are provided via a FAISS index with E5 embeddings, k = 3").
+Paper: appendix D, "NQ Search" ("Retrieved documents are provided via a FAISS index with E5 embeddings, k = 3").
 
     python -m envs.search_server --build --corpus wiki.jsonl --index wiki.faiss --encoder intfloat/e5-base-v2
     python -m envs.search_server         --corpus wiki.jsonl --index wiki.faiss --encoder intfloat/e5-base-v2

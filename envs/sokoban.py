@@ -1,6 +1,6 @@
 """Sokoban, as text and as pictures: push every box onto a target, and never into a corner.
 
-Paper: section 4.1, appendix B "Sokoban"; Table env_details (10 actions). "Simple" is 6x6 with one box, "Hard" 8x8
+Paper: section 4.1, appendix D "Sokoban"; Table env_details (10 actions). "Simple" is 6x6 with one box, "Hard" 8x8
 with two, as the authors ran it, and so are the symbols and the rewards: -0.1 a turn, +1 for a box pushed onto a
 target, -1 for one pushed off, +10 when the last one is in place, which ends the game.
 
@@ -145,7 +145,7 @@ class Sokoban(TextEnv):
     without the wall around it, for a tiny one. `image` draws the room instead; `cell_size` is in pixels."""
 
     metrics = ("score",)
-    warm_start = ((200, 3), (60, 10))  # short games first: they are cheap
+    warm_start = ((900, 1), (150, 10))  # mostly to read, then to play
     words = (*ACTIONS, "√", " X", " O", " #", " a", " b", " c", " d", " e", " f")  # a cell is a column and a row
 
     def __init__(
@@ -157,7 +157,7 @@ class Sokoban(TextEnv):
             raise ValueError(f"side must be 6, 7 or 8 and boxes 1 or 2, got {side} and {boxes}")
         self.side, self.n_boxes, self.image, self.cell_size = side, boxes, image, cell_size
         if image:  # first to see, then to play
-            self.warm_start = ((250, 1), (60, 10))
+            self.warm_start = ((400, 1), (60, 10))
         self.observation_space = observations(5000, side * cell_size, side * cell_size)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Observation, dict]:

@@ -106,7 +106,7 @@ class ReplayBuffer:
             self.tree.set(slots, self._leaves(slots))
 
     def refresh(self, step: int) -> None:
-        """Line 6: p_i <- p_i^base * decay(step - t_i) for all i, and rebuild the tree. O(N), vectorised."""
+        """Line 6, eq. fresh_priority: p_i <- p_i^base * decay(step - t_i) for all i; rebuilds the tree. O(N)."""
         with self._lock:
             self.now = max(self.now, step)  # a refresh that comes late must not turn the clock back
             self.tree.fill(self._leaves(slice(0, len(self))))

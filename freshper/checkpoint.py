@@ -4,7 +4,8 @@ Nothing here is in the paper; a run of its length (400 iterations, a buffer of 5
 
     out/checkpoint/            the newest, in the Hugging Face format: `--model` and `from_pretrained` take it
         config.json, model.safetensors, tokenizer.json, ...   model, tokenizer, image processor
-        state.safetensors      every array: optimizer, replay buffer, random number generators
+        episodes-*.safetensors the episodes of the replay buffer (freshper/episode_files.py)
+        state.safetensors      every other array: optimizer, priorities, random number generators
         state.json             everything else, with {"__torch__": name} or {"__numpy__": name} where an array was
                                (freshper/packing.py)
         manifest.json          format, version, iterations done; size and SHA-256 of each file and of the rest of
@@ -28,10 +29,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from freshper.episode import Episode
+from freshper.episode_files import EpisodeFiles, describe
 from freshper.models import Policy
 from freshper.packing import flatten, unflatten
 
-FORMAT, VERSION = "freshper checkpoint", 1
+FORMAT, VERSION = "freshper checkpoint", 2
 UNFINISHED, DAMAGED = ".checkpoint-unfinished", "damaged-checkpoint"
 
 
@@ -41,6 +44,7 @@ class Checkpoint(NamedTuple):
     folder: Path
     done: int  # iterations
     state: dict[str, Any]
+    files: dict[str, dict[str, Any]]  # of the manifest
 
 
 # -- writing -------------------------------------------------------------------------------------------------
@@ -49,14 +53,28 @@ class Checkpoint(NamedTuple):
 def write_whole(path: Path, text: str) -> None:
     """Write a text file that is there as a whole or not at all."""
     new = path.with_name(f".{path.name}.new")
-    new.write_text(text, encoding="utf-8", newline="")
-    _flush(new)
-    new.replace(path)
+    try:
+        new.write_text(text, encoding="utf-8", newline="")
+        _flush(new)
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
 
 
-def save(out: Path, done: int, policy: Policy, state: dict[str, Any], best: int, keep: int) -> None:
+def save(
+    out: Path,
+    done: int,
+    policy: Policy,
+    state: dict[str, Any],
+    best: int,
+    keep: int,
+    episodes: list[Episode] | None = None,
+    episode_files: EpisodeFiles | None = None,
+) -> None:
     """Make out/checkpoint the state after `done` iterations; the checkpoint before it becomes out/checkpoint-<done>.
 
+    `episode_files` is that of the last save or read, so that only `episodes` that are new since are packed.
     Of the older ones the newest `keep` - 1 stay, and the `best`, named by its iterations. Raises OSError where
     something cannot be written; what was there stays then.
     """
@@ -65,13 +83,15 @@ def save(out: Path, done: int, policy: Policy, state: dict[str, Any], best: int,
     try:
         new.mkdir()
         policy.save(str(new))
+        episode_files = episode_files or EpisodeFiles()
+        state = state | {"episodes": episode_files.write(episodes or [], out / "checkpoint", new)}
         arrays: dict[str, torch.Tensor] = {}
         (new / "state.json").write_text(json.dumps(flatten(state, arrays)), encoding="utf-8")
         save_file(arrays, new / "state.safetensors")
         files = {}
         for path in sorted(path for path in new.rglob("*") if path.is_file()):
             _flush(path)
-            files[path.relative_to(new).as_posix()] = _describe(path)
+            files[path.relative_to(new).as_posix()] = episode_files.files.get(path.name) or describe(path)
         manifest = {"format": FORMAT, "version": VERSION, "done": done, "files": files}
         manifest["sha256"] = _own_sum(manifest)
         write_whole(new / "manifest.json", json.dumps(manifest, indent=1) + "\n")
@@ -122,11 +142,6 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-def _describe(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
 def _own_sum(manifest: dict[str, Any]) -> str:
     rest = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
@@ -147,7 +162,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_bytes())
         version = manifest["version"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError("manifest.json cannot be read") from error
     if isinstance(version, int) and version != VERSION:
         raise OtherVersionError(f"{folder} has the checkpoint format {version}, but must have {VERSION}")
@@ -164,7 +179,7 @@ def _check_files(folder: Path, files: dict[str, dict[str, Any]]) -> None:
             raise ValueError(f"{name} is missing")
         if path.stat().st_size != expected["bytes"]:
             raise ValueError(f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}")
-        if _describe(path) != expected:
+        if describe(path) != expected:
             raise ValueError(f"{name} does not have the SHA-256 that the manifest gives")
 
 
@@ -189,12 +204,14 @@ def find(out: Path) -> tuple[Checkpoint | None, list[str]]:
             problems.append(f"{folder} is damaged: {error}")
             continue
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        return Checkpoint(folder, manifest["done"], state), problems
+        return Checkpoint(folder, manifest["done"], state, manifest["files"]), problems
     if problems:
         raise ValueError(f"no checkpoint of it is whole: {'; '.join(problems)}")
     return None, []
 
 
-def read_state(found: Checkpoint) -> dict[str, Any]:
-    """The state as `save` was given it (tuples as lists)."""
-    return unflatten(found.state, load_file(found.folder / "state.safetensors"))
+def read_state(found: Checkpoint, episode_files: EpisodeFiles | None = None) -> dict[str, Any]:
+    """The state as `save` was given it (tuples as lists), with the `episodes`."""
+    state = unflatten(found.state, load_file(found.folder / "state.safetensors"))
+    files = episode_files or EpisodeFiles()
+    return state | {"episodes": files.read(state["episodes"], found.folder, found.files)}

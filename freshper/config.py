@@ -1,7 +1,7 @@
 """Every setting, once: a dataclass whose defaults are the paper's, and the command line (presets: freshper/presets.py).
 
 Paper: section 4.1 ("Implementation Details"), Tables env_details, config_comparison, training_config and
-replay_config, "Common Settings" in appendix D. The README lists what the paper leaves open.
+replay_config, "Common Settings" in appendix F. The README lists what the paper leaves open.
 
 A run's settings come from the dataclass, then the method, then the preset of the environment, then the flags.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from transformers import HfArgumentParser
 
@@ -24,7 +24,7 @@ from envs import ENVS
 from envs.base import TextEnv
 from freshper.auto_tau import AutoTau
 from freshper.earlier_run import check_overrides, earlier_run
-from freshper.presets import METHODS, PRESETS, defaults
+from freshper.presets import chosen_preset, defaults
 from freshper.priority import age_limit, exponential_decay, polynomial_decay
 
 
@@ -34,16 +34,20 @@ def _flag(default: Any, text: str) -> Any:
 
 @dataclass
 class Config:
-    env: str = _flag("frozenlake", f"the task: {', '.join(ENVS)} (appendix B)")
+    """A setting a line: its default, and after it what it means and where the paper sets it. Each is a flag."""
+
+    env: str = _flag("frozenlake", f"the task: {', '.join(ENVS)} (appendix D)")
     method: Literal["on_policy", "per", "freshper"] = _flag(
         "freshper",
         "no replay; Standard PER, without decay and with IS; FreshPER, with decay and without IS (Table replay_config)",
     )
-    preset: Literal["tiny", "paper"] = _flag(
-        "tiny", "tiny: a model built here, minutes on a CPU; paper: the paper's tables"
+    preset: Literal["auto", "tiny", "paper"] = _flag(
+        "auto",
+        "tiny: a model built here, minutes on a CPU; paper: the paper's tables; auto: paper where its model, "
+        "GPUs and vLLM are there, else tiny",
     )
     model: str = _flag("tiny", "a hub id, a folder, or 'tiny' (Table env_details: Qwen2.5)")
-    seed: int = _flag(42, "of everything random (appendix D: 42)")
+    seed: int = _flag(42, "of everything random (appendix F: 42)")
     out: str = _flag("", "folder for all that the run writes; empty: out/<env>-<method>-<seed>, numbered")
 
     resume: str = _flag(
@@ -59,12 +63,14 @@ class Config:
     keep_checkpoints: int = _flag(2, "newest checkpoints to keep; the best one by held-out success stays too")
 
     iterations: int = _flag(400, "outer loop of Algorithm 1 (Table training_config: 400; NQ 300; VLM 100)")
-    rollout_batch_size: int = _flag(128, "episodes collected an iteration (appendix D: 128)")
+    rollout_batch_size: int = _flag(128, "episodes collected an iteration (appendix F: 128)")
     group_size: int = _flag(
         1, "episodes of the same seed, of those collected an iteration (section 1: 'e.g., 8 per prompt'); GRPO's groups"
     )
     batch_size: int = _flag(
-        128, "B, episodes drawn for a replay update (eq. weighted_loss; BS/dev x GA = 128 in Table training_config)"
+        128,
+        "B, episodes drawn for a replay update (eq. weighted_loss; not given in the paper, whose BS/dev x GA is 128 "
+        "for the 0.5B models)",
     )
     replay_ratio: int = _flag(2, "K, replay updates an iteration (Table replay_config: 2); 0: none")
     ppo_epochs: int = _flag(
@@ -98,7 +104,7 @@ class Config:
     baseline_window: int = _flag(256, "episodes behind the running mean of `replay_advantage running` (ours)")
 
     lr: float = _flag(1e-6, "learning rate of AdamW (Table training_config: 1e-6)")
-    warmup_steps: int = _flag(10, "of the cosine schedule (appendix D: 10)")
+    warmup_steps: int = _flag(10, "of the cosine schedule (appendix F: 10)")
     max_grad_norm: float = _flag(1.0, "gradient clipping (Table config_comparison: 1.0)")
     ratio_clip: float = _flag(0.2, "epsilon of the PPO ratio clip (section 4.1: 0.2)")
     dual_clip: float = _flag(
@@ -117,11 +123,14 @@ class Config:
         4, "episodes a forward pass; the gradient does not depend on it (Table training_config: 1 to 4)"
     )
     behavior_logprobs: Literal["trainer", "engine"] = _flag("trainer", "who records log pi_mu (Algorithm 1 line 3)")
+    truncated_is: float = _flag(
+        0.0, "cap of pi_trainer / pi_engine as a weight of each token (not in the paper; usual: 2); 0: no weights"
+    )
     freeze_vision: bool = _flag(False, "keep the vision tower fixed and its features cached")
 
-    temperature: float = _flag(0.99, "sampling (appendix D: 0.99)")
-    top_k: int = _flag(100, "sampling (appendix D: 100); 0: off")
-    top_p: float = _flag(0.99, "sampling (appendix D: 0.99)")
+    temperature: float = _flag(0.99, "sampling (appendix F: 0.99)")
+    top_k: int = _flag(100, "sampling (appendix F: 100); 0: off")
+    top_p: float = _flag(0.99, "sampling (appendix F: 0.99)")
     max_tokens: int = _flag(2048, "of a conversation (Table env_details, 'Seq Len': 2048, VLM 4096)")
     max_new_tokens: int = _flag(256, "of a reply (not given in the paper)")
     prompt_style: Literal["full", "terse"] = _flag("full", "full: rules and form written out; terse: the state alone")
@@ -136,26 +145,41 @@ class Config:
     search_url: str = _flag(
         "", "NQ's retrieval server (envs/search_server.py); empty: one over generated articles, in this process"
     )
-    slippery: bool = _flag(False, "FrozenLake's ice (appendix B: slippery; see the README on the image task)")
+    env_timeout: float = _flag(
+        300.0, "seconds for one answer of an environment, after which the run ends; 0: no limit (none in the paper)"
+    )
+    slippery: bool = _flag(False, "FrozenLake's ice (appendix D: slippery; see the README on the image task)")
     cell_size: int = _flag(56, "pixels of a cell in FrozenLake's pictures (not given in the paper)")
 
-    engine: Literal["hf"] = _flag("hf", "who generates: the embedded transformers engine")
-    trainer: Literal["torch"] = _flag("torch", "who trains: plain torch, one process")
+    engine: Literal["hf", "vllm"] = _flag("hf", "who generates: the embedded transformers engine, or vLLM")
+    trainer: Literal["torch", "deepspeed"] = _flag(
+        "torch", "who trains: plain torch in one process, or DeepSpeed on the ranks that torchrun starts"
+    )
+    zero_stage: Literal[0, 1, 2, 3] = _flag(2, "of DeepSpeed (Table training_config: 2; NQ 3)")
+    rollout_gpus: int = _flag(0, "GPUs of vLLM's own, after those of the trainer; 0: it shares the trainer's one GPU")
+    engine_memory: float = _flag(0.5, "share of a GPU's memory for vLLM")
+    sync_check_every: int = _flag(10, "iterations between proofs that vLLM computes with the trainer's weights")
+    sync_tolerance: float = _flag(
+        0.0, "largest |engine - trainer log-prob| such a proof allows; 0: 0.001 in float32, 0.5 in bfloat16"
+    )
+    timeout: float = _flag(1800.0, "longest wait for vLLM or for another rank, in seconds")
     device: str = _flag("cpu", "torch device")
-    dtype: Literal["float32", "bfloat16"] = _flag("bfloat16", "of the weights (appendix D: BF16)")
+    dtype: Literal["float32", "bfloat16"] = _flag("bfloat16", "of the weights (appendix F: BF16)")
     threads: int = _flag(1, "torch CPU threads; results depend on it in the last digits")
     eval_every: int = _flag(10, "iterations between evaluations on held-out seeds; the last is always evaluated")
-    eval_episodes: int = _flag(128, "held-out episodes an evaluation (appendix D: 128)")
+    eval_episodes: int = _flag(128, "held-out episodes an evaluation (appendix F: 128)")
 
     checkpoint = None  # what --resume found, a freshper.checkpoint.Checkpoint; not a setting
+    reason = ""  # why --preset auto chose what `preset` says; not a setting
 
     def validate(self) -> None:
         """Raises ValueError with one sentence that names the flag, its value and what is allowed."""
         positive = """iterations rollout_batch_size batch_size ppo_epochs capacity baseline_window
         lr tau max_grad_norm ratio_clip advantage_clip micro_batch_size temperature epsilon
-        max_new_tokens cell_size threads eval_every eval_episodes keep_checkpoints""".split()
+        max_new_tokens cell_size threads eval_every eval_episodes keep_checkpoints sync_check_every timeout""".split()
         not_negative = """replay_ratio seed warmup_steps kl_loss_coef kl_reward_coef entropy_coef
-        top_k dual_clip format_penalty max_turns save_every save_minutes""".split()
+        top_k dual_clip format_penalty max_turns save_every save_minutes env_timeout rollout_gpus sync_tolerance
+        truncated_is""".split()
         checks = [(name, value < math.inf, "finite") for name, value in vars(self).items() if value == math.inf]
         checks += [(name, getattr(self, name) > 0, "above 0") for name in positive]
         checks += [(name, getattr(self, name) >= 0, "0 or more") for name in not_negative]
@@ -164,18 +188,30 @@ class Config:
             ("env", self.env in ENVS, f"one of {', '.join(ENVS)}"),
             (
                 "model",
-                self.model == "tiny" or "/" in self.model or Path(self.model).is_dir(),
+                self.model == "tiny" or "/" in self.model or os.path.isdir(self.model),
                 "tiny, a folder, or a hub id",
             ),
             (
                 "out",
-                bool(self.resume) or not (self.out and Path(self.out).exists()),
+                bool(self.resume) or not (self.out and os.path.exists(self.out)),
                 "a folder that does not exist yet",
             ),
             ("threads", self.threads <= (os.cpu_count() or 1), f"at most the {os.cpu_count()} of this machine"),
             ("capacity", self.capacity <= 10**8, "at most 100,000,000"),
+            ("env_timeout", self.env_timeout <= 10**6, "at most 1,000,000"),
             ("seed", self.seed < 2**32, "below 2**32"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            (
+                "truncated_is",
+                self.truncated_is == 0.0 or self.behavior_logprobs == "trainer",
+                "0 with --behavior_logprobs engine, whose ratios need no correction",
+            ),
+            ("engine_memory", 0.0 < self.engine_memory < 1.0, "above 0 and below 1"),
+            (
+                "zero_stage",
+                self.zero_stage < 3 or self.engine != "hf" or self.trainer == "torch",
+                "below 3 with --engine hf, which runs on the trainer's own model",
+            ),
             ("capacity", self.capacity >= max(self.batch_size, self.rollout_batch_size), "at least a batch"),
             (
                 "group_size",
@@ -185,7 +221,9 @@ class Config:
             ("max_new_tokens", self.max_new_tokens < self.max_tokens, f"below max_tokens {self.max_tokens}"),
         ]
         if self.model.startswith((".", "/", "~")):
-            checks.append(("model", (Path(self.model) / "config.json").is_file(), "a folder with a config.json"))
+            checks.append(("model", os.path.isfile(f"{self.model}/config.json"), "a folder with a config.json"))
+        whole = [name for name, value in vars(self).items() if type(value) is int and name != "seed"]
+        checks += [(name, getattr(self, name) < 2**31, "below 2**31") for name in whole]
         for name, good, allowed in checks:
             if not good:
                 raise ValueError(f"--{name} is {getattr(self, name)}, but must be {allowed}")
@@ -239,9 +277,11 @@ def parse_args(argv: list[str] | None = None) -> Config:
     for k, pair in enumerate(pairwise(argv)):
         argv[k] = "--decay" if pair == ("--tau", "auto") else argv[k]
     first = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
-    for name, choices in (("preset", PRESETS), ("env", None), ("method", METHODS), ("resume", None)):
-        default = next(f.default for f in dataclasses.fields(Config) if f.name == name)
-        first.add_argument(f"--{name}", default=default, choices=choices)
+    fields = {f.name: f for f in dataclasses.fields(Config)}
+    for name in ("preset", "env", "method", "resume"):
+        first.add_argument(f"--{name}", default=fields[name].default, choices=get_args(fields[name].type) or None)
+    for name in ("model", "device"):
+        first.add_argument(f"--{name}")
     parser = HfArgumentParser(
         Config,
         description="FreshPER (Algorithm 1). Defaults are those of the preset.",
@@ -249,16 +289,21 @@ def parse_args(argv: list[str] | None = None) -> Config:
         allow_abbrev=False,
     )
     stored: dict[str, Any] = {}
+    reason = ""
     try:
         known, _ = first.parse_known_args(argv)
         if known.resume:
             stored, found = earlier_run(Path(known.resume), Config)
-        parser.set_defaults(**(stored or defaults(known.preset, known.env, known.method)))
+        elif known.preset == "auto":
+            known.preset, reason = chosen_preset(known.env, known.model, known.device)
+        parser.set_defaults(**(stored or {"preset": known.preset} | defaults(known.preset, known.env, known.method)))
     except argparse.ArgumentError:
         pass  # the full parser says it better
     except ValueError as error:
         parser.exit(2, f"{Path(sys.argv[0]).name}: error: {error}\n")
     config, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True, look_for_args_file=False)
+    if reason:
+        config.preset, config.reason = known.preset, reason
     try:
         if unknown:
             raise ValueError(f"unknown flag {unknown[0]}; --help lists them all")

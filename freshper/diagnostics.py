@@ -17,7 +17,7 @@ How the estimates are made, since the paper does not say:
 - Replay draws by priority, not from pi_mu. Each row is therefore weighted by v_i = 1 / P(i), which gives back the mean
   over the trajectories that were collected (within a bin of age, where P(i) depends on the reward only).
 - E[rho] is 1 in expectation, but not in a sample: ESS / n = (sum v rho)^2 / (sum v  sum v rho^2), Kish's form.
-- KL(pi_theta || pi_mu) = E_mu[rho log rho] / E_mu[rho]; KL(pi_mu || pi_theta) = E_mu[-log rho].
+- KL(pi_theta || pi_mu) = E_mu[rho log rho] / E_mu[rho] - log E_mu[rho]; KL(pi_mu || pi_theta) = E_mu[-log rho].
 - "Per token" treats every action token as a sample of its own, given its context.
 With these estimates the bound holds in every sample: it is a theorem about the sample's own distribution. What a run
 can show is how loose it is. A sample of n cannot show an ESS / n below 1 / n, nor a KL(pi_theta || pi_mu) above
@@ -64,7 +64,7 @@ def by_age(rows: dict[str, np.ndarray], bins: int = 12) -> list[Bin]:
         v = 1.0 / r["probability"]
         v /= v.sum()
         log_rho = r["log_ratio"]
-        rho = np.exp(log_rho - log_rho.max())  # the constant cancels below
+        rho = np.exp(log_rho - log_rho.max())  # the constant cancels below, and nothing overflows
         share = v * rho / (v * rho).sum()
         tokens = (v * r["tokens"]).sum()
         found.append(
@@ -73,7 +73,7 @@ def by_age(rows: dict[str, np.ndarray], bins: int = 12) -> list[Bin]:
                 n=len(chosen),
                 ess=float((v * rho).sum() ** 2 / (v * rho**2).sum()),
                 ess_token=float((v * r["ratio"]).sum() ** 2 / (tokens * (v * r["ratio_sq"]).sum())),
-                kl=float((share * log_rho).sum() - np.log((v * np.exp(log_rho)).sum())),
+                kl=float((share * log_rho).sum() - log_rho.max() - np.log((v * rho).sum())),
                 kl_reverse=float((v * -log_rho).sum()),
                 kl_token=float((v * r["kl"]).sum() / tokens),
                 clipped=float((v * r["clipped"]).sum() / tokens),
@@ -89,6 +89,11 @@ class Fit(NamedTuple):
     rate: float
     offset: float
     r2: float
+
+    @property
+    def steps(self) -> float:
+        """1 / rate in optimizer steps, tau of eq. age_decay; infinite where nothing drifts."""
+        return 1.0 / self.rate if self.rate else float("inf")
 
 
 def fit(ages: np.ndarray, values: np.ndarray) -> Fit:
@@ -129,7 +134,7 @@ def plot(folder: Path, bins: int = 12) -> list[Bin]:
     kl.plot(age, column["kl"], "o-", label="KL(theta||mu)")
     kl.plot(age, column["kl_reverse"], "s-", label="KL(mu||theta)")
     line = fit(age, column["kl"])
-    kl.plot(age, line.rate * age + line.offset, "k--", label=f"1/rate {1 / line.rate:.0f} steps, R² {line.r2:.2f}")
+    kl.plot(age, line.rate * age + line.offset, "k--", label=f"1/rate {line.steps:.0f} steps, R² {line.r2:.2f}")
     kl.set(title="KL divergence of trajectories, nats", xlabel="age, optimizer steps")
     clip.plot(age, column["clipped"], "o-", label="clipped action tokens")
     clip.plot(age, column["zero_reward"], "s-", label="trajectories of zero reward")
@@ -155,7 +160,7 @@ def main() -> None:
         trajectory = f"{b.age:6.1f} {b.n:5d}  {b.ess:5.3f}    {np.exp(-b.kl):5.3f}"
         print(f"{trajectory} | {b.ess_token:16.3f} {b.kl_token:7.4f} | {b.clipped:7.3f} {b.zero_reward:12.3f}")
     for name, line in fits(found).items():
-        print(f"{name}: {line.offset:.3f} + age / {1 / line.rate:.0f}, R² {line.r2:.2f}")
+        print(f"{name}: {line.offset:.3f} + age / {line.steps:.0f}, R² {line.r2:.2f}")
 
 
 if __name__ == "__main__":

@@ -13,19 +13,22 @@ from typing import Any, get_args
 from freshper.checkpoint import Checkpoint, find
 
 FIXED = """env method preset model seed out capacity dtype freeze_vision replay_advantage baseline_window kl_loss_coef
-kl_reward_coef engine trainer""".split()
+kl_reward_coef engine""".split()
 
 
 def earlier_run(folder: Path, config: type) -> tuple[dict[str, Any], Checkpoint | None]:
     """Settings and newest whole checkpoint of the run in `folder`; None where it was stopped before its first one.
     `config` is the dataclass of settings. Raises ValueError with a sentence."""
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"--resume is {folder}, but must be the folder of a run, with a config.json")
+    try:
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError
+    except OSError as error:  # a name that is too long among them
+        raise ValueError(f"--resume is {folder}, but must be the folder of a run, with a config.json") from error
     try:
         found, problems = find(folder)
         stored = found.state["config"] if found else json.loads((folder / "config.json").read_bytes())
         check_settings(stored, config)
-    except ValueError as error:  # that of JSON among them
+    except (ValueError, RecursionError) as error:  # those of JSON among them
         raise ValueError(f"--resume is {folder}, but no run can go on there: {error}") from error
     for problem in problems:
         print(problem, file=sys.stderr)
@@ -35,18 +38,21 @@ def earlier_run(folder: Path, config: type) -> tuple[dict[str, Any], Checkpoint 
 
 
 def check_settings(stored: Any, config: type) -> None:
-    """Raises ValueError where settings read from a file are not those of the dataclass."""
+    """Raises ValueError where settings read from a file are not those of the dataclass. Whole numbers become floats
+    where a float is meant."""
     fields = {f.name: f for f in dataclasses.fields(config)}
     if not isinstance(stored, dict) or stored.keys() != fields.keys():
         names = sorted(stored.keys() ^ fields.keys())[:3] if isinstance(stored, dict) else ["everything"]
         raise ValueError(f"its settings are not those of this code, they differ in {', '.join(names)}")
     for name, value in stored.items():
         kind = list if name == "override" else type(fields[name].default)
-        if type(value) is not kind and not (kind is float and type(value) is int):
+        if kind is float and type(value) is int and abs(value) < 2**63:
+            stored[name] = value = float(value)
+        if type(value) is not kind:
             raise ValueError(f"its setting {name} is {value!r}, but must be of type {kind.__name__}")
         choices = get_args(fields[name].type) if kind is str else ()
         if choices and value not in choices:
-            raise ValueError(f"its setting {name} is {value}, but must be one of {', '.join(choices)}")
+            raise ValueError(f"its setting {name} is {value!r}, but must be one of {', '.join(choices)}")
 
 
 def check_overrides(settings: dict[str, Any], stored: dict[str, Any], done: int) -> None:

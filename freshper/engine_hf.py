@@ -1,6 +1,6 @@
 """The embedded engine: batched sampling from a transformers model, with the KV cache kept across turns.
 
-Paper: Algorithm 1 lines 2 and 12; appendix D, "Common Settings" (temperature 0.99, top-k 100, top-p 0.99).
+Paper: Algorithm 1 lines 2 and 12; appendix F, "Common Settings" (temperature 0.99, top-k 100, top-p 0.99).
 It plays vLLM's part where there is no vLLM, on a CPU or one GPU.
 
 A turn costs its new tokens only: the bridge is fed in one pass, then a token at a time, all episodes together.
@@ -70,20 +70,25 @@ class HFEngine:
         self.generator = torch.Generator(policy.device).manual_seed(seed)
         self.sync()
 
-    def sync(self, trainer: object | None = None) -> None:
-        """Line 12, pi_mu <- pi_theta: forget every key and value that older weights computed."""
+    def sync(self, trainer: object | None = None) -> dict[str, float]:
+        """Line 12, pi_mu <- pi_theta: forget every key and value that older weights computed. Nothing to log."""
         self.rows: list[Conversation] = []
         self.cache = KVCache()
         self.visible = torch.zeros(0, 0, dtype=torch.bool)  # [B, slots]: False in the holes
         self.fed = np.zeros(0, dtype=np.int64)  # tokens of each conversation that the cache holds
         self.images_fed = np.zeros(0, dtype=np.int64)
         self.position = np.zeros(0, dtype=np.int64)  # the next position id
+        return {}
+
+    def close(self) -> None:
+        """The end of the run: nothing to do for an engine in this process."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What shapes future replies, once `sync` has dropped the cache: the generator they are drawn with."""
         return {"generator": self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """The inverse; conversations are read again from their start."""
         self.generator.set_state(state["generator"])
         self.sync()
 

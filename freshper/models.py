@@ -1,6 +1,6 @@
 """A policy pi_theta: a transformers model with its tokenizer, chat template and image processor.
 
-Paper: appendix B (Qwen2.5 for text, Qwen2.5-VL for pictures). Any chat model with a ChatML-like template works,
+Paper: appendix D (Qwen2.5 for text, Qwen2.5-VL for pictures). Any chat model with a ChatML-like template works,
 from a hub id or a folder; freshper/tiny.py builds small ones of the same classes.
 
 Two things here are easy to get wrong, and every caller would have to repeat them:
@@ -181,7 +181,8 @@ class Policy:
     ) -> torch.Tensor:
         """Last hidden states [B, T, hidden] of tokens [B, T] at positions [3, B, T].
 
-        `attention_mask`: None for causal over right-padded rows, or bool [B, 1, T, cached + T].
+        `attention_mask`: None for causal over right-padded rows, or what is added to the scores, 0 or -inf, of the
+        model's dtype, [B, 1, T, cached + T].
         """
         model, extra = self.model.model, {}
         embeddings = self.model.get_input_embeddings()(tokens)
@@ -224,8 +225,8 @@ class Policy:
 
 def load_policy(name: str, device: str, dtype: torch.dtype, freeze_vision: bool = False) -> Policy:
     """A policy from a hub id or a folder written by `save_pretrained`. Raises OSError where there is none, ValueError
-    where weights are missing (transformers would make random ones)."""
-    options = {"dtype": dtype, "attn_implementation": "sdpa", "output_loading_info": True}
+    where weights are missing (transformers would make random ones). Pickled weights are not read."""
+    options = {"dtype": dtype, "attn_implementation": "sdpa", "output_loading_info": True, "use_safetensors": True}
     if hasattr(AutoConfig.from_pretrained(name), "vision_config"):
         model, loaded = AutoModelForImageTextToText.from_pretrained(name, **options)
         image_processor = AutoImageProcessor.from_pretrained(name)

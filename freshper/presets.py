@@ -3,10 +3,18 @@
 Paper: Tables replay_config (the methods), config_comparison, env_details, training_config. A test compares the paper
 presets with the tables, value for value. Where the paper names no dataset or reply limit, the choice is ours.
 
+The paper's GPU layouts (appendix F) give half of the GPUs to vLLM: 2 for 0.5B, 4 for VL-3B, 8 for 7B. On one GPU it
+shares that one with the trainer. docs/gpus.md has the commands.
+
 The tiny presets were tuned on FrozenLake (RESULTS.md tells how); the other tasks took over its settings.
 """
 
+import importlib.util
+from pathlib import Path
 from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
 
 # Standard PER and FreshPER differ in nothing but what their rows of Table replay_config say.
 METHODS: dict[str, dict[str, Any]] = {
@@ -41,9 +49,13 @@ _TINY = {
     "eval_episodes": 256,
 }
 
+_GPU = {"device": "cuda", "engine": "vllm", "trainer": "deepspeed"}
+_PAPER_0_5B = {"model": "Qwen/Qwen2.5-0.5B-Instruct", "rollout_gpus": 1, **_GPU}
+_PAPER_7B = {"model": "Qwen/Qwen2.5-7B-Instruct", "rollout_gpus": 4, **_GPU}
+_PAPER_3B = {"model": "Qwen/Qwen2.5-VL-3B-Instruct", "rollout_gpus": 2, **_GPU}
+
 _PAPER_VLM = {
-    "model": "Qwen/Qwen2.5-VL-3B-Instruct",
-    "device": "cuda",
+    **_PAPER_3B,
     "iterations": 100,
     "max_tokens": 4096,
     "micro_batch_size": 1,
@@ -52,17 +64,17 @@ _PAPER_VLM = {
 
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "paper": {
-        "frozenlake": {"model": "Qwen/Qwen2.5-0.5B-Instruct", "device": "cuda", "slippery": True, **CONFIG_A},
+        "frozenlake": {**_PAPER_0_5B, "slippery": True, **CONFIG_A},
         "frozenlake_vlm": _PAPER_VLM,
-        "sokoban_simple": {"model": "Qwen/Qwen2.5-0.5B-Instruct", "device": "cuda", **CONFIG_A},
-        "sokoban_hard": {"model": "Qwen/Qwen2.5-0.5B-Instruct", "device": "cuda", **CONFIG_A},
-        "cliffwalking": {"model": "Qwen/Qwen2.5-0.5B-Instruct", "device": "cuda", "max_turns": 200, **CONFIG_A},
+        "sokoban_simple": {**_PAPER_0_5B, **CONFIG_A},
+        "sokoban_hard": {**_PAPER_0_5B, **CONFIG_A},
+        "cliffwalking": {**_PAPER_0_5B, "max_turns": 200, **CONFIG_A},
         # not in the paper: as its FrozenLake in pictures
         "sokoban_simple_vlm": _PAPER_VLM,
         "sokoban_hard_vlm": {**_PAPER_VLM, "cell_size": 28},  # 64 tokens a picture; 56 pixels would make it 256
         "nq_search": {
-            "model": "Qwen/Qwen2.5-7B-Instruct",
-            "device": "cuda",
+            **_PAPER_7B,
+            "zero_stage": 3,
             "iterations": 300,
             "max_tokens": 12800,
             "max_new_tokens": 500,
@@ -70,17 +82,15 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
             **CONFIG_DEFAULT,
         },
         "gsm8k": {
-            "model": "Qwen/Qwen2.5-0.5B-Instruct",
+            **_PAPER_0_5B,
             "data": "openai/gsm8k:main",
-            "device": "cuda",
             "max_tokens": 4096,
             "max_new_tokens": 512,
             **CONFIG_A,
         },
         "aime": {
-            "model": "Qwen/Qwen2.5-7B-Instruct",
+            **_PAPER_7B,
             "data": "AI-MO/aimo-validation-aime",
-            "device": "cuda",
             "max_tokens": 4096,
             "max_new_tokens": 1024,
             "micro_batch_size": 2,
@@ -88,9 +98,8 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
             **CONFIG_A,
         },
         "geoqa": {
-            "model": "Qwen/Qwen2.5-VL-3B-Instruct",
+            **_PAPER_3B,
             "data": "leonardPKU/GEOQA_R1V_Train_8K",
-            "device": "cuda",
             "iterations": 100,
             "max_tokens": 4096,
             "max_new_tokens": 512,
@@ -125,4 +134,25 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 
 def defaults(preset: str, env: str, method: str) -> dict[str, Any]:
     """The settings in which a preset and a method differ from the dataclass."""
-    return PRESETS[preset].get(env, _TINY if preset == "tiny" else {}) | METHODS[method]
+    settings = PRESETS[preset].get(env, _TINY if preset == "tiny" else {}) | METHODS[method]
+    if settings.get("rollout_gpus") and torch.cuda.device_count() == 1:
+        settings["rollout_gpus"] = 0
+    return settings
+
+
+def chosen_preset(env: str, model: str | None, device: str | None) -> tuple[str, str]:
+    """What `--preset auto` means here, and why, in a few words. Looks at nothing outside this machine."""
+    paper = PRESETS["paper"].get(env)
+    if not paper or model == "tiny" or device == "cpu":
+        return "tiny", "as --env, --model or --device demand"
+    gpus, model = torch.cuda.device_count(), model or paper["model"]
+    if not gpus:
+        return "tiny", "there is no GPU"
+    for package in ("vllm", "deepspeed"):
+        if importlib.util.find_spec(package) is None:
+            return "tiny", f"{package} is not installed"
+    if 1 < gpus < 2 * paper["rollout_gpus"]:
+        return "tiny", f"there are {gpus} GPUs, the paper's layout takes {2 * paper['rollout_gpus']}, or a single one"
+    if not (Path(model).is_dir() or isinstance(try_to_load_from_cache(model, "config.json"), str)):
+        return "tiny", f"{model} is not on this machine"
+    return "paper", f"{gpus} GPU{'s' * (gpus > 1)}, vLLM, DeepSpeed and {model} are there"

@@ -1,7 +1,7 @@
 """REINFORCE++: from rewards to returns, advantages and the clipped, IS-weighted policy loss.
 
-Paper: section 3.1 (objective, clipped ratios), eq. importance_ratio (rho), eq. weighted_loss, appendix D
-(Config A). REINFORCE++ itself: Hu et al., arXiv 2501.03262, as implemented in OpenRLHF.
+Paper: eq. objective and the clipped ratios of section 3.1, eq. importance_ratio (rho), eq. weighted_loss,
+appendix E (Config A). REINFORCE++ itself: Hu et al., arXiv 2501.03262, as implemented in OpenRLHF.
 
     r_t   turn reward on the last action token of its turn  -  kl_coef * k1_t
     G_t   = sum_{s >= t} r_s                       undiscounted (gamma = 1), over the whole conversation
@@ -82,6 +82,7 @@ class ReplayBaseline:
             episode.info["moments"] = (collected.mean().item(), collected.std(correction=0).item())
 
     def state_dict(self) -> dict[str, list[float]]:
+        """The returns in the window; the moments of `stored` travel with the episodes."""
         return {"returns": list(self.returns)}
 
     def load_state_dict(self, state: dict[str, list[float]]) -> None:

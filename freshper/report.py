@@ -8,20 +8,27 @@
 Rows are written as they come; the rest when the run ends, also when it is interrupted or fails. A run that is
 resumed goes on behind the rows of its checkpoint; later ones are cut off and come again.
 
+No log grows without an end: metrics.csv takes about 0.3 kB an iteration; replay.csv at most REPLAY_ROWS rows (40 MB),
+those of every n-th iteration in a run that would have more of them.
+
 Columns of metrics.csv: `step` optimizer steps; `episodes` collected so far; `train_*` of this iteration's
 episodes, `eval_*` on held-out seeds (empty where not evaluated), the environment's own `metrics` among them;
 `invalid` share of unreadable replies;
-`mismatch` mean |engine - trainer log-prob|; `grad_norm`, `clip_fraction` (ratios cut by the PPO clip), `kl`
+`mismatch` mean |engine - trainer log-prob|, `mismatch_p01` and `mismatch_p99` quantiles of the ratio trainer / engine
+over action tokens; `sync_error` the largest difference over a fixed probe, with vLLM, where proven;
+`grad_norm`, `clip_fraction` (ratios cut by the PPO clip), `kl`
 (k3 of pi_mu against pi_theta) of the on-policy update; `replay_*` means over the K replay updates, where
 `replay_age` is in optimizer steps, `tau` the estimate of `--tau auto`, `replay_success` the share of successes drawn
 and `replay_nonzero_advantages` the share of their action tokens that carry any gradient; `mean_age` over the buffer.
 """
 
+import contextlib
 import csv
 import dataclasses
 import fcntl
 import io
 import json
+import math
 import os
 import time
 from collections import defaultdict
@@ -34,6 +41,7 @@ from tqdm import tqdm
 
 from envs.base import EVAL_SEEDS
 from freshper import diagnostics
+from freshper.backends import BackendError
 from freshper.buffer import Replay, ReplayBuffer
 from freshper.checkpoint import write_whole
 from freshper.config import Config
@@ -44,11 +52,13 @@ from freshper.rollout import summarize
 from freshper.trainer import TorchTrainer
 
 COLUMNS = """
-iteration step episodes wall_s train_success train_reward eval_success eval_reward turns invalid mismatch
+iteration step episodes wall_s train_success train_reward eval_success eval_reward turns invalid
+mismatch mismatch_p01 mismatch_p99 sync_error
 loss grad_norm clip_fraction kl nonzero_advantages replay_loss replay_grad_norm replay_clip_fraction replay_kl
 replay_nonzero_advantages replay_success replay_age tau buffer_size mean_age lr
 """.split()
 
+REPLAY_ROWS = 500_000
 REPLAY_COLUMNS = "iteration age probability reward tokens log_ratio ratio ratio_sq kl clipped".split()
 
 
@@ -66,11 +76,15 @@ class Report:
         """Makes the folder, or takes that of --resume. Raises ValueError where it cannot be written to or another
         process is writing to it."""
         self.config, self.policy, self.folder = config, policy, config.folder()
+        settings = dataclasses.asdict(config) | {"resume": "", "override": []}
         try:
             self.folder.mkdir(parents=True, exist_ok=bool(config.resume))
             self.lock = _lock(self.folder)
-            settings = dataclasses.asdict(config) | {"resume": "", "override": []}
-            write_whole(self.folder / "config.json", json.dumps(settings, indent=1) + "\n")
+            try:
+                write_whole(self.folder / "config.json", json.dumps(settings, indent=1) + "\n")
+            except OSError:
+                os.close(self.lock)
+                raise
         except OSError as error:
             raise ValueError(
                 f"--{'resume' if config.resume else 'out'} is {self.folder}, but must be a folder that "
@@ -88,6 +102,8 @@ class Report:
         self.metrics = env.metrics
         self.baselines = baselines(self.config)
         parameters = sum(p.numel() for p in self.policy.model.parameters())
+        if self.config.reason:
+            self.say(f"preset {self.config.preset}: {self.config.reason}")
         self.say(f"{self.title()}: {type(self.policy.model).__name__}, {parameters:,} parameters")
         players = ", ".join(f"{name} {value:.3f}" for name, value in self.baselines.items())
         how = "exactly" if env.has_exact_baselines() else "one game each"
@@ -99,12 +115,12 @@ class Report:
             self.say(str(error) or "interrupted")
         elif error:
             notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
-            name = "" if isinstance(error, NonFiniteError | OSError) else f"{kind.__name__}: "
+            name = "" if isinstance(error, NonFiniteError | OSError | BackendError) else f"{kind.__name__}: "
             self.say(f"stopped in iteration {self.iteration}: {name}{error}{notes}")
         try:
             self._write_pages()
         except OSError as failure:
-            self.say(f"stopped: the report could not be written to {self.folder}/: {failure}")
+            self.say(f"curves and pages could not be written to {self.folder}/: {failure}")
             if error is None:
                 raise
         os.close(self.lock)
@@ -180,9 +196,11 @@ class Report:
             "reward": [e.reward for e in replay.episodes],
         }
         columns = own | {name: np.round(values, 6) for name, values in drift.items()}
-        csv.writer(self.replay_file, lineterminator="\n").writerows(
-            zip(*(columns[name] for name in REPLAY_COLUMNS), strict=True)
-        )
+        rows = zip(*(columns[name] for name in REPLAY_COLUMNS), strict=True)
+        in_all = self.config.iterations * self.config.replay_ratio * self.config.batch_size
+        if self.iteration % math.ceil(in_all / REPLAY_ROWS) == 0:
+            with self._logging():
+                csv.writer(self.replay_file, lineterminator="\n").writerows(rows)
         drawn = {"success": np.mean([e.info["success"] for e in replay.episodes]), "age": replay.ages.mean()}
         self.add({f"replay_{name}": float(value) for name, value in (stats | drawn).items()})
 
@@ -214,10 +232,11 @@ class Report:
             "mean_age": round(float(buffer.ages().mean()), 2),
             "lr": trainer.optimizer.param_groups[0]["lr"],
         }
-        self.writer.writerow(row)
-        self.file.flush()
-        if self.config.replay_ratio:
-            self.replay_file.flush()
+        with self._logging():
+            self.writer.writerow(row)
+            self.file.flush()
+            if self.config.replay_ratio:
+                self.replay_file.flush()
         self.rows.append(row)
         recent = [r["train_success"] for r in self.rows[-10:]]
         evaluations = [r["eval_success"] for r in self.rows if "eval_success" in r]
@@ -225,6 +244,14 @@ class Report:
             f"success {np.mean(recent):.2f} held-out {evaluations[-1] if evaluations else float('nan'):.2f} "
             f"reward {row['train_reward']:.2f} buffer {len(buffer)} age {row['mean_age']:.0f}"
         )
+
+    @contextlib.contextmanager
+    def _logging(self) -> Iterator[None]:
+        """An OSError that says what could not be written: a full disk does not name the file."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(f"metrics.csv or replay.csv could not be written in {self.folder}/: {error}") from error
 
     def title(self) -> str:
         c = self.config

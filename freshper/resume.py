@@ -27,8 +27,8 @@ import transformers
 
 from freshper import checkpoint
 from freshper.config import Config
+from freshper.episode_files import EpisodeFiles
 from freshper.models import Policy
-from freshper.packing import pack_episodes, unpack_episodes
 from freshper.report import Report
 
 
@@ -56,9 +56,11 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received and "TORCHELASTIC_RUN_ID" in os.environ and time.monotonic() < self.at + 5:
+            return  # Ctrl-C reaches every process, and torchrun passes it on once more
         if not self.graceful or self.received:
             raise Interrupted(number)
-        self.received = number
+        self.received, self.at = number, time.monotonic()
         # not print: the signal may have come in the middle of one
         os.write(2, b"\nstopping after this iteration, with a checkpoint; once more stops at once, without\n")
 
@@ -74,16 +76,16 @@ class RunState:
 
     def __init__(self, config: Config, policy: Policy, report: Report, signals: StopSignals, **parts: Stateful):
         self.config, self.policy, self.report, self.signals = config, policy, report, signals
-        self.parts = parts | {"report": report}
+        self.parts, self.episode_files = parts | {"report": report}, EpisodeFiles()
         transformers.utils.logging.disable_progress_bar()  # of every save, across ours
 
     def restore(self) -> None:
         """Put back what --resume found, if anything. From here on a first Ctrl-C waits for the iteration to end."""
         found = self.config.checkpoint
         if found:
-            state = checkpoint.read_state(found)
+            state = checkpoint.read_state(found, self.episode_files)
             checkpoint.adopt(found)
-            state["buffer"]["episodes"] = unpack_episodes(state["buffer"]["episodes"])
+            state["buffer"]["episodes"] = state["episodes"]
             for name, part in self.parts.items():
                 part.load_state_dict(state[name])
             self.report.episodes = self.parts["buffer"].newest(self.config.rollout_batch_size)
@@ -103,10 +105,11 @@ class RunState:
         due = due or (config.save_minutes and minutes >= config.save_minutes)
         if due or best == done or finished or self.signals.received:
             state = {name: part.state_dict() for name, part in self.parts.items()}
-            state["buffer"]["episodes"] = pack_episodes(state["buffer"]["episodes"])
+            episodes = state["buffer"].pop("episodes")
             state |= {"config": dataclasses.asdict(config), "generators": generators()}
             state["vision"] = vision(self.policy)
-            checkpoint.save(self.report.folder, done, self.policy, state, best, config.keep_checkpoints)
+            policy, held = self.parts["trainer"].whole_policy(), (episodes, self.episode_files)
+            checkpoint.save(self.report.folder, done, policy, state, best, config.keep_checkpoints, *held)
             self.last_save = time.monotonic()
         if self.signals.received and not finished:
             raise Interrupted(self.signals.received)
@@ -120,6 +123,7 @@ def generators() -> dict[str, Any]:
 
 
 def restore_generators(state: dict[str, Any]) -> None:
+    """The inverse of `generators`; a GPU's are put back where there is one."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(state["numpy"])
@@ -140,5 +144,6 @@ def vision(policy: Policy) -> dict[str, Any]:
 
 
 def restore_vision(policy: Policy, state: dict[str, Any]) -> None:
+    """The inverse of `vision`: fills the policy's cache."""
     parts = state["features"].to(policy.device).split(state["lengths"]) if state["lengths"] else ()
     policy._features.update((h.tobytes(), x.clone()) for h, x in zip(state["hashes"], parts, strict=True))

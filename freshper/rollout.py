@@ -12,6 +12,7 @@ what is trained on is exactly what was sampled. All live episodes advance togeth
 An episode ends when the environment says so, or as truncated when the next turn would not fit `max_tokens`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -20,6 +21,7 @@ import numpy as np
 from envs.base import TextEnv
 from freshper.episode import Episode, NonFiniteError
 from freshper.models import Policy
+from freshper.time_limit import limited
 
 
 def training_seeds(seed: int, start: int, n: int) -> list[int]:
@@ -37,6 +39,8 @@ class Conversation:
 
 
 class Reply(NamedTuple):
+    """What an engine sampled in one turn, a_t of section 3.1."""
+
     tokens: list[int]  # at least one; ends with eos unless cut by the limit
     logprobs: list[float]  # of each token at the sampling temperature, before top-k and top-p
 
@@ -74,13 +78,21 @@ def rollout(
     max_new_tokens: int,
     step: int = 0,
     name: str = "",
+    env_timeout: float = 0.0,
 ) -> list[Episode]:
     """Play one episode in each environment, reset with its seed. Returns them in that order.
 
     `behavior_logprobs` are the engine's; line 3 of Algorithm 1 replaces them by the trainer's. Raises
-    ValueError where not even the first turn of an episode fits `max_tokens`.
+    ValueError where not even the first turn of an episode fits `max_tokens`, and TimeoutError where an environment
+    takes more than `env_timeout` seconds to start or to answer (0: no limit).
     """
-    observations = [env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)]
+    observations = []
+    for env, seed in zip(envs, seeds, strict=True):
+        try:
+            observations.append(limited(env_timeout, env.reset, seed=seed)[0])
+        except Exception as error:
+            error.add_note(f"in environment {name}, episode seed {seed}, reset")
+            raise
     opened = zip(observations, seeds, strict=True)
     conversations = [Conversation(policy.first_prompt(o), list(o.images), seed) for o, seed in opened]
     longest = max(len(c.tokens) for c in conversations)
@@ -102,14 +114,14 @@ def rollout(
                 f"but must return one to each, of 1 to {max_new_tokens} tokens"
             )
         texts = [policy.reply_text(reply.tokens) for reply in answers]
-        steps = iter(type(envs[0]).step_many([envs[i] for i in live], texts))
+        steps = _steps([envs[i] for i in live], texts)
         still_live = []
         for i, reply in zip(live, answers, strict=True):
             conversation = conversations[i]
             replies[i].append((len(conversation.tokens), reply))
             conversation.tokens += reply.tokens
             try:
-                observation, reward, terminated, truncated, info = next(steps)
+                observation, reward, terminated, truncated, info = limited(env_timeout, next, steps)
             except Exception as error:
                 error.add_note(f"in environment {name}, episode seed {seeds[i]}, turn {len(replies[i])}")
                 raise
@@ -146,6 +158,12 @@ def rollout(
             Episode(tokens, mask, logprobs, total, turn_rewards, conversation.images, step, name, seeds[i], infos[i])
         )
     return episodes
+
+
+def _steps(envs: list[TextEnv], texts: list[str]) -> Iterator[tuple]:
+    """What the environments answer, asked when the first answer is: also those that answer all at once are
+    asked inside the time limit."""
+    yield from type(envs[0]).step_many(envs, texts)
 
 
 def summarize(episodes: list[Episode], metrics: tuple[str, ...] = ()) -> dict[str, float]:

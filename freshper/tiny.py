@@ -1,6 +1,6 @@
 """Tiny Qwen2 and Qwen2.5-VL, built from scratch: they stand in for the paper's models where no weights can be had.
 
-Paper: appendix B (Qwen2.5-0.5B-Instruct, Qwen2.5-VL-3B-Instruct). Same transformers classes, 0.1 to 0.2 M
+Paper: appendix D (Qwen2.5-0.5B-Instruct, Qwen2.5-VL-3B-Instruct). Same transformers classes, 0.1 to 0.2 M
 parameters, and a tokenizer with Qwen's special tokens and chat template over bytes and a few whole words.
 
 RL needs a policy that can already write a legal reply; the warm start (freshper/warm_start.py) sees to that.

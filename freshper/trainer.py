@@ -1,14 +1,20 @@
 """The trainer: the log-prob pass and the policy update, on plain torch.
 
 Paper: Algorithm 1 line 3 (behaviour log-probs, recorded before training), lines 5 and 10 (the two updates);
-appendix D, "Common Settings" (AdamW, cosine schedule with 10 warm-up steps) and Table training_config.
+appendix F, "Common Settings" (cosine schedule with 10 warm-up steps) and Table training_config. The paper does not
+name the optimizer; ours is AdamW without weight decay.
 
 `step` counts optimizer steps and is the clock by which the buffer measures age (section 3.4).
 
 Log-probs are those of the sampling distribution: logits are divided by the temperature before the softmax.
 Only action tokens are ever turned into logits: hidden states are selected first, so an update never holds
-[B, T, vocabulary]. Micro-batches add up to exactly the gradient of the whole batch, because the loss divides
-by constants of the whole batch (freshper/reinforce.py).
+[B, T, vocabulary]. Of many action tokens only LOGITS_AT_ONCE numbers exist at a time; the backward pass computes
+them again (`benchmarks/update.py`). Micro-batches add up to exactly the gradient of the whole batch, because the
+loss divides by constants of the whole batch (freshper/reinforce.py).
+
+The engine's kernels are not the trainer's, so it samples from a slightly other distribution. How far off it is, is
+logged; `truncated_is` corrects for it (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
+RL training"; not in the paper).
 
 A log-prob, loss or gradient that is not finite raises NonFiniteError, before the weights are touched.
 """
@@ -16,10 +22,12 @@ A log-prob, loss or gradient that is not finite raises NonFiniteError, before th
 import copy
 import ctypes
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import get_scheduler
 
 from freshper.config import Config
@@ -27,6 +35,9 @@ from freshper.episode import Batch, Episode, NonFiniteError, collate
 from freshper.models import Policy
 from freshper.priority import reward_priority
 from freshper.reinforce import advantages, kl_k1, policy_loss
+
+DRIFT = ("log_ratio", "ratio", "ratio_sq", "kl", "clipped")  # sums that `policy_loss` gives for each row
+LOGITS_AT_ONCE = 2**27  # numbers: 0.5 GB in float32, 883 tokens with Qwen2.5's vocabulary of 151,936
 
 
 def keep_freed_memory() -> None:
@@ -39,18 +50,40 @@ def keep_freed_memory() -> None:
 
 
 def action_logprobs(
-    policy: Policy, batch: Batch, temperature: float, entropy: bool = False
+    policy: Policy, batch: Batch, temperature: float, entropy: bool = False, most: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """log pi(token | everything before it) of the action tokens, float32 [B, T], 0 off the mask; and, where
-    asked for, the entropy of the distribution each was drawn from, [B, T]."""
+    asked for, the entropy of the distribution each was drawn from, [B, T].
+
+    `most`: cut into as many chunks as so many action tokens would be (ranks must agree, see trainer_deepspeed.py).
+    """
     tokens, mask = batch.tokens.to(policy.device), batch.action_mask.to(policy.device)
     hidden = policy.batch_hidden(batch)  # [B, T, H]
-    selected = hidden[:, :-1][mask[:, 1:]]  # [n, H]: the state before each of the n action tokens
-    logits = policy.logits(selected) / temperature  # [n, V]
-    chosen = logits.log_softmax(-1).gather(1, tokens[mask][:, None])[:, 0]  # [n]
+    selected, chosen = hidden[:, :-1][mask[:, 1:]], tokens[mask]  # [n, H], [n]: before each action token, and itself
+    vocabulary = policy.model.config.get_text_config().vocab_size
+    chunks = -(-max(1, most, len(chosen)) * vocabulary // LOGITS_AT_ONCE)
+    if chunks == 1:
+        scores = _score(policy, selected, chosen, temperature, entropy)
+    else:
+        parts = zip(selected.tensor_split(chunks), chosen.tensor_split(chunks), strict=True)
+        how = {"use_reentrant": False, "preserve_rng_state": False}
+        scores = torch.cat([checkpoint(_score, policy, *part, temperature, entropy, **how) for part in parts])
     zeros = torch.zeros(tokens.shape, device=policy.device)
-    entropies = torch.distributions.Categorical(logits=logits).entropy() if entropy else None
-    return zeros.masked_scatter(mask, chosen), None if entropies is None else zeros.masked_scatter(mask, entropies)
+    logprobs, *entropies = (zeros.masked_scatter(mask, column) for column in scores.T)
+    return logprobs, entropies[0] if entropy else None
+
+
+def _score(
+    policy: Policy, hidden: torch.Tensor, chosen: torch.Tensor, temperature: float, entropy: bool
+) -> torch.Tensor:
+    """Log-prob of each chosen token and, where asked for, the entropy: [n, 1] or [n, 2] from [n, H] and [n]."""
+    distribution = (policy.logits(hidden) / temperature).log_softmax(-1)  # [n, V]
+    logprobs = distribution.gather(1, chosen[:, None])
+    if not entropy:
+        return logprobs
+    # 0 log 0 = 0 for the ids that are never sampled
+    finite = distribution.masked_fill(distribution == -torch.inf, 0.0)
+    return torch.cat([logprobs, -(distribution.exp() * finite).sum(-1, keepdim=True)], dim=1)
 
 
 class TorchTrainer:
@@ -61,30 +94,42 @@ class TorchTrainer:
         trainable = [p for p in policy.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trainable, lr=config.lr, weight_decay=0.0)
         self.scheduler = get_scheduler("cosine", self.optimizer, config.warmup_steps, total_updates)
+        self.make_room = lambda: None  # called before memory is needed: an engine on the same GPU goes to sleep
         self.reference = None  # pi_ref, for KL terms only
         if config.kl_reward_coef or config.kl_loss_coef:
             self.reference = copy.copy(policy)
             self.reference.model = copy.deepcopy(policy.model).requires_grad_(False)
 
-    @torch.no_grad()
     def record_behavior_logprobs(self, episodes: list[Episode]) -> dict[str, float]:
         """Line 3: log pi_mu(e_j) of every action token, written into the episodes.
 
-        Returns how far the engine's own log-probs were off (`mismatch`: mean |difference| over action tokens).
+        Returns how far the engine's own log-probs were off: the mean |difference| over action tokens, and quantiles
+        of the ratio pi_trainer / pi_engine. With `truncated_is` the episodes keep that ratio, capped, for the updates.
         """
+        self.make_room()
+        logprobs = self.logprobs(collate(episodes))
+        self._check("the behaviour log-probs", torch.isfinite(logprobs).all(-1), episodes)
+        differences = []
+        for episode, row in zip(episodes, logprobs.numpy(), strict=True):
+            recorded = row[: len(episode.tokens)]
+            difference = recorded - episode.behavior_logprobs  # 0 off the mask
+            differences.append(difference[episode.action_mask])
+            if self.config.truncated_is:
+                episode.info["truncated_is"] = np.minimum(np.exp(difference), self.config.truncated_is)
+            if self.config.behavior_logprobs == "trainer":
+                episode.behavior_logprobs = recorded.copy()
+        all_differences = np.concatenate(differences)
+        low, high = np.exp(np.quantile(all_differences, (0.01, 0.99))).tolist()
+        return {"mismatch": float(np.abs(all_differences).mean()), "mismatch_p01": low, "mismatch_p99": high}
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch) -> torch.Tensor:
+        """log pi_theta of the action tokens at the sampling temperature, float32 [B, T] on the CPU, 0 off the mask."""
         self.policy.model.eval()
-        difference = tokens = 0.0
-        for rows, batch in collate(episodes).micro_batches(self.config.micro_batch_size):
-            logprobs, _ = action_logprobs(self.policy, batch, self.config.temperature)
-            self._check("the behaviour log-probs", logprobs, [episodes[i] for i in rows])
-            for i, row in zip(rows, logprobs.cpu().numpy(), strict=True):
-                episode = episodes[i]
-                recorded = row[: len(episode.tokens)]
-                difference += float(np.abs(recorded - episode.behavior_logprobs).sum())
-                tokens += int(episode.action_mask.sum())
-                if self.config.behavior_logprobs == "trainer":
-                    episode.behavior_logprobs = recorded.copy()
-        return {"mismatch": difference / tokens}
+        out = torch.zeros(batch.tokens.shape)
+        for rows, part in self._shares(batch):
+            out[rows, : part.tokens.shape[1]] += self._forward(part)[0].cpu()
+        return self._sum(out)
 
     def update(
         self, episodes: list[Episode], weights: np.ndarray | None = None, moments: torch.Tensor | None = None
@@ -95,12 +140,16 @@ class TorchTrainer:
         Returns loss, gradient norm, clip fraction, KL and the share of advantages that are not zero; and how far the
         policy has moved on each episode, [B] (the sums of `policy_loss`, and `tokens`).
         """
+        self.make_room()
         config, batch = self.config, collate(episodes)
         ref_logprobs = self._ref_logprobs(batch) if self.reference else None
         if config.kl_reward_coef:
             kl = kl_k1(batch.behavior_logprobs, ref_logprobs) * batch.action_mask
             batch = batch._replace(rewards=batch.rewards - config.kl_reward_coef * kl)
         all_advantages = self.advantages(batch, moments)  # [B, T]
+        if config.truncated_is:  # weighs the policy gradient of a token: its objective is proportional to A_t
+            ratios = [torch.from_numpy(e.info["truncated_is"]) for e in episodes]
+            all_advantages = all_advantages * torch.nn.utils.rnn.pad_sequence(ratios, batch_first=True)
         all_weights = torch.ones(len(episodes)) if weights is None else torch.as_tensor(weights, dtype=torch.float32)
         tokens = int(batch.action_mask.sum())
         scale = tokens / len(episodes) if config.loss_aggregation == "token_mean" else 1.0
@@ -108,10 +157,13 @@ class TorchTrainer:
         phase = "the on-policy update" if weights is None else "the replay update"
         self.policy.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        total_loss, drift = 0.0, {"tokens": batch.action_mask.sum(-1).numpy().astype(np.float64)}
-        for rows, part in batch.micro_batches(self.config.micro_batch_size):
+        drift = torch.zeros(len(DRIFT), len(episodes), dtype=torch.float64)
+        total_loss = torch.zeros(1, dtype=torch.float64)
+        broken = torch.zeros(len(episodes))  # above 0 where a row has a log-prob that is not finite
+        parts = list(self._shares(batch))
+        for number, (rows, part) in enumerate(parts, 1):
             width, device = part.tokens.shape[1], self.policy.device
-            logprobs, entropies = action_logprobs(self.policy, part, config.temperature, config.entropy_coef > 0)
+            logprobs, entropies = self._forward(part, config.entropy_coef > 0)
             loss, stats = policy_loss(
                 logprobs,
                 part.behavior_logprobs.to(device),
@@ -127,42 +179,42 @@ class TorchTrainer:
                 batch_size=len(episodes),
                 scale=scale,
             )
-            self._check(phase, logprobs, [episodes[i] for i in rows])
-            loss.backward()
+            broken[rows] += (~torch.isfinite(logprobs)).any(-1).float().cpu()
+            self._backward(loss, last=number == len(parts))
             total_loss += loss.item()
-            for name, sums in stats.items():
-                drift.setdefault(name, np.zeros(len(episodes)))[rows] = sums.double().cpu().numpy()
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), config.max_grad_norm).item()
-        if not np.isfinite([norm, total_loss]).all():
+            drift[:, rows] += torch.stack([stats[name].double().cpu() for name in DRIFT])
+        self._check(phase, self._sum(broken) == 0, episodes)
+        loss = self._sum(total_loss).item()
+        moved = dict(zip(DRIFT, self._sum(drift).numpy(), strict=True))
+        norm = self._clip_and_step() if np.isfinite(loss) else float("nan")
+        if not np.isfinite(norm):
             seeds = ", ".join(str(e.seed) for e in episodes[:8])
-            raise NonFiniteError(f"{phase} has loss {total_loss} and gradient norm {norm}; episode seeds {seeds}")
-        self.optimizer.step()
+            raise NonFiniteError(f"{phase} has loss {loss} and gradient norm {norm}; episode seeds {seeds}")
         self.scheduler.step()
         self.step += 1
         stats = {
-            "loss": total_loss,
+            "loss": loss,
             "grad_norm": norm,
-            "clip_fraction": float(drift["clipped"].sum()) / tokens,
-            "kl": float(drift["kl"].sum()) / tokens,
+            "clip_fraction": float(moved["clipped"].sum()) / tokens,
+            "kl": float(moved["kl"].sum()) / tokens,
             "nonzero_advantages": float((all_advantages != 0).sum()) / tokens,
         }
-        return stats, drift
+        return stats, moved | {"tokens": batch.action_mask.sum(-1).numpy().astype(np.float64)}
 
     def advantages(self, batch: Batch, moments: torch.Tensor | None) -> torch.Tensor:
         """A_t of every action token, [B, T], 0 off the mask: REINFORCE++'s. An algorithm with a critic has its own."""
         return advantages(batch.rewards, batch.action_mask, self.config.advantage_clip, moments)
 
     def base_priorities(self, episodes: list[Episode]) -> np.ndarray:
-        """p_i^base = |r_i| + epsilon (section 3.4), [n]: the same whenever it is asked for. What depends on the policy,
-        |A_i| or |delta_i|, follows it here, since this is asked for again after each replay update (section 3.5)."""
+        """p_i^base = |r_i| + epsilon, [n]. |A_i| or |delta_i| would follow the policy: asked for again after replay."""
         return reward_priority([e.reward for e in episodes], self.config.epsilon)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights of the policy, which is saved as a model."""
-        reference = dict(self.reference.model.named_parameters()) if self.reference else None
+        reference = dict(self.reference.model.named_parameters()) if self.reference else {}
         return {
             "step": self.step,
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self._optimizer_state(),
             "scheduler": self.scheduler.state_dict(),
             "reference": reference,
         }
@@ -170,27 +222,82 @@ class TorchTrainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse. The schedule goes on at its step, with the learning rate and the length of the config."""
         self.step = state["step"]
-        self.optimizer.load_state_dict(state["optimizer"])
+        self._load_optimizer(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"] | {"base_lrs": self.scheduler.base_lrs})
         factors = [factor(self.scheduler.last_epoch) for factor in self.scheduler.lr_lambdas]
         for group, factor in zip(self.optimizer.param_groups, factors, strict=True):
             group["initial_lr"], group["lr"] = self.config.lr, self.config.lr * factor
         with torch.no_grad():
             for name, parameter in self.reference.model.named_parameters() if self.reference else ():
-                parameter.copy_(state["reference"][name])
+                parameter.copy_(self.shared(state["reference"].get(name), parameter.shape))
+
+    def whole_policy(self) -> Policy:
+        """The policy with all of its weights in this process, for a checkpoint."""
+        return self.policy
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter with its name, whole; an output layer tied to the embedding is written out as well."""
+        named = dict(self.policy.model.named_parameters())
+        yield from ((name, parameter.data) for name, parameter in named.items())
+        if "lm_head.weight" not in named:
+            yield "lm_head.weight", self.policy.model.get_input_embeddings().weight.data
+
+    def shapes(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Name, type and shape of what `weights` yields, in its order."""
+        named = dict(self.policy.model.named_parameters())
+        if "lm_head.weight" not in named:
+            named["lm_head.weight"] = self.policy.model.get_input_embeddings().weight
+        return [(name, p.dtype, tuple(getattr(p, "ds_shape", p.shape))) for name, p in named.items()]
+
+    def close(self) -> None:
+        """The end of the run: nothing to do for one process."""
 
     @torch.no_grad()
     def _ref_logprobs(self, batch: Batch) -> torch.Tensor:
         """log pi_ref, [B, T] on the CPU, from the frozen copy of the policy as it was at the start."""
         out = torch.zeros(batch.tokens.shape)
-        for rows, part in batch.micro_batches(self.config.micro_batch_size):
-            out[rows, : part.tokens.shape[1]] = action_logprobs(self.reference, part, self.config.temperature)[0].cpu()
-        return out
+        for rows, part in self._shares(batch):
+            out[rows, : part.tokens.shape[1]] += action_logprobs(self.reference, part, self.config.temperature)[0].cpu()
+        return self._sum(out)
 
     @staticmethod
-    def _check(phase: str, logprobs: torch.Tensor, episodes: list[Episode]) -> None:
-        bad = (~torch.isfinite(logprobs)).any(-1).tolist()
-        if any(bad):
+    def _check(phase: str, finite: torch.Tensor, episodes: list[Episode]) -> None:
+        """`finite`: bool [B]. Raises NonFiniteError that names the phase and the first broken episode's seed."""
+        good = finite.tolist()
+        if not all(good):
             raise NonFiniteError(
-                f"{phase} met a log-prob that is not finite; episode seed {episodes[bad.index(True)].seed}"
+                f"{phase} met a log-prob that is not finite; episode seed {episodes[good.index(False)].seed}"
             )
+
+    # -- what another number of processes does differently (freshper/trainer_deepspeed.py) ---------------------
+
+    def _shares(self, batch: Batch) -> Iterator[tuple[list[int], Batch]]:
+        """This process's micro-batches: (row numbers, batch of these rows)."""
+        return batch.micro_batches(self.config.micro_batch_size)
+
+    def _forward(self, part: Batch, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return action_logprobs(self.policy, part, self.config.temperature, entropy)
+
+    def shared(self, value: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor:
+        """A tensor that rank 0 alone has, on all ranks."""
+        return value
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def _load_optimizer(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
+
+    def _sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over all processes."""
+        return values
+
+    def _backward(self, loss: torch.Tensor, last: bool) -> None:
+        loss.backward()
+
+    def _clip_and_step(self) -> float:
+        """Clip the gradient and step; where its norm is not finite, leave the weights alone. Returns the norm."""
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), self.config.max_grad_norm).item()
+        if np.isfinite(norm):
+            self.optimizer.step()
+        return norm

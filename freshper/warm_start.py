@@ -1,6 +1,6 @@
 """The warm start of the tiny models: it plays the part of pre-training.
 
-Ours; the paper starts from Qwen2.5 instruct models (appendix B). Supervised learning on transcripts of a uniformly
+Ours; the paper starts from Qwen2.5 instruct models (appendix D). Supervised learning on transcripts of a uniformly
 random player, never on good play. It teaches the form of a reply, what a move does and what an observation shows,
 and leaves the success of a random player, which freshper/tiny.py checks.
 

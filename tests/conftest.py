@@ -1,5 +1,13 @@
 """Shared set-up: one torch thread, and tiny policies with random weights (the warm start is tested on its own)."""
 
+import os
+import runpy
+from pathlib import Path
+
+SHIM = Path(__file__).parent / "engines/torchvision_shim"  # for this process, and for those that tests start
+runpy.run_path(str(SHIM / "sitecustomize.py"))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SHIM), os.environ.get("PYTHONPATH")]))
+
 import numpy as np
 import pytest
 import torch

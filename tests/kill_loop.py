@@ -66,10 +66,21 @@ def wait_for_work(out, process, seen):
 
 
 def contents(out):
-    """What must be equal: rows without the clock, weights, arrays of the state."""
+    """What must be equal: rows without the clock, weights, arrays of the state, episodes. How these are spread over
+    files depends on when checkpoints were saved, and may differ."""
+    from safetensors.torch import load_file, save
+
+    from freshper import checkpoint
+    from freshper.packing import flatten, pack_episodes
+
     with open(out / "metrics.csv", newline="") as file:
         rows = [{k: v for k, v in row.items() if k != "wall_s"} for row in csv.DictReader(file)]
-    return rows, *((out / "checkpoint" / name).read_bytes() for name in ("model.safetensors", "state.safetensors"))
+    found = checkpoint.find(out)[0]
+    assert found.folder == out / "checkpoint"
+    arrays = load_file(out / "checkpoint/state.safetensors")
+    del arrays["/episodes/places"]
+    infos = flatten(pack_episodes(checkpoint.read_state(found)["episodes"]), arrays)
+    return rows, infos, save(arrays), (out / "checkpoint/model.safetensors").read_bytes()
 
 
 def kill_and_resume(model, folder, iterations, kills, seed):

@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import train
 from envs import ENVS
@@ -19,7 +21,7 @@ TASKS = ", ".join(ENVS)
 FLAGS = {
     "--env nowhere": f"--env is nowhere, but must be one of {TASKS}",
     "--method dqn": "argument --method: invalid choice: 'dqn' (choose from 'on_policy', 'per', 'freshper')",
-    "--preset huge": "argument --preset: invalid choice: 'huge' (choose from 'tiny', 'paper')",
+    "--preset huge": "argument --preset: invalid choice: 'huge' (choose from 'auto', 'tiny', 'paper')",
     "--unknown 3": "unknown flag --unknown; --help lists them all",
     "stray": "unknown flag stray; --help lists them all",
     "--it 3": "unknown flag --it; --help lists them all",
@@ -45,7 +47,8 @@ FLAGS = {
     "--alpha nan": "--alpha is nan, but must be between 0 and 1",
     "--beta -1": "--beta is -1.0, but must be between 0 and 1",
     "--epsilon 0": "--epsilon is 0.0, but must be above 0",
-    "--decay linear": "argument --decay: invalid choice: 'linear' (choose from 'exponential', 'polynomial', 'none')",
+    "--decay linear": "argument --decay: invalid choice: 'linear' (choose from 'exponential', 'polynomial', 'limit', "
+    "'draws', 'auto', 'none')",
     "--tau 0": "--tau is 0.0, but must be above 0",
     "--tau nan": "--tau is nan, but must be above 0",
     "--tau inf": "--tau is inf, but must be finite",
@@ -79,6 +82,10 @@ FLAGS = {
     "--slippery maybe": "argument --slippery: Truthy value expected: got maybe",
     "--cell_size 0": "--cell_size is 0, but must be above 0",
     "--dtype float16": "invalid choice: 'float16' (choose from 'float32', 'bfloat16')",
+    "--iterations 2147483648": "--iterations is 2147483648, but must be below 2**31",
+    "--env_timeout -1": "--env_timeout is -1.0, but must be 0 or more",
+    "--env_timeout nan": "--env_timeout is nan, but must be 0 or more",
+    "--env_timeout 1e7": "--env_timeout is 10000000.0, but must be at most 1,000,000",
     "--threads 0": "--threads is 0, but must be above 0",
     "--threads 100000": f"--threads is 100000, but must be at most the {CPUS} of this machine",
     "--eval_every 0": "--eval_every is 0, but must be above 0",
@@ -148,6 +155,12 @@ def without(pattern):
     return lambda folder: [path.unlink() for path in folder.glob(pattern)]
 
 
+def pickled(folder):
+    """Good weights, in the format that can carry code."""
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
 # what happens to a model folder: the end of the sentence
 MODELS = {
     "no chat template": (without("chat_template.jinja"), "the tokenizer has no chat template; choose a chat"),
@@ -165,6 +178,7 @@ MODELS = {
     "layers that are missing": (edited("config.json", num_hidden_layers=3, layer_types=["full_attention"] * 3),
                                 "its weights lack 12, such as model.layers.2"),
     "no weights": (without("model.safetensors"), "no file named model.safetensors"),
+    "pickled weights": (pickled, "no file named model.safetensors"),
     "truncated weights": (rewritten("model.safetensors", bytes(99)), "Error while deserializing header"),
 }  # fmt: skip
 
@@ -190,10 +204,12 @@ def test_a_picture_model_without_its_processor(model_folder, tmp_path, monkeypat
 # config.json of a run without a checkpoint: the end of the sentence
 SETTINGS = {
     "no JSON": (b"{oops", "Expecting property name"),
+    "nested too deep": (b"[" * 100_000, "maximum recursion depth"),
+    "a number too large": ({"lr": 10**400}, "its setting lr is 1000000"),
     "no settings": (b"[1]", "they differ in everything"),
     "too few": (b'{"lr": 1.0}', "they differ in advantage_clip, "),
     "a wrong type": ({"lr": "fast"}, "its setting lr is 'fast', but must be of type float"),
-    "a wrong choice": ({"method": "dqn"}, "its setting method is dqn, but must be one of on_policy, per, freshper"),
+    "a wrong choice": ({"method": "dqn"}, "its setting method is 'dqn', but must be one of on_policy, per, freshper"),
 }
 
 

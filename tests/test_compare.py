@@ -47,6 +47,13 @@ def test_arms_and_seeds_through_train(model_folder, tmp_path):
     assert (unfinished / "metrics.csv").read_text().splitlines(keepends=True) == rows
 
 
+def test_methods_have_the_paper_s_colors():
+    """Blue, yellow and red in the captions of Fig. 3 and 4, whatever the order of the arms."""
+    found = compare.colors(["per", "freshper", "on_policy", "freshper --tau 5", "freshper --tau 80"])
+    assert [found[m] for m in ("on_policy", "per", "freshper")] == ["#4285F4", "#FBBC04", "#EA4335"]
+    assert len(set(found.values())) == 5
+
+
 def test_intervals():
     values = np.array([0.5, 0.6, 0.9])
     low, high = stats.t.interval(0.95, 2, loc=values.mean(), scale=stats.sem(values))

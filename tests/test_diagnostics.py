@@ -50,6 +50,30 @@ def test_weights_undo_the_priorities():
     assert abs(biased.kl_reverse - d**2 / 2) > 0.1
 
 
+@given(
+    p=st.lists(st.floats(0.01, 1.0), min_size=2, max_size=8),
+    q=st.lists(st.floats(0.01, 1.0), min_size=8, max_size=8),
+)
+def test_the_derivation_of_section_3_3(p, q):
+    """Prop. var_chi2 and eq. rho_mean_one to eq. ess_decay, for any two distributions over a few trajectories, each
+    side from its own definition. Where each is drawn once, with a probability of the order of 1 / q, by_age agrees."""
+    p, q = np.array(p) / np.sum(p), np.array(q[: len(p)]) / np.sum(q[: len(p)])
+    rho = p / q
+    variance = (q * rho**2).sum() - (q * rho).sum() ** 2
+    renyi = [np.log((q * rho**order).sum()) / (order - 1) for order in (1 + 1e-6, 1.5, 2.0, 3.0)]
+    kl = (p * np.log(p / q)).sum()
+    assert (q * rho).sum() == pytest.approx(1)
+    assert variance == pytest.approx((q * (rho - 1) ** 2).sum(), abs=1e-12)  # eq. var_equals_chi2
+    assert variance == pytest.approx(np.expm1(renyi[2]), abs=1e-12)  # eq. var_chain
+    assert renyi[0] == pytest.approx(kl, abs=1e-4)
+    assert (np.diff(renyi) >= -1e-5).all()
+    assert 1 / (1 + variance) <= np.exp(-kl) * (1 + 1e-9)  # eq. ess_decay
+    (found,) = by_age(rows_of(np.log(rho), probability=1 / q), bins=1)
+    assert found.ess == pytest.approx(1 / (1 + variance))
+    assert found.kl == pytest.approx(kl, abs=1e-9)
+    assert found.kl_reverse == pytest.approx((q * np.log(q / p)).sum(), abs=1e-9)
+
+
 @settings(deadline=None)
 @given(
     log_ratio=st.lists(st.floats(-30, 30), min_size=1, max_size=40),
@@ -62,6 +86,14 @@ def test_the_bound_of_the_paper(log_ratio, seed):
     v = 1 / probability / (1 / probability).sum()
     assert v.min() - 1e-12 <= found.ess <= np.exp(-found.kl) * (1 + 1e-9)
     assert found.kl >= -1e-9
+
+
+def test_a_ratio_of_any_size_is_no_overflow():
+    """A factor common to all ratios changes neither ESS nor KL(theta || mu): both are of the weights' distribution."""
+    rows = rows_of([0.0, 0.5, 2.0])
+    (plain,) = by_age(rows, bins=1)
+    (found,) = by_age(rows | {"log_ratio": rows["log_ratio"] + 1000.0}, bins=1)
+    assert (found.ess, found.kl) == pytest.approx((plain.ess, plain.kl))
 
 
 def test_bins_are_by_age_and_fits_find_a_line():
@@ -91,6 +123,10 @@ def test_the_command_line(tmp_path, capsys, monkeypatch):
     main()
     assert len(capsys.readouterr().out.splitlines()) == 1 + 3 + 5
     assert (tmp_path / "diagnostics.png").read_bytes().startswith(b"\x89PNG")
+    still = "0,0.1,1,4,0,4,4,0,0\n1,0.1,1,4,0,4,4,0,0\n"  # a policy that does not move
+    (tmp_path / "replay.csv").write_text(",".join(rows) + "\n" + still)
+    main()
+    assert "KL(theta||mu) of trajectories: 0.000 + age / inf" in capsys.readouterr().out
     (tmp_path / "replay.csv").write_text(",".join(rows) + "\n")
     assert plot(tmp_path) == []
     monkeypatch.setattr("sys.argv", ["diagnostics", str(tmp_path / "nowhere")])

@@ -1,12 +1,11 @@
-"""Faults, caused on purpose: the run goes on, or ends with a sentence and a status. It never goes on with nonsense.
-
-An environment that hangs is not cut off: how long a step may take, only its author knows, and a thread in the
-middle of a step cannot be stopped safely. The progress bar stands still, and two signals end the run at once.
-"""
+"""Faults, caused on purpose: the run goes on, or ends with a sentence and a status. It never goes on with nonsense."""
 
 import ctypes
+import json
 import os
-import resource
+import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -17,11 +16,13 @@ import torch
 from test_resume import LONGER, stop_at_call
 from test_train import ROOT, SHORT, rows, run
 
+import train
 from envs.frozenlake import FrozenLake
 from freshper import checkpoint
-from freshper.engine_hf import HFEngine
+from freshper.engine_hf import HFEngine, Sampling
 from freshper.models import load_policy
-from freshper.rollout import Reply
+from freshper.rollout import Reply, rollout
+from freshper.time_limit import limited
 
 
 def in_process_of_its_own(model_folder, out, *flags, **options):
@@ -31,19 +32,49 @@ def in_process_of_its_own(model_folder, out, *flags, **options):
     )
 
 
-def test_disk_full(model_folder, tmp_path):
-    """No file may grow beyond 300 kB, as on a disk that is full: the first checkpoint does not fit."""
+def on_a_full_disk(model, folder):
+    """What tests/full_disk.py prints: on a file system of its own where this process may mount one, as root or in a
+    user namespace, else under a limit of file sizes; and which of these it was."""
+    script = [sys.executable, "tests/full_disk.py"]
+    commands = {
+        "tmpfs": ["unshare", "-m", *script, "tmpfs"],
+        "tmpfs in a user namespace": ["unshare", "-rm", *script, "tmpfs"],
+        "RLIMIT_FSIZE": [*script, "limit"],
+    }
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+    for how, command in commands.items():
+        if shutil.which(command[0]):
+            done = subprocess.run(
+                [*command, model, str(folder)], cwd=ROOT, env=one_thread, capture_output=True, text=True
+            )
+            if not re.search("^(unshare|mount): ", done.stderr, re.MULTILINE):
+                assert done.returncode == 0, (how, done.stderr)
+                return how, json.loads(done.stdout)
+    raise AssertionError(done.stderr)
 
-    def limit():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
 
-    done = in_process_of_its_own(model_folder, tmp_path / "run", preexec_fn=limit)
-    assert done.returncode == 1
-    assert "stopped in iteration 1: the checkpoint of iteration 2 could not be written" in done.stdout
-    assert "File too large" in done.stdout
-    assert "Traceback" not in done.stderr
-    assert len(rows(tmp_path / "run")) == 2
-    assert not list((tmp_path / "run").glob("*checkpoint*"))
+def test_a_disk_that_runs_full(model_folder, tmp_path):
+    """While rows are written, while a checkpoint is, and from the start: exit status 1 or 2 and one sentence; the
+    checkpoint before stays whole, and with space again the run goes on."""
+    (tmp_path / "disk").mkdir()
+    how, runs = on_a_full_disk(model_folder["text"], tmp_path / "disk")
+    print(how)
+    full = "File too large" if how == "RLIMIT_FSIZE" else "No space left on device"
+    assert {name: (r["status"], r["done"]) for name, r in runs.items()} == {
+        "before": (0, 4), "checkpoint": (1, 4), "metrics": (1, 4), "nothing": (2, 4), "after": (0, 6)
+    }  # fmt: skip
+    assert not any(r["problems"] or "Traceback" in r["stderr"] + r["stdout"] for r in runs.values())
+    assert not any(".new" in name or "unfinished" in name for r in runs.values() for name in r["files"])
+    stopped = {name: [x for x in r["stdout"].splitlines() if x.startswith("stopped")] for name, r in runs.items()}
+    (sentence,) = stopped["checkpoint"]
+    assert "stopped in iteration 5: the checkpoint of iteration 6 could not be written to " in sentence
+    assert full in sentence
+    (sentence,) = stopped["metrics"]
+    assert "metrics.csv or replay.csv could not be written in " in sentence
+    assert full in sentence
+    assert "but must be a folder that can be written to: " in runs["nothing"]["stderr"].splitlines()[-1]
+    assert runs["metrics"]["files"] == runs["before"]["files"]
+    assert len(runs["after"]["rows"].splitlines()) == 7
 
 
 def test_a_failed_save_leaves_the_one_before_it(text_policy, tmp_path, monkeypatch):
@@ -102,6 +133,79 @@ def test_an_environment_that_returns_no_number(model_folder, tmp_path, monkeypat
     assert f"stopped in iteration 1: the rollout met a reward {reward}" in said
     assert "episode seed 42000007, turn 2" in said
     assert len(rows(tmp_path / "run")) == 1
+
+
+def sleep():
+    time.sleep(600)
+
+
+def spin():
+    while True:
+        pass
+
+
+def retry_for_ever():
+    while True:
+        try:
+            time.sleep(600)
+        except Exception:
+            continue
+
+
+@pytest.mark.parametrize(
+    ("method", "hang"), [("step", sleep), ("step", spin), ("step", retry_for_ever), ("reset", sleep)]
+)
+def test_an_environment_that_hangs_is_cut_off(model_folder, tmp_path, monkeypatch, capsys, method, hang):
+    """The run ends with a sentence, and goes on from its last checkpoint."""
+    real, calls = getattr(FrozenLake, method), []
+
+    def hanging(self, *arguments, **keywords):
+        calls.append(1)
+        if len(calls) == (50 if method == "step" else 35):
+            hang()
+        return real(self, *arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FrozenLake, method, hanging)
+        began = time.monotonic()
+        assert run(model_folder, tmp_path / "run", *LONGER, "--env_timeout", "0.3") == 1
+    assert time.monotonic() - began < 60
+    captured = capsys.readouterr()
+    said = captured.out
+    where = r"in environment frozenlake, episode seed 420000\d\d, (turn \d|reset)"
+    sentence = rf"stopped in iteration \d: the environment took longer than the 0.3 s of --env_timeout; {where}\n"
+    assert re.search(sentence, said)
+    assert "Traceback" not in said + captured.err
+    assert len(rows(tmp_path / "run")) >= 2
+    assert train.main(["--resume", str(tmp_path / "run")]) == 0
+    assert [int(r["iteration"]) for r in rows(tmp_path / "run")] == list(range(6))
+
+
+def test_environments_that_answer_all_at_once_are_cut_off_too(text_policy, monkeypatch):
+    """As nq_search does, whose one request is made before the first of them answers."""
+
+    class Slow(FrozenLake):
+        @classmethod
+        def step_many(cls, envs, replies):
+            sleep()
+
+    engine = HFEngine(text_policy, Sampling(), 0)
+    with pytest.raises(TimeoutError, match=r"took longer than the 0\.2 s") as error:
+        rollout(engine, text_policy, [Slow(), Slow()], [7, 8], 512, 6, name="slow", env_timeout=0.2)
+    assert error.value.__notes__ == ["in environment slow, episode seed 7, turn 1"]
+
+
+def test_the_time_limit_leaves_nothing_behind():
+    """A call in time, one that fails, one that is cut off: no timer runs on, and SIGALRM is whose it was."""
+    before = signal.getsignal(signal.SIGALRM)
+    assert limited(5, max, [1, 3], key=abs) == 3
+    assert limited(0, max, [1, 3], key=abs) == 3
+    with pytest.raises(ZeroDivisionError):
+        limited(5, lambda: 1 / 0)
+    with pytest.raises(TimeoutError):
+        limited(0.01, sleep)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGALRM) == before
 
 
 def test_an_environment_that_hangs_can_be_stopped(model_folder, tmp_path):
@@ -217,6 +321,15 @@ def test_a_clock_that_jumps(model_folder, tmp_path, monkeypatch):
     assert {p.name for p in (tmp_path / "run").glob("checkpoint*")} == {"checkpoint"}
 
 
+def test_the_log_of_replays_is_bounded(model_folder, tmp_path, monkeypatch):
+    """Six iterations of eight replayed episodes, and room for twenty rows: those of every third iteration."""
+    monkeypatch.setattr("freshper.report.REPLAY_ROWS", 20)
+    assert run(model_folder, tmp_path / "run", *LONGER, "--replay_ratio", "2", "--batch_size", "4") == 0
+    lines = (tmp_path / "run" / "replay.csv").read_text().splitlines()[1:]
+    assert [int(line.partition(",")[0]) for line in lines] == [0] * 8 + [3] * 8
+    assert all(np.isfinite(float(r["replay_loss"])) for r in rows(tmp_path / "run"))
+
+
 def test_save_minutes(model_folder, tmp_path):
     """So few minutes that every iteration takes longer."""
     flags = ["--save_every", "0", "--save_minutes", "1e-9", "--eval_every", "100", "--keep_checkpoints", "9"]
@@ -241,8 +354,6 @@ def test_a_reply_with_a_script_is_text_in_the_page(model_folder, tmp_path, monke
 
 
 def test_ctrl_c_waits_for_the_iteration_and_saves(model_folder, tmp_path, monkeypatch):
-    import signal
-
     stop_at_call(monkeypatch, 8, [signal.SIGINT])
     assert run(model_folder, tmp_path / "run", *LONGER) == 130
     assert checkpoint.find(tmp_path / "run")[0].done == len(rows(tmp_path / "run"))

@@ -98,6 +98,15 @@ def test_beta_one_makes_the_weighted_mean_unbiased():
     assert abs(f[drawn].mean() - f.mean()) > 40 * error
 
 
+def test_the_maximum_over_the_buffer_would_silence_successes():
+    """One success among failures at the paper's alpha 0.6 and beta 0.4 and the authors' epsilon: drawn alone, it weighs
+    1 against the maximum of the batch, but 0.036 against the buffer's."""
+    leaves = reward_priority(np.array([1.0, 0.0, 0.0, 0.0]), 1e-6) ** 0.6
+    p = leaves / leaves.sum()
+    assert importance_weights(p[:1], 4, 0.4) == 1.0
+    assert importance_weights(p, 4, 0.4)[0] == pytest.approx(0.036, abs=5e-4)
+
+
 def test_impossible_weights_are_refused():
     for p, beta in (([0.0, 0.5], 0.4), ([1.1], 0.4), ([np.nan], 0.4), ([0.5], 1.5)):
         with pytest.raises(ValueError):

@@ -224,6 +224,31 @@ def test_gradients_do_not_depend_on_micro_batches_or_padding(text_policy, aggreg
         torch.testing.assert_close(other, gradients[0], rtol=1e-4, atol=1e-6)
 
 
+def test_chunks_of_logits_change_neither_numbers_nor_gradients(text_policy, monkeypatch):
+    episodes, results = episodes_for(text_policy, 6), []
+    for at_once in (2**27, 700, 1):  # one chunk, two tokens each, one token each
+        monkeypatch.setattr("freshper.trainer.LOGITS_AT_ONCE", at_once)
+        trainer = trainer_for(text_policy, entropy_coef=0.01)
+        logprobs = trainer.logprobs(collate(episodes))
+        trainer.update(episodes)
+        results.append((logprobs, torch.cat([p.grad.flatten() for p in trainer.policy.model.parameters()])))
+    assert results[0][1].abs().max() > 1e-4
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=1e-4, atol=1e-6)
+
+
+def test_entropy_of_what_can_be_sampled(text_policy):
+    episodes = episodes_for(text_policy, 2)
+    batch = collate(episodes)
+    _, entropies = action_logprobs(text_policy, batch, 0.7, entropy=True)
+    logits = text_policy.model(batch.tokens).logits.double() / 0.7
+    logits[..., text_policy.suppressed_ids] = -torch.inf
+    for row, t in batch.action_mask.nonzero().tolist():
+        if t:
+            expected = torch.distributions.Categorical(logits=logits[row, t - 1]).entropy().item()
+            assert entropies[row, t].item() == pytest.approx(expected, abs=1e-4)
+
+
 def test_trainer_computes_the_loss_of_the_equations(text_policy):
     """The whole path tokens -> log-probs -> loss, with the stock model's logits and Python floats."""
     trainer = trainer_for(text_policy, advantage_clip=0.7, loss_aggregation="token_sum")
@@ -244,6 +269,34 @@ def test_trainer_computes_the_loss_of_the_equations(text_policy):
     expected = slow_loss(episodes, logprobs, slow_advantages(episodes, 0.7, moments), weights, 0.2, "token_sum")
     assert stats["loss"] == pytest.approx(expected, rel=1e-4)
     assert 0.0 < stats["clip_fraction"] < 1.0
+
+
+def test_what_the_engine_sampled_otherwise_is_logged_and_weighed(text_policy):
+    """Log-probs of an engine that is off by known amounts: the logged numbers, and the loss with capped weights."""
+    trainer = trainer_for(text_policy, truncated_is=2.0, loss_aggregation="token_sum", advantage_clip=20.0)
+    episodes = episodes_for(text_policy, 5)
+    right = trainer.logprobs(collate(episodes)).numpy()
+    off = []
+    for e, row in zip(episodes, right, strict=True):
+        off.append(
+            np.random.default_rng(e.seed).normal(0, 0.7, len(e.tokens)) * e.action_mask
+        )  # log pi_trainer/pi_engine
+        e.behavior_logprobs = (row[: len(e.tokens)] - off[-1]).astype(np.float32)
+    of_actions = np.concatenate([d[e.action_mask] for d, e in zip(off, episodes, strict=True)])
+    stats = trainer.record_behavior_logprobs(episodes)
+    assert stats["mismatch"] == pytest.approx(np.abs(of_actions).mean(), rel=1e-4)
+    ratios = np.sort(np.exp(of_actions))
+    for name, share in (("mismatch_p01", 0.01), ("mismatch_p99", 0.99)):
+        at = share * (len(ratios) - 1)
+        assert ratios[int(at)] * 0.999 <= stats[name] <= ratios[int(at) + 1] * 1.001
+    assert (ratios > 2).any()
+    # at the start rho = 1, so the loss is - 1/B sum min(ratio, 2) A
+    everyone = slow_advantages(episodes, 20.0)
+    loss = 0.0
+    for e, d, a in zip(episodes, off, everyone, strict=True):
+        capped = [min(math.exp(x), 2.0) for x in d[e.action_mask]]
+        loss -= sum(c * y for c, y in zip(capped, a, strict=True)) / len(episodes)
+    assert trainer.update(episodes)[0]["loss"] == pytest.approx(loss, rel=1e-3, abs=1e-5)
 
 
 def test_kl_in_the_reward(text_policy):

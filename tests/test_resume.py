@@ -144,7 +144,9 @@ def damage(path, how, at):
 
 
 @pytest.mark.parametrize("how", ["missing", "truncated", "flipped"])
-@pytest.mark.parametrize("name", ["state.safetensors", "model.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["state.safetensors", "model.safetensors", "state.json", "manifest.json", "episodes-000000.safetensors"]
+)
 def test_a_damaged_checkpoint_is_seen_and_the_one_before_it_used(finished, tmp_path_factory, how, name):
     """Wherever the damage is. A flip in the number of the format's version is a version that nobody knows."""
     copy = tmp_path_factory.mktemp("damaged") / "run"
@@ -205,8 +207,8 @@ def test_none_whole(copy, capsys):
 
 def test_another_format_version(copy, capsys):
     path = copy / "checkpoint" / "manifest.json"
-    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
-    assert "has the checkpoint format 2, but must have 1" in refusal(capsys, "--resume", str(copy))
+    path.write_text(path.read_text().replace('"version": 2', '"version": 3'))
+    assert "has the checkpoint format 3, but must have 2" in refusal(capsys, "--resume", str(copy))
 
 
 def test_conflicting_flags(copy, capsys):
@@ -304,6 +306,11 @@ def test_no_code_is_read_from_files():
         text = path.read_text()
         for word in (
             "import pickle",
+            "from pickle",
+            "marshal",
+            "joblib",
+            "dill",
+            "yaml.load(",
             "torch.load(",
             "torch.save(",
             "trust_remote_code",

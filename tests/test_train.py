@@ -276,13 +276,15 @@ def paper_table(name):
 
 @pytest.mark.parametrize("env", list(paper_table("env_details")))
 def test_the_paper_preset_holds_the_tables(env):
-    """env_details, training_config, config_comparison; section 4.1 and appendix D."""
+    """env_details, training_config, config_comparison; section 4.1 and appendix F."""
     config = parse_args(["--preset", "paper", "--env", env])
     row, training = paper_table("env_details")[env], paper_table("training_config")[env]
     assert config.model == f"Qwen/Qwen2.5-{row['model']}-Instruct"
     assert config.max_tokens == row["seq_len"]
     assert (config.max_turns or ENVS[env]().max_turns) == row["max_actions"]
     assert (config.micro_batch_size, config.iterations) == (training["micro_batch"], training["max_steps"])
+    assert (config.engine, config.trainer, config.zero_stage) == ("vllm", "deepspeed", training["zero"])
+    assert config.rollout_gpus == training["gpus"] / 2  # appendix F, "GPU Layout": one half trains
     for name, value in paper_table("config_comparison")[row["config"]].items():
         assert getattr(config, name) == value, name
     common = json.loads((ROOT / "tests/data/paper_tables.json").read_text())["common"]

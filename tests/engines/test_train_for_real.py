@@ -1,0 +1,219 @@
+"""The paper's engines for real, without a GPU: train.py with vLLM and DeepSpeed, on one rank and on two.
+
+Needs requirements-cpu-engines.txt; without it these tests fail, they do not skip. Every run is a subprocess in a
+session of its own, so that what it leaves behind can be counted: nothing, also when a rank or vLLM is killed. Starting
+vLLM takes most of the time, so a run serves several tests: it trains, is looked at, and is then killed.
+"""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from envs import ENVS
+from freshper import checkpoint
+from freshper.models import load_policy
+from freshper.tiny import build_policy
+
+ROOT = Path(__file__).parents[2]
+SHARED_MEMORY = Path("/dev/shm")
+SHORT = """--rollout_batch_size 4 --batch_size 5 --micro_batch_size 2 --eval_episodes 4 --eval_every 2 --max_turns 4
+--format_penalty 0.15 --sync_check_every 1 --lr 0.003 --warmup_steps 0 --save_every 1 --truncated_is 2""".split()
+REAL = ["--engine", "vllm", "--trainer", "deepspeed"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Random weights. The text model's output layer is tied, as that of Qwen2.5-0.5B is."""
+    folders = {}
+    for name in ("frozenlake", "frozenlake_vlm"):
+        policy = build_policy(ENVS[name](), heads=2)  # of 32 numbers, the fewest that vLLM's CPU attention knows
+        if name == "frozenlake":
+            policy.model.config.tie_word_embeddings = True
+            policy.model.tie_weights()
+        folders[name] = str(tmp_path_factory.mktemp(name))
+        policy.save(folders[name])
+    return folders
+
+
+def start(out, ranks, *flags, script=("train.py",)):
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    with open(f"{out}.log", "a") as log:
+        process = subprocess.Popen(
+            [*launcher, *script, *flags],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    process.in_memory = set(SHARED_MEMORY.glob("freshper-*"))
+    return process
+
+
+def session(process):
+    """{pid: command} of every process that is left of a run."""
+    listing = subprocess.run(["ps", "-eo", "pid=,sid=,stat=,args="], capture_output=True, text=True, check=True).stdout
+    fields = [line.split(maxsplit=3) for line in listing.splitlines()]
+    return {int(pid): args for pid, sid, stat, args in fields if int(sid) == process.pid and "Z" not in stat}
+
+
+def finish(process, out, timeout=400):
+    """(exit status, output); then no process and no file in shared memory is left."""
+    try:
+        status = process.wait(timeout)
+        gone = time.monotonic() + 10
+        while (left := (session(process), set(SHARED_MEMORY.glob("freshper-*")) - process.in_memory)) != ({}, set()):
+            if time.monotonic() > gone:
+                break
+            time.sleep(0.2)
+    finally:
+        for pid in session(process):
+            os.kill(pid, signal.SIGKILL)
+    assert left == ({}, set())
+    return status, Path(f"{out}.log").read_text()
+
+
+def rows(out):
+    path = Path(out) / "metrics.csv"
+    if not path.exists():
+        return []
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def wait_for_rows(process, out, n, seconds=400):
+    deadline = time.monotonic() + seconds
+    while len(rows(out)) < n:
+        assert process.poll() is None, Path(f"{out}.log").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.3)
+
+
+def trained_and_agreed(table, first=0):
+    """What three iterations with replay must show: both updates ran, and vLLM has the weights of each iteration."""
+    assert [int(r["step"]) for r in table] == [
+        3 * (first + k + 1) for k in range(len(table))
+    ]  # one fresh, two replayed
+    for row in table:
+        assert row["replay_loss"]
+        assert float(row["sync_error"]) < 1e-3  # vLLM has the weights of this iteration ...
+        assert float(row["mismatch"]) < 1e-3  # ... and what it sampled has the log-probs it said
+        assert 0.999 < float(row["mismatch_p01"]) <= float(row["mismatch_p99"]) < 1.001
+        assert float(row["grad_norm"]) > 0
+
+
+def moved(model, folder):
+    """How far the weights of a checkpoint are from those the run began with."""
+    before, after = (dict(load_policy(str(f), "cpu", torch.float32).model.named_parameters()) for f in (model, folder))
+    assert before.keys() == after.keys()
+    return max(float((after[name] - before[name]).abs().max()) for name in before)
+
+
+def last_checkpoint(out):
+    """Of a run that was killed: it is whole, and no younger than the last row of metrics.csv but one."""
+    found, damaged = checkpoint.find(out)
+    assert not damaged
+    assert found.done >= len(rows(out)) - 1
+    checkpoint.read_state(found)
+    return found
+
+
+def test_text_on_one_rank_until_vllm_is_killed(models, tmp_path):
+    """ZeRO-0. Then vLLM's core is killed in mid-run."""
+    out = tmp_path / "run"
+    flags = [*REAL, *SHORT, "--env", "frozenlake", "--zero_stage", "0", "--iterations", "100000"]
+    process = start(out, 1, *flags, "--model", models["frozenlake"], "--out", str(out))
+    wait_for_rows(process, out, 3)
+    cores = [pid for pid, command in session(process).items() if command.startswith("VLLM::EngineCore")]
+    os.kill(min(cores), signal.SIGKILL)
+    killed = time.monotonic()
+    status, output = finish(process, out, timeout=60)
+    assert time.monotonic() - killed < 60
+    assert status == 1
+    assert output.count("\nstopped in iteration") == 1
+    assert "vLLM died in " in output
+    trained_and_agreed(rows(out))
+    assert moved(models["frozenlake"], last_checkpoint(out).folder) > 0.01  # far more than the proof would let pass
+
+
+def test_pictures_on_two_ranks_until_one_is_killed(models, tmp_path):
+    """ZeRO-2. Then the rank that is not the controller is killed in mid-run."""
+    out = tmp_path / "run"
+    flags = [*REAL, *SHORT, "--env", "frozenlake_vlm", "--zero_stage", "2", "--iterations", "100000"]
+    process = start(out, 2, *flags, "--model", models["frozenlake_vlm"], "--out", str(out))
+    wait_for_rows(process, out, 3)
+    environments = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in session(process)}
+    os.kill(min(pid for pid, text in environments.items() if b"\0RANK=1\0" in text), signal.SIGKILL)
+    killed = time.monotonic()
+    status, output = finish(process, out, timeout=60)
+    assert time.monotonic() - killed < 60
+    assert status not in (0, None)
+    assert output.count("\nstopped in iteration") == 1
+    assert "the ranks of DeepSpeed failed" in output
+    assert "exitcode  : -9" in output  # torchrun names the rank that died
+    trained_and_agreed(rows(out))
+    assert moved(models["frozenlake_vlm"], last_checkpoint(out).folder) > 0.01
+
+
+def test_zero_3_on_two_ranks_goes_on_as_zero_0_on_one_after_a_signal(models, tmp_path):
+    """Text, three iterations; Ctrl-C's gentle end in the second; --resume finishes them with another layout."""
+    out = tmp_path / "run"
+    flags = [*REAL, *SHORT, "--env", "frozenlake", "--zero_stage", "3", "--iterations", "3"]
+    process = start(out, 2, *flags, "--model", models["frozenlake"], "--out", str(out))
+    wait_for_rows(process, out, 1)
+    os.killpg(process.pid, signal.SIGINT)
+    status, output = finish(process, out)
+    assert status != 0
+    assert "stopping after this iteration" in output
+    done = len(rows(out))
+    assert 1 <= done <= 2
+    trained_and_agreed(rows(out))
+    assert last_checkpoint(out).done == done
+    resumed = start(out, 1, "--resume", str(out), "--override", "zero_stage", "--zero_stage", "0")
+    status, output = finish(resumed, out)
+    assert status == 0, output
+    trained_and_agreed(rows(out))
+    assert len(rows(out)) == 3
+    assert json.loads((out / "config.json").read_text())["zero_stage"] == 0
+
+
+def test_a_stale_output_layer_is_found_and_named(models, tmp_path):
+    """A trainer that hands over all weights but one, from the second time on. Sixteen games before that in a KV cache
+    that holds one: vLLM lets the others wait, or begins them again."""
+    script = tmp_path / "stale.py"
+    script.write_text(
+        f"""import sys
+sys.path.insert(0, {str(ROOT)!r})
+import train
+import vllm
+from functools import partial
+from freshper.trainer import TorchTrainer
+
+vllm.LLM = partial(vllm.LLM, num_gpu_blocks_override=6)
+whole, old = TorchTrainer.weights, {{}}
+def stale(self):
+    for name, weight in whole(self):
+        yield name, old.setdefault(name, weight.clone()) if name == "lm_head.weight" else weight
+TorchTrainer.weights = stale
+if __name__ == "__main__":
+    sys.exit(train.main())
+"""
+    )
+    out = tmp_path / "run"
+    flags = [*SHORT, "--env", "frozenlake_vlm", "--engine", "vllm", "--iterations", "3"]
+    flags += ["--rollout_batch_size", "16", "--model", models["frozenlake_vlm"], "--out", str(out)]
+    process = start(out, 1, *flags, script=(str(script),))
+    status, output = finish(process, out)
+    assert status == 1
+    assert "stopped in iteration 0: vLLM does not compute with the trainer's weights" in output
+    assert "the first parameters that differ: lm_head.weight\n" in output
