@@ -20,7 +20,6 @@ from freshper.episode import NonFiniteError
 from freshper.is_weights import annealed_beta, importance_weights
 from freshper.load import load
 from freshper.models import Policy
-from freshper.priority import reward_priority
 from freshper.reinforce import ReplayBaseline
 from freshper.report import Report
 from freshper.resume import Interrupted, RunState, StopSignals
@@ -53,13 +52,14 @@ def train(
     run.restore()
     for iteration in report.progress():  # Algorithm 1, line 1
         # 2: roll out pi_mu in E to collect episodes {e_j} with rewards {r_j}
-        seeds = training_seeds(config.seed, iteration * config.rollout_batch_size, config.rollout_batch_size)
+        n = config.rollout_batch_size // config.group_size
+        seeds = [s for s in training_seeds(config.seed, iteration * n, n) for _ in range(config.group_size)]
         episodes = collect(seeds)
         # 3: compute behaviour log-probs log pi_mu(e_j), before training
         report.add(trainer.record_behavior_logprobs(episodes))
         baseline.observe(episodes)
         # 4: store each e_j into B with base priority p_j^base and log pi_mu
-        buffer.add(episodes, reward_priority([e.reward for e in episodes], config.epsilon), step=age_clock())
+        buffer.add(episodes, trainer.base_priorities(episodes), step=age_clock())
         # 6: refresh priorities p_i <- p_i^base * exp(-Delta_i / tau), on a CPU thread while line 5 trains
         refresh = buffer.refresh_async(age_clock(updates_ahead=config.ppo_epochs))
         # 5: train pi_theta on the fresh batch {e_j}
@@ -77,6 +77,8 @@ def train(
             # 10: train pi_theta on S with the IS-weighted policy gradient
             stats, drift = trainer.update(replay.episodes, weights, baseline.moments(replay.episodes))
             report.add_replay(replay, stats, drift)
+            # section 3.5, "Priority Update": a base priority that depends on the policy is computed again
+            buffer.update_base_priorities(replay.indices, trainer.base_priorities(replay.episodes))
             if config.decay == "auto":
                 decay.observe(replay.ages, drift["kl"])
                 report.add({"tau": decay.tau})

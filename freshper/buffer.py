@@ -125,10 +125,13 @@ class ReplayBuffer:
             return Replay(episodes, indices, probabilities, self.now - self.steps[indices])
 
     def update_base_priorities(self, indices: np.ndarray, priorities: np.ndarray) -> None:
-        """Section 3.5, "Priority Update": for |advantage| or |TD error| priorities, after a training step."""
+        """Section 3.5, "Priority Update": for |advantage| or |TD error| priorities, after a training step. Those that
+        are what they were leave their leaves as of the last refresh."""
         self._check(priorities)
         with self._lock:
-            self.base_priorities[indices] = priorities
+            changed = self.base_priorities[indices] != priorities
+            indices = indices[changed]
+            self.base_priorities[indices] = np.asarray(priorities)[changed]
             self.tree.set(indices, self._leaves(indices))
 
     def newest(self, n: int) -> list[Episode]:

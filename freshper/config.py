@@ -62,6 +62,9 @@ class Config:
 
     iterations: int = _flag(400, "outer loop of Algorithm 1 (Table training_config: 400; NQ 300; VLM 100)")
     rollout_batch_size: int = _flag(128, "episodes collected an iteration (appendix F: 128)")
+    group_size: int = _flag(
+        1, "episodes of the same seed, of those collected an iteration (section 1: 'e.g., 8 per prompt'); GRPO's groups"
+    )
     batch_size: int = _flag(
         128,
         "B, episodes drawn for a replay update (eq. weighted_loss; not given in the paper, whose BS/dev x GA is 128 "
@@ -207,6 +210,11 @@ class Config:
                 "below 3 with --engine hf, which runs on the trainer's own model",
             ),
             ("capacity", self.capacity >= max(self.batch_size, self.rollout_batch_size), "at least a batch"),
+            (
+                "group_size",
+                self.group_size > 0 and self.rollout_batch_size % self.group_size == 0,
+                f"a divisor of rollout_batch_size {self.rollout_batch_size}",
+            ),
             ("max_new_tokens", self.max_new_tokens < self.max_tokens, f"below max_tokens {self.max_tokens}"),
         ]
         if self.model.startswith((".", "/", "~")):

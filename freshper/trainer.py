@@ -33,6 +33,7 @@ from transformers import get_scheduler
 from freshper.config import Config
 from freshper.episode import Batch, Episode, NonFiniteError, collate
 from freshper.models import Policy
+from freshper.priority import reward_priority
 from freshper.reinforce import advantages, kl_k1, policy_loss
 
 DRIFT = ("log_ratio", "ratio", "ratio_sq", "kl", "clipped")  # sums that `policy_loss` gives for each row
@@ -145,7 +146,7 @@ class TorchTrainer:
         if config.kl_reward_coef:
             kl = kl_k1(batch.behavior_logprobs, ref_logprobs) * batch.action_mask
             batch = batch._replace(rewards=batch.rewards - config.kl_reward_coef * kl)
-        all_advantages = advantages(batch.rewards, batch.action_mask, config.advantage_clip, moments)  # [B, T]
+        all_advantages = self.advantages(batch, moments)  # [B, T]
         if config.truncated_is:  # weighs the policy gradient of a token: its objective is proportional to A_t
             ratios = [torch.from_numpy(e.info["truncated_is"]) for e in episodes]
             all_advantages = all_advantages * torch.nn.utils.rnn.pad_sequence(ratios, batch_first=True)
@@ -199,6 +200,14 @@ class TorchTrainer:
             "nonzero_advantages": float((all_advantages != 0).sum()) / tokens,
         }
         return stats, moved | {"tokens": batch.action_mask.sum(-1).numpy().astype(np.float64)}
+
+    def advantages(self, batch: Batch, moments: torch.Tensor | None) -> torch.Tensor:
+        """A_t of every action token, [B, T], 0 off the mask: REINFORCE++'s. An algorithm with a critic has its own."""
+        return advantages(batch.rewards, batch.action_mask, self.config.advantage_clip, moments)
+
+    def base_priorities(self, episodes: list[Episode]) -> np.ndarray:
+        """p_i^base = |r_i| + epsilon, [n]. |A_i| or |delta_i| would follow the policy: asked for again after replay."""
+        return reward_priority([e.reward for e in episodes], self.config.epsilon)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights of the policy, which is saved as a model."""

@@ -34,6 +34,8 @@ FLAGS = {
     "--iterations 0": "--iterations is 0, but must be above 0",
     "--iterations 1e3": "argument --iterations: invalid int value: '1e3'",
     "--rollout_batch_size 0": "--rollout_batch_size is 0, but must be above 0",
+    "--group_size 0": "--group_size is 0, but must be a divisor of rollout_batch_size 32",
+    "--group_size 5": "--group_size is 5, but must be a divisor of rollout_batch_size 32",
     "--batch_size -4": "--batch_size is -4, but must be above 0",
     "--replay_ratio -1": "--replay_ratio is -1, but must be 0 or more",
     "--ppo_epochs 0": "--ppo_epochs is 0, but must be above 0",

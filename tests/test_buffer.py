@@ -153,6 +153,20 @@ def test_base_priorities_can_be_updated():
     np.testing.assert_allclose(buffer.tree[np.arange(4)], np.sqrt(np.array([1, 9, 1, 4]) * np.exp(-1)))
 
 
+def test_base_priorities_that_did_not_change_leave_their_leaves_alone():
+    """Bit for bit, also where the decay has moved on since the last refresh (draws)."""
+    for decay_by in ("age", "draws"):
+        buffer = ReplayBuffer(8, 0.6, fast_decay, decay_by=decay_by)
+        buffer.add(episodes(6), np.arange(1.0, 7.0), step=0)
+        buffer.refresh(3)
+        before = buffer.tree.nodes.copy()
+        indices = buffer.sample(16).indices  # more than there are: some twice
+        buffer.update_base_priorities(indices, buffer.base_priorities[indices])
+        np.testing.assert_array_equal(buffer.tree.nodes, before)
+        buffer.update_base_priorities(np.array([2]), np.array([30.0]))
+        assert buffer.tree[2] > before[buffer.tree.size + 2]
+
+
 def test_state_dict_continues_the_same_draws():
     one, two = (ReplayBuffer(8, 0.6, fast_decay, seed=s) for s in (1, 2))
     for t in range(5):
