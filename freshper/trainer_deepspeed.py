@@ -154,8 +154,8 @@ class DeepSpeedTrainer(TorchTrainer):
 
     def _together(self, name: str, *arguments: Any, others: tuple | None = None) -> Any:
         self.broken = True  # until it is through: the other ranks may be left waiting, or be gone
-        # gloo gives up by itself after --timeout; NCCL may not, and DeepSpeed's shared memory on a CPU does not; no signal
-        # handler runs while they wait
+        # gloo gives up by itself after --timeout; NCCL may not, and DeepSpeed's shared memory on a CPU does not; while
+        # they wait no signal handler runs
         last_resort = threading.Timer(self.config.timeout + 10, self._end_at_once, (name,))
         last_resort.daemon = True
         last_resort.start()
