@@ -271,8 +271,7 @@ def parse_args(argv: list[str] | None = None) -> Config:
         usage="%(prog)s [--flag value ...]",
         allow_abbrev=False,
     )
-    stored: dict[str, Any] = {}
-    reason = ""
+    stored, reason = dict[str, Any](), ""
     try:
         known, _ = first.parse_known_args(argv)
         if known.resume:
