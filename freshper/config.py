@@ -165,8 +165,7 @@ class Config:
     eval_every: int = _flag(10, "iterations between evaluations on held-out seeds; the last is always evaluated")
     eval_episodes: int = _flag(128, "held-out episodes an evaluation (appendix F: 128)")
 
-    checkpoint = None  # what --resume found, a freshper.checkpoint.Checkpoint; not a setting
-    reason = ""  # why --preset auto chose what `preset` says; not a setting
+    checkpoint, reason = None, ""  # no settings: what --resume found; why --preset auto chose what `preset` says
 
     def validate(self) -> None:
         """Raises ValueError with one sentence that names the flag, its value and what is allowed."""
@@ -272,8 +271,7 @@ def parse_args(argv: list[str] | None = None) -> Config:
         usage="%(prog)s [--flag value ...]",
         allow_abbrev=False,
     )
-    stored: dict[str, Any] = {}
-    reason = ""
+    stored, reason = dict[str, Any](), ""
     try:
         known, _ = first.parse_known_args(argv)
         if known.resume:

@@ -12,11 +12,8 @@ Only action tokens are ever turned into logits: hidden states are selected first
 them again (`benchmarks/update.py`). Micro-batches add up to exactly the gradient of the whole batch, because the
 loss divides by constants of the whole batch (freshper/reinforce.py).
 
-The engine's kernels are not the trainer's, so it samples from a slightly other distribution. How far off it is, is
-logged; `truncated_is` corrects for it (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
-RL training"; not in the paper).
-
-A log-prob, loss or gradient that is not finite raises NonFiniteError, before the weights are touched.
+The engine's kernels are not the trainer's. How far off it samples is logged, and `truncated_is` corrects for it (Yao et
+al. 2025, not in the paper). A log-prob, loss or gradient that is not finite raises NonFiniteError, before any step.
 """
 
 import copy

@@ -154,8 +154,9 @@ class DeepSpeedTrainer(TorchTrainer):
 
     def _together(self, name: str, *arguments: Any, others: tuple | None = None) -> Any:
         self.broken = True  # until it is through: the other ranks may be left waiting, or be gone
-        # gloo gives up by itself after --timeout; NCCL may not, and no signal handler runs while it waits
-        last_resort = threading.Timer(self.config.timeout + 30, self._end_at_once, (name,))
+        # gloo gives up by itself after --timeout; NCCL may not, and DeepSpeed's shared memory on a CPU does not; while
+        # they wait no signal handler runs
+        last_resort = threading.Timer(self.config.timeout + 10, self._end_at_once, (name,))
         last_resort.daemon = True
         last_resort.start()
         try:
@@ -176,7 +177,7 @@ class DeepSpeedTrainer(TorchTrainer):
 
     def _end_at_once(self, name: str) -> None:
         seconds = f"--timeout {self.config.timeout:g} s"
-        print(f"stopped: the ranks of DeepSpeed took longer than {seconds} in `{name}`", file=sys.stderr, flush=True)
+        print(f"\nstopped: the ranks of DeepSpeed took longer than {seconds} in `{name}`", file=sys.stderr, flush=True)
         os._exit(1)
 
     def _call(self, name: str, *arguments: Any) -> None:

@@ -7,6 +7,7 @@ a weight whose gradient is rounding noise may move by up to the learning rate; 1
 
 import csv
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -159,14 +160,14 @@ def test_a_rank_that_does_not_answer_ends_the_run(model_folder, tmp_path):
         lines = []
         for line in process.stdout:
             lines.append(line)
-            if "written to" in line:  # rank 0 has given up and ends; torchrun would give the other half a minute
+            if "stopped" in line:  # rank 0 has given up and ends; torchrun would give the other half a minute
                 os.kill(stopped, signal.SIGKILL)
     finally:
         process.terminate()
     assert process.wait(60) not in (0, None)
-    found = [line for line in lines if line.startswith("stopped in iteration")]
-    assert len(found) == 1
-    assert "the ranks of DeepSpeed failed together in `" in found[0]
+    found = [line for line in lines if line.startswith("stopped")]
+    assert len(found) == 1, lines
+    assert re.search(r"the ranks of DeepSpeed (failed together|took longer than --timeout 20 s) in `\w+`", found[0])
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     table = rows(out)
     assert [int(r["step"]) for r in table] == [3 * (k + 1) for k in range(len(table))]
