@@ -36,6 +36,7 @@ from scipy import stats
 from tqdm import tqdm
 
 from freshper.config import Config
+from freshper.diagnostics import read
 from freshper.presets import CONFIG_A, CONFIG_DEFAULT, PRESETS, defaults
 from freshper.report import baselines
 
@@ -106,7 +107,9 @@ def finished(folder: Path) -> bool:
         return True
     if not (folder / "metrics.csv").exists():
         return False
-    return len(read(folder)["iteration"]) == json.loads((folder / "config.json").read_text())["iterations"]
+    return (
+        len(read(folder, "metrics.csv")["iteration"]) == json.loads((folder / "config.json").read_text())["iterations"]
+    )
 
 
 def run(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> None:
@@ -125,17 +128,9 @@ def run(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> None:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
 
 
-def read(folder: Path) -> dict[str, np.ndarray]:
-    """Columns of a run's metrics.csv as float arrays, NaN where empty."""
-    with open(folder / "metrics.csv", newline="") as file:
-        names, *rows = list(csv.reader(file))
-    table = np.array([[float(x or "nan") for x in row] for row in rows]).reshape(-1, len(names))
-    return dict(zip(names, table.T, strict=True))
-
-
 def summary(folder: Path) -> dict[str, float]:
     """What a run came to. Evaluations that a stopped run missed count as 0."""
-    metrics, config = read(folder), Config(**json.loads((folder / "config.json").read_text()))
+    metrics, config = read(folder, "metrics.csv"), Config(**json.loads((folder / "config.json").read_text()))
     evaluations = metrics["eval_success"][~np.isnan(metrics["eval_success"])]
     due = -(-config.iterations // config.eval_every)
     evaluations = np.append(evaluations, np.zeros(due - len(evaluations)))
@@ -251,7 +246,7 @@ def main() -> None:
         writer.writeheader()
         writer.writerows(results)
     config = Config(**json.loads((folder_of(out, *jobs[0]) / "config.json").read_text()))
-    runs = {arm: [read(folder_of(out, arm, seed)) for seed in args.seeds] for arm in arms}
+    runs = {arm: [read(folder_of(out, arm, seed), "metrics.csv") for seed in args.seeds] for arm in arms}
     title = f"{config.task()}, preset {config.preset}, {len(args.seeds)} seeds"
     figure(out / "figure.png", runs, title, baselines(config))
     text = "\n".join(table(results, arms)) + "\n"

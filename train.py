@@ -71,7 +71,8 @@ def train(
             # 8: sample batch S from B with P(i) ~ p_i^alpha, stratified
             replay = buffer.sample(config.batch_size)
             # 9: compute IS weights w_i (beta = 0 gives 1 everywhere)
-            beta = annealed_beta(config.beta, iteration / config.iterations) if config.is_correction else 0.0
+            progress = iteration / max(1, config.iterations - 1)
+            beta = annealed_beta(config.beta, progress) if config.is_correction else 0.0
             weights = importance_weights(replay.probabilities, len(buffer), beta)
             # 10: train pi_theta on S with the IS-weighted policy gradient
             stats, drift = trainer.update(replay.episodes, weights, baseline.moments(replay.episodes))

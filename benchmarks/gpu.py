@@ -1,6 +1,6 @@
 """What a run of the paper's preset does with its GPUs: tokens/s, the share of each phase, memory, the cost of a sync.
 
-Paper: section 4.1, appendix D ("GPU Layout"). Not run yet on a GPU, for want of one; on a CPU the tests drive it.
+Paper: section 4.1, appendix D ("GPU Layout"). Not run yet on a GPU, for want of one; a test drives it on a CPU.
 
     python benchmarks/gpu.py --build 0.5B m                                 random weights of a real size, in folder m
     python benchmarks/gpu.py m --env frozenlake                             1 or 2 GPUs: five iterations, then the table
@@ -147,8 +147,7 @@ def main() -> int:
         return 0
     train.backends = Clock().backends
     preset = ["--preset", "paper", "--iterations", "5", "--eval_every", "5", "--save_every", "0"]
-    # one run is enough to see all that is measured; the random tokens of a first reply have no right form
-    status = train.main([*preset, "--model", args.folder, "--format_penalty", "0.15", *flags])
+    status = train.main([*preset, "--model", args.folder, *flags])
     return status if int(os.environ.get("RANK", 0)) == 0 else 0
 
 

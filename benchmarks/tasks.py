@@ -19,9 +19,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from compare import finished, folder_of, read, run
+from compare import finished, folder_of, run
 from envs import ENVS
 from freshper.config import Config
+from freshper.diagnostics import read
 from freshper.report import baselines
 from freshper.tiny import describe, tiny_model
 from freshper.trainer import keep_freed_memory
@@ -34,7 +35,7 @@ def row(env: str, seed: int, out: Path) -> str:
         run(env, "freshper", seed, folder, [])
     with contextlib.redirect_stdout(io.StringIO()):
         before = describe(tiny_model(env), env, episodes=256)["success"]
-    metrics = read(folder)
+    metrics = read(folder, "metrics.csv")
     config = Config(**json.loads((folder / "config.json").read_text()))
     success = metrics["eval_success"][~np.isnan(metrics["eval_success"])]
     reward = metrics["eval_reward"][~np.isnan(metrics["eval_reward"])]

@@ -42,9 +42,7 @@ class Config:
         "no replay; Standard PER, without decay and with IS; FreshPER, with decay and without IS (Table replay_config)",
     )
     preset: Literal["auto", "tiny", "paper"] = _flag(
-        "auto",
-        "tiny: a model built here, minutes on a CPU; paper: the paper's tables; auto: paper where its model, "
-        "GPUs and vLLM are there, else tiny",
+        "auto", "tiny: a model built here, minutes on a CPU; paper: the paper's tables; auto: paper where it can run"
     )
     model: str = _flag("tiny", "a hub id, a folder, or 'tiny' (Table env_details: Qwen2.5)")
     seed: int = _flag(42, "of everything random (appendix F: 42)")
@@ -152,12 +150,10 @@ class Config:
     cell_size: int = _flag(56, "pixels of a cell in FrozenLake's pictures (not given in the paper)")
 
     engine: Literal["hf", "vllm"] = _flag("hf", "who generates: the embedded transformers engine, or vLLM")
-    trainer: Literal["torch", "deepspeed"] = _flag(
-        "torch", "who trains: plain torch in one process, or DeepSpeed on the ranks that torchrun starts"
-    )
+    trainer: Literal["torch", "deepspeed"] = _flag("torch", "who trains: plain torch, or DeepSpeed on any ranks")
     zero_stage: Literal[0, 1, 2, 3] = _flag(2, "of DeepSpeed (Table training_config: 2; NQ 3)")
     rollout_gpus: int = _flag(0, "GPUs of vLLM's own, after those of the trainer; 0: it shares the trainer's one GPU")
-    engine_memory: float = _flag(0.5, "share of a GPU's memory for vLLM")
+    engine_memory: float = _flag(0.5, "share of a GPU's memory that vLLM takes")
     sync_check_every: int = _flag(10, "iterations between proofs that vLLM computes with the trainer's weights")
     sync_tolerance: float = _flag(
         0.0, "largest |engine - trainer log-prob| such a proof allows; 0: 0.001 in float32, 0.5 in bfloat16"
@@ -178,7 +174,7 @@ class Config:
         lr tau max_grad_norm ratio_clip advantage_clip micro_batch_size temperature epsilon
         max_new_tokens cell_size threads eval_every eval_episodes keep_checkpoints sync_check_every timeout""".split()
         not_negative = """replay_ratio seed warmup_steps kl_loss_coef kl_reward_coef entropy_coef
-        top_k dual_clip format_penalty max_turns save_every save_minutes env_timeout rollout_gpus sync_tolerance
+        top_k format_penalty max_turns save_every save_minutes env_timeout rollout_gpus sync_tolerance
         truncated_is""".split()
         checks = [(name, value < math.inf, "finite") for name, value in vars(self).items() if value == math.inf]
         checks += [(name, getattr(self, name) > 0, "above 0") for name in positive]
@@ -206,6 +202,7 @@ class Config:
                 self.truncated_is == 0.0 or self.behavior_logprobs == "trainer",
                 "0 with --behavior_logprobs engine, whose ratios need no correction",
             ),
+            ("dual_clip", self.dual_clip == 0.0 or self.dual_clip > 1.0, "0 or above 1"),
             ("engine_memory", 0.0 < self.engine_memory < 1.0, "above 0 and below 1"),
             (
                 "zero_stage",
@@ -247,8 +244,7 @@ class Config:
 
     def make_env(self) -> TextEnv:
         """The environment behind --env, with the settings that concern it."""
-        settings = {name: getattr(self, flag) for name, flag in ENV_SETTINGS.items()}
-        accepted = inspect.signature(ENVS[self.env]).parameters
+        settings, accepted = vars(self) | {"style": self.prompt_style}, inspect.signature(ENVS[self.env]).parameters
         return ENVS[self.env](**{name: value for name, value in settings.items() if name in accepted})
 
     def decay_function(self) -> Any:
@@ -257,18 +253,6 @@ class Config:
             return AutoTau(self.alpha) if self.decay == "auto" else None
         forms = {"polynomial": partial(polynomial_decay, power=1.0), "limit": age_limit}
         return partial(forms.get(self.decay, exponential_decay), tau=self.tau)
-
-
-# argument of an environment: flag
-ENV_SETTINGS = {
-    "style": "prompt_style",
-    "format_penalty": "format_penalty",
-    "max_turns": "max_turns",
-    "slippery": "slippery",
-    "cell_size": "cell_size",
-    "data": "data",
-    "search_url": "search_url",
-}
 
 
 def parse_args(argv: list[str] | None = None) -> Config:

@@ -47,12 +47,13 @@ class Bin(NamedTuple):
     zero_reward: float  # share of the drawn trajectories, not weighted
 
 
-def read(folder: Path) -> dict[str, np.ndarray]:
-    """Columns of replay.csv, float64 [rows]. Raises FileNotFoundError where a run has none (on_policy)."""
-    with open(folder / "replay.csv", newline="") as file:
-        rows = list(csv.reader(file))
-    table = np.array(rows[1:], dtype=np.float64).reshape(-1, len(rows[0]))
-    return dict(zip(rows[0], table.T, strict=True))
+def read(folder: Path, name: str = "replay.csv") -> dict[str, np.ndarray]:
+    """Columns of a run's table, float64 [rows], NaN where empty. Raises FileNotFoundError where there is none: a run
+    without replay has no replay.csv."""
+    with open(folder / name, newline="") as file:
+        names, *rows = csv.reader(file)
+    table = np.array([[float(x or "nan") for x in row] for row in rows]).reshape(-1, len(names))
+    return dict(zip(names, table.T, strict=True))
 
 
 def by_age(rows: dict[str, np.ndarray], bins: int = 12) -> list[Bin]:

@@ -13,7 +13,7 @@ from typing import Any, get_args
 from freshper.checkpoint import Checkpoint, find
 
 FIXED = """env method preset model seed out capacity dtype freeze_vision replay_advantage baseline_window kl_loss_coef
-kl_reward_coef engine""".split()
+kl_reward_coef engine truncated_is""".split()
 
 
 def earlier_run(folder: Path, config: type) -> tuple[dict[str, Any], Checkpoint | None]:

@@ -56,11 +56,9 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received and "TORCHELASTIC_RUN_ID" in os.environ and time.monotonic() < self.at + 5:
-            return  # Ctrl-C reaches every process, and torchrun passes it on once more
         if not self.graceful or self.received:
             raise Interrupted(number)
-        self.received, self.at = number, time.monotonic()
+        self.received = number
         # not print: the signal may have come in the middle of one
         os.write(2, b"\nstopping after this iteration, with a checkpoint; once more stops at once, without\n")
 

@@ -21,6 +21,7 @@ Where this differs from TorchTrainer: in bfloat16 DeepSpeed keeps float32 master
 finite is found after the step instead of before (log-probs and loss are checked before, on all ranks).
 """
 
+import contextlib
 import copy
 import datetime
 import os
@@ -148,7 +149,8 @@ class DeepSpeedTrainer(TorchTrainer):
     def close(self) -> None:
         """Rank 0, at the end of the run: the other ranks stop. Where they failed, no one waits for them."""
         if not self.broken:
-            self._call("stop")
+            with contextlib.suppress(RuntimeError):  # gone already: torchrun says which, and with what signal
+                self._call("stop")
 
     def _together(self, name: str, *arguments: Any, others: tuple | None = None) -> Any:
         self.broken = True  # until it is through: the other ranks may be left waiting, or be gone

@@ -1,13 +1,19 @@
 """Choosing engine and trainer: what cannot be run is said in one sentence before anything is written."""
 
 import importlib.util
+import re
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
 import train
 from freshper.backends import BackendError, deadline
 from freshper.config import parse_args
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(("flag", "package"), [("engine", "vllm"), ("trainer", "deepspeed")])
@@ -77,3 +83,12 @@ def test_a_wait_has_a_deadline_that_names_its_phase():
     with deadline("nothing", 0.2):
         pass
     time.sleep(0.3)  # no alarm is left behind
+
+
+def test_the_measurements_for_gpus_can_be_taken_on_a_cpu(model_folder, tmp_path):
+    settings = """--preset tiny --device cpu --engine hf --trainer torch --iterations 2 --rollout_batch_size 4
+    --batch_size 4 --eval_episodes 4 --max_turns 2 --format_penalty 0.15""".split()
+    command = [sys.executable, "benchmarks/gpu.py", model_folder["text"], *settings, "--out", str(tmp_path / "run")]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for phase, times in (("generate", 2 * 2 + 2), ("record_behavior_logprobs", 2), ("update", 2 * 3)):
+        assert re.search(rf"^{phase} +\d+\.\d% .* {times} times", output, re.MULTILINE), output

@@ -57,10 +57,14 @@ def main(out, before, first, last, *flags):
     trainer = make_trainer(policy, config)
     if rank:
         sys.exit(trainer.serve())
-    if before != "-":
-        trainer.load_state_dict(torch.load(f"{before}/state.pt", weights_only=False))
     episodes = episodes_for(policy, config.batch_size, image=config.env == "frozenlake_vlm")
-    found = trainer.record_behavior_logprobs(episodes)
+    if before == "-":
+        found = trainer.record_behavior_logprobs(episodes)
+    else:
+        trainer.load_state_dict(torch.load(f"{before}/state.pt", weights_only=False))
+        found = torch.load(f"{before}/found.pt", weights_only=False)
+        for episode, recorded in zip(episodes, found["behavior"], strict=True):
+            episode.behavior_logprobs = recorded
     found["before"] = trainer.logprobs(collate(episodes))
     moments = torch.tensor([[0.1, 0.9]] * len(episodes)).T[..., None]
     weights = np.linspace(0.2, 1.0, len(episodes))
@@ -68,6 +72,7 @@ def main(out, before, first, last, *flags):
     found["updates"] = [trainer.update(*arguments[k % 3]) for k in range(int(first), int(last))]
     found["after"] = trainer.logprobs(collate(episodes))
     found["weights"] = {name: weight.float().clone() for name, weight in trainer.weights()}
+    found["behavior"] = [e.behavior_logprobs for e in episodes]
     found["lr"] = trainer.optimizer.param_groups[0]["lr"]
     trainer.whole_policy().save(out)
     torch.save(trainer.state_dict(), f"{out}/state.pt")
