@@ -26,7 +26,6 @@ from freshper import checkpoint, diagnostics
 from freshper.buffer import ReplayBuffer
 from freshper.config import Config
 from freshper.is_weights import importance_weights
-from freshper.packing import unpack_episodes
 from freshper.priority import exponential_decay, polynomial_decay
 from freshper.reinforce import advantages
 
@@ -56,10 +55,9 @@ def load_buffer(folder: Path, alpha: float = 0.6, decay: str | None = None) -> R
     if decay:
         config.decay = decay
     found, _ = checkpoint.find(folder)
-    state = checkpoint.read_state(found)["buffer"]
-    state["episodes"] = unpack_episodes(state["episodes"])
+    state = checkpoint.read_state(found)
     buffer = ReplayBuffer(config.capacity, alpha, config.decay_function())
-    buffer.load_state_dict(state)
+    buffer.load_state_dict(state["buffer"] | {"episodes": state["episodes"]})
     buffer.refresh(buffer.now)
     return buffer
 

@@ -169,7 +169,7 @@ class Config:
 
     def validate(self) -> None:
         """Raises ValueError with one sentence that names the flag, its value and what is allowed."""
-        positive = """iterations rollout_batch_size batch_size ppo_epochs capacity baseline_window
+        positive = """iterations rollout_batch_size group_size batch_size ppo_epochs capacity baseline_window
         lr tau max_grad_norm ratio_clip advantage_clip micro_batch_size temperature epsilon
         max_new_tokens cell_size threads eval_every eval_episodes keep_checkpoints sync_check_every timeout""".split()
         not_negative = """replay_ratio seed warmup_steps kl_loss_coef kl_reward_coef entropy_coef
@@ -209,11 +209,7 @@ class Config:
                 "below 3 with --engine hf, which runs on the trainer's own model",
             ),
             ("capacity", self.capacity >= max(self.batch_size, self.rollout_batch_size), "at least a batch"),
-            (
-                "group_size",
-                self.group_size > 0 and self.rollout_batch_size % self.group_size == 0,
-                f"a divisor of rollout_batch_size {self.rollout_batch_size}",
-            ),
+            ("group_size", self.rollout_batch_size % max(1, self.group_size) == 0, "a divisor of rollout_batch_size"),
             ("max_new_tokens", self.max_new_tokens < self.max_tokens, f"below max_tokens {self.max_tokens}"),
         ]
         if self.model.startswith((".", "/", "~")):

@@ -23,7 +23,6 @@ import train
 from freshper import backends, checkpoint
 from freshper.config import Config
 from freshper.episode import collate
-from freshper.packing import unpack_episodes
 
 ROOT = Path(__file__).parent.parent
 FORKS = {"group_advantage": "GroupAdvantageTrainer", "ppo": "PPOTrainer"}
@@ -80,7 +79,7 @@ def test_it_runs_through_train(trees, fork, tmp_path):
     assert found.done == 3
     assert ("critic" in state["trainer"]) == (fork == "ppo")
     buffer = state["buffer"]
-    episodes = unpack_episodes(buffer["episodes"])
+    episodes = state["episodes"]
     seeds = [e.seed for e in episodes]
     assert [seeds.count(s) for s in seeds] == [4] * 24  # groups of four
     own = buffer["base_priorities"]
