@@ -233,7 +233,7 @@ assert np.isclose(two.tree[0] / two.tree[1], 0.5, atol=1e-3)
 
 # %% [markdown]
 # ### Exercise 3
-# By the law of section 7, exponential decay needs no refresh at all: find leaves that never change and yet give the
+# By the law seen above (7), exponential decay needs no refresh at all: find leaves that never change and yet give the
 # same `P(i)`. Why would nobody store them like that for long?
 
 # %% solution

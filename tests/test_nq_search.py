@@ -383,8 +383,10 @@ def test_a_rollout_searches_in_batches(tmp_path):
             for player in players:
                 player.search_url = server.url
             if how == "alone":
-                players[0].__class__ = type("Alone", (NQSearch,), {"step_many": TextEnv.__dict__["step_many"],
+                alone = type("Alone", (NQSearch,), {"step_many": TextEnv.__dict__["step_many"],
                     "step": lambda env, reply: NQSearch.step_many([env], [reply])[0]})  # fmt: skip
+                for player in players:
+                    player.__class__ = alone
             games[how] = rollout(RandomEngine(policy, players, 0), policy, players, list(range(n)), 4096, 8)
             if how == "together":
                 batches = list(retriever.batches)
