@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -273,7 +274,9 @@ def test_build_and_serve_from_the_command_line(tmp_path):
     files = ["--corpus", corpus, "--index", index]
     assert search_server.main(["--build", *files]) == 0
     command = [sys.executable, "-m", "envs.search_server", *files, "--port", "0"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    # where the tests run in the background, a shell has them ignore Ctrl-C, and their children inherit that
+    heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, preexec_fn=heeding)
     try:
         line = process.stdout.readline()
         host, port = re.fullmatch(r"6 documents at http://(.+):(\d+)/retrieve\n", line).groups()
