@@ -133,6 +133,7 @@ class DeepSpeedTrainer(TorchTrainer):
             except RuntimeError:  # rank 0 is gone, and has said why
                 return 0
             if name == "stop":
+                dist.destroy_process_group()  # gloo's threads, alive when Python ends, may abort the process
                 return 0
             try:
                 if name == "gather":
@@ -151,6 +152,7 @@ class DeepSpeedTrainer(TorchTrainer):
         if not self.broken:
             with contextlib.suppress(RuntimeError):  # gone already: torchrun says which, and with what signal
                 self._call("stop")
+                dist.destroy_process_group()
 
     def _together(self, name: str, *arguments: Any, others: tuple | None = None) -> Any:
         self.broken = True  # until it is through: the other ranks may be left waiting, or be gone
