@@ -101,15 +101,18 @@ def folder_of(out: Path, arm: str, seed: int) -> Path:
     return out / f"{re.sub(r'[^A-Za-z0-9_.]+', '-', arm).strip('-')}-seed{seed}"
 
 
+def config_of(folder: Path) -> Config:
+    """The settings of a run."""
+    return Config(**json.loads((folder / "config.json").read_text()))
+
+
 def finished(folder: Path) -> bool:
     """Whether a run has all its rows, or has stopped for good (`stopped.txt`)."""
     if (folder / "stopped.txt").exists():
         return True
     if not (folder / "metrics.csv").exists():
         return False
-    return (
-        len(read(folder, "metrics.csv")["iteration"]) == json.loads((folder / "config.json").read_text())["iterations"]
-    )
+    return len(read(folder, "metrics.csv")["iteration"]) == config_of(folder).iterations
 
 
 def run(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> None:
@@ -130,7 +133,7 @@ def run(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> None:
 
 def summary(folder: Path) -> dict[str, float]:
     """What a run came to. Evaluations that a stopped run missed count as 0."""
-    metrics, config = read(folder, "metrics.csv"), Config(**json.loads((folder / "config.json").read_text()))
+    metrics, config = read(folder, "metrics.csv"), config_of(folder)
     evaluations = metrics["eval_success"][~np.isnan(metrics["eval_success"])]
     due = -(-config.iterations // config.eval_every)
     evaluations = np.append(evaluations, np.zeros(due - len(evaluations)))
@@ -245,7 +248,7 @@ def main() -> None:
         writer = csv.DictWriter(file, results[0])
         writer.writeheader()
         writer.writerows(results)
-    config = Config(**json.loads((folder_of(out, *jobs[0]) / "config.json").read_text()))
+    config = config_of(folder_of(out, *jobs[0]))
     runs = {arm: [read(folder_of(out, arm, seed), "metrics.csv") for seed in args.seeds] for arm in arms}
     title = f"{config.task()}, preset {config.preset}, {len(args.seeds)} seeds"
     figure(out / "figure.png", runs, title, baselines(config))

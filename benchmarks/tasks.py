@@ -10,7 +10,6 @@ yet. "before" is the warm-started model on 256 held-out games; "after" the mean 
 import argparse
 import contextlib
 import io
-import json
 import sys
 from pathlib import Path
 
@@ -19,9 +18,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from compare import finished, folder_of, run
+from compare import config_of, finished, folder_of, run
 from envs import ENVS
-from freshper.config import Config
 from freshper.diagnostics import read
 from freshper.report import baselines
 from freshper.tiny import describe, tiny_model
@@ -36,7 +34,7 @@ def row(env: str, seed: int, out: Path) -> str:
     with contextlib.redirect_stdout(io.StringIO()):
         before = describe(tiny_model(env), env, episodes=256)["success"]
     metrics = read(folder, "metrics.csv")
-    config = Config(**json.loads((folder / "config.json").read_text()))
+    config = config_of(folder)
     success = metrics["eval_success"][~np.isnan(metrics["eval_success"])]
     reward = metrics["eval_reward"][~np.isnan(metrics["eval_reward"])]
     players = baselines(config)

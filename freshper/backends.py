@@ -9,7 +9,7 @@ Any pairing works but one: the embedded engine runs on the trainer's own model, 
 import contextlib
 import importlib.util
 import os
-import signal
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +19,7 @@ from freshper.config import Config
 from freshper.engine_hf import HFEngine, Sampling
 from freshper.models import Policy
 from freshper.rollout import Engine
+from freshper.time_limit import alarm
 from freshper.trainer import TorchTrainer
 
 
@@ -38,13 +39,8 @@ def deadline(phase: str, seconds: float, processes: Sequence[int] = ()) -> Itera
         if dead := [pid for pid in processes if not alive(pid)]:
             raise BackendError(f"vLLM died in {phase} (process {dead[0]}); if it said why, that stands above")
 
-    handler = signal.signal(signal.SIGALRM, look)
-    signal.setitimer(signal.ITIMER_REAL, min(1.0, seconds), min(1.0, seconds))
-    try:
+    with alarm(look, min(1.0, seconds), every=min(1.0, seconds)):
         yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
 
 
 def alive(pid: int) -> bool:
@@ -53,6 +49,13 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def free_port() -> int:
+    """A port of the loopback interface that no one listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def join(config: Config) -> int:

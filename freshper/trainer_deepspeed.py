@@ -26,7 +26,6 @@ import copy
 import datetime
 import os
 import signal
-import socket
 import sys
 import threading
 import warnings
@@ -37,7 +36,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from freshper.backends import BackendError
+from freshper.backends import BackendError, free_port
 from freshper.config import Config
 from freshper.episode import Batch, NonFiniteError
 from freshper.models import Policy
@@ -59,10 +58,8 @@ class _ActionLogprobs(torch.nn.Module):
 def join_ranks(config: Config) -> int:
     """Meet the other ranks that torchrun or deepspeed started (or be the only one); returns this one's number."""
     if "RANK" not in os.environ:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ.update(own, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     if config.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.logger.setLevel("WARNING")

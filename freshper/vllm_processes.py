@@ -10,7 +10,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from freshper.backends import BackendError
+from freshper.backends import BackendError, free_port
 from freshper.config import Config
 from freshper.models import Policy
 from freshper.trainer import TorchTrainer
@@ -152,10 +151,7 @@ def open_transfer(llm: Any, config: Config, trainer: TorchTrainer) -> Any:
             return trainer.weights()
 
     if config.rollout_gpus:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        info = NCCLTrainerInitInfo("127.0.0.1", port, 1 + config.rollout_gpus, rank=0)
+        info = NCCLTrainerInitInfo("127.0.0.1", free_port(), 1 + config.rollout_gpus, rank=0)
     else:
         info = IPCTrainerInitInfo(packed=True, rank=0)
     return WeightTransferTrainerFactory.trainer_init(info, client=Client(llm), source=Source())
