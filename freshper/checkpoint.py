@@ -34,7 +34,7 @@ from freshper.episode_files import EpisodeFiles, describe
 from freshper.models import Policy
 from freshper.packing import flatten, unflatten
 
-FORMAT, VERSION = "freshper checkpoint", 2
+FORMAT, VERSION = "freshper checkpoint", 3
 UNFINISHED, DAMAGED = ".checkpoint-unfinished", "damaged-checkpoint"
 
 

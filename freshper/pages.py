@@ -13,18 +13,18 @@ from freshper.episode import Episode
 from freshper.models import Policy
 
 
-def plot(rows: list[dict[str, float]], baselines: dict[str, float], title: str, path: Path) -> None:
+def plot(metrics: dict[str, np.ndarray], baselines: dict[str, float], title: str, path: Path) -> None:
     """Success against episodes: each iteration's own, their moving average, and held-out evaluations."""
     figure = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    x, y = (np.array([r[name] for r in rows]) for name in ("episodes", "train_success"))
+    x, y, held_out = (metrics[name] for name in ("episodes", "train_success", "eval_success"))
     window = max(1, min(len(y), 256 * len(y) // int(x[-1])))
     axes.plot(x, y, ".", color="tab:red", alpha=0.2, markersize=3)
     smooth = np.convolve(y, np.ones(window) / window, mode="valid")
     axes.plot(x[window - 1 :], smooth, color="tab:red", label=f"train, mean of {window} iterations")
-    held_out = [(r["episodes"], r["eval_success"]) for r in rows if "eval_success" in r]
-    if held_out:
-        axes.plot(*zip(*held_out, strict=True), "o-", color="tab:blue", label="held-out seeds")
+    evaluated = ~np.isnan(held_out)
+    if evaluated.any():
+        axes.plot(x[evaluated], held_out[evaluated], "o-", color="tab:blue", label="held-out seeds")
     for name, style in (("optimal", "--"), ("random", ":")):
         if name in baselines:
             axes.axhline(baselines[name], color="black", linestyle=style, label=f"{name} player: {baselines[name]:.3f}")

@@ -9,7 +9,7 @@ Rows are written as they come; the rest when the run ends, also when it is inter
 resumed goes on behind the rows of its checkpoint; later ones are cut off and come again.
 
 No log grows without an end: metrics.csv takes about 0.3 kB an iteration; replay.csv at most REPLAY_ROWS rows (40 MB),
-those of every n-th iteration in a run that would have more of them.
+those of every n-th iteration in a run that would have more of them. Neither is kept in memory.
 
 Columns of metrics.csv: `step` optimizer steps; `episodes` collected so far; `train_*` of this iteration's
 episodes, `eval_*` on held-out seeds (empty where not evaluated), the environment's own `metrics` among them;
@@ -26,15 +26,14 @@ import contextlib
 import csv
 import dataclasses
 import fcntl
-import io
 import json
 import math
 import os
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 from tqdm import tqdm
@@ -93,7 +92,10 @@ class Report:
         self.file: TextIO | None = None
         self.iteration = 0
         self.values: dict[str, list[float]] = defaultdict(list)
-        self.rows: list[dict[str, float]] = []
+        self.done, self.wall_s = 0, 0.0  # iterations, seconds
+        self.recent: deque[float] = deque(maxlen=10)  # success in training
+        self.evaluations: list[tuple[int, float]] = []  # after how many iterations, held-out success
+        self.rows = ""  # of metrics.csv at the checkpoint that is resumed
         self.baselines: dict[str, float] = {}
         self.episodes: list[Episode] = []
 
@@ -125,7 +127,7 @@ class Report:
                 raise
         os.close(self.lock)
         self.say(f"written to {self.folder}/: {', '.join(sorted(p.name for p in self.folder.iterdir()))}")
-        if len(self.rows) < self.config.iterations:
+        if self.done < self.config.iterations:
             self.say(f"go on with: python train.py --resume {self.folder}")
 
     def _write_pages(self) -> None:
@@ -134,48 +136,50 @@ class Report:
             if self.config.replay_ratio:
                 self.replay_file.close()
                 diagnostics.plot(self.folder)
-        if self.rows:
-            plot(self.rows, self.baselines, self.title(), self.folder / "curve.png")
+        if self.done:
+            metrics = diagnostics.read(self.folder, "metrics.csv")
+            plot(metrics, self.baselines, self.title(), self.folder / "curve.png")
             write_whole(self.folder / "episodes.html", episodes_page(self.episodes, self.policy, self.title()))
 
-    def state_dict(self) -> dict[str, list]:
-        return {"rows": self.rows}
+    def state_dict(self) -> dict[str, Any]:
+        """With all rows of metrics.csv, so that a run goes on from its checkpoint alone."""
+        self.file.seek(0)
+        _, _, rows = self.file.read().partition("\n")
+        kept = {"recent": list(self.recent), "evaluations": self.evaluations, "rows": rows}
+        return {"done": self.done, "wall_s": self.wall_s, **kept}
 
-    def load_state_dict(self, state: dict[str, list]) -> None:
-        self.rows = state["rows"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.done, self.wall_s, self.rows = state["done"], state["wall_s"], state["rows"]
+        self.recent.extend(state["recent"])
+        self.evaluations = [(done, success) for done, success in state["evaluations"]]
 
     def best(self) -> int:
         """After how many iterations held-out success was highest (the first time); 0 before the first evaluation."""
-        evaluated = [row for row in self.rows if "eval_success" in row]
-        return max(evaluated, key=lambda row: row["eval_success"])["iteration"] + 1 if evaluated else 0
+        return max(self.evaluations, key=lambda evaluation: evaluation[1])[0] if self.evaluations else 0
 
     def _start_metrics(self) -> None:
         """metrics.csv with the rows so far, open for more."""
-        own = [f"{phase}_{name}" for phase in ("train", "eval") for name in self.metrics]
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, COLUMNS + own, restval="")
-        writer.writeheader()
-        writer.writerows(self.rows)
-        write_whole(self.folder / "metrics.csv", text.getvalue())
-        self.file = (self.folder / "metrics.csv").open("a", newline="")
+        columns = COLUMNS + [f"{phase}_{name}" for phase in ("train", "eval") for name in self.metrics]
+        write_whole(self.folder / "metrics.csv", ",".join(columns) + "\n" + self.rows)
+        self.file = (self.folder / "metrics.csv").open("a+", newline="")
         if self.config.replay_ratio:
             self._start_replay(self.folder / "replay.csv")
-        self.writer = csv.DictWriter(self.file, writer.fieldnames, restval="")
-        self.began = time.perf_counter() - (self.rows[-1]["wall_s"] if self.rows else 0.0)
+        self.writer = csv.DictWriter(self.file, columns, restval="", lineterminator="\n")
+        self.began, self.rows = time.perf_counter() - self.wall_s, ""
 
     def _start_replay(self, path: Path) -> None:
         """replay.csv with the rows of the iterations so far, open for more."""
         kept = [",".join(REPLAY_COLUMNS) + "\n"]
-        if self.rows:
+        if self.done:
             with path.open() as file:
-                kept += [line for line in list(file)[1:] if int(line.partition(",")[0]) < len(self.rows)]
+                kept += [line for line in list(file)[1:] if int(line.partition(",")[0]) < self.done]
         write_whole(path, "".join(kept))
         self.replay_file = path.open("a", newline="")
 
     def progress(self) -> Iterator[int]:
         """The numbers of the iterations to come, with a progress bar."""
         self._start_metrics()
-        done, total = len(self.rows), self.config.iterations
+        done, total = self.done, self.config.iterations
         self.bar = tqdm(range(done, total), initial=done, total=total, unit="it", dynamic_ncols=True)
         for iteration in self.bar:
             self.iteration = iteration
@@ -216,13 +220,14 @@ class Report:
     def end_iteration(self, trainer: TorchTrainer, episodes: list[Episode], buffer: ReplayBuffer) -> None:
         """Write the row of this iteration and move the bar."""
         self.episodes = episodes
+        self.wall_s = round(time.perf_counter() - self.began, 2)
         fresh = summarize(episodes, self.metrics)
         row = {name: round(float(np.mean(values)), 6) for name, values in self.values.items()}
         row |= {
             "iteration": self.iteration,
             "step": trainer.step,
             "episodes": (self.iteration + 1) * len(episodes),
-            "wall_s": round(time.perf_counter() - self.began, 2),
+            "wall_s": self.wall_s,
             "train_success": round(fresh["success"], 4),
             "train_reward": round(fresh["reward"], 4),
             "turns": round(fresh["turns"], 3),
@@ -237,11 +242,13 @@ class Report:
             self.file.flush()
             if self.config.replay_ratio:
                 self.replay_file.flush()
-        self.rows.append(row)
-        recent = [r["train_success"] for r in self.rows[-10:]]
-        evaluations = [r["eval_success"] for r in self.rows if "eval_success" in r]
+        self.done = self.iteration + 1
+        self.recent.append(row["train_success"])
+        if "eval_success" in row:
+            self.evaluations.append((self.done, row["eval_success"]))
+        held_out = self.evaluations[-1][1] if self.evaluations else math.nan
         self.bar.set_postfix_str(
-            f"success {np.mean(recent):.2f} held-out {evaluations[-1] if evaluations else float('nan'):.2f} "
+            f"success {np.mean(self.recent):.2f} held-out {held_out:.2f} "
             f"reward {row['train_reward']:.2f} buffer {len(buffer)} age {row['mean_age']:.0f}"
         )
 

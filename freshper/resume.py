@@ -95,7 +95,7 @@ class RunState:
 
     def save_if_due(self) -> None:
         """Between two iterations: save where it is time to. Raises Interrupted, having saved, after a signal."""
-        done, config = len(self.report.rows), self.config
+        done, config = self.report.done, self.config
         finished = done == config.iterations
         minutes = (time.monotonic() - self.last_save) / 60
         best = self.report.best()

@@ -207,8 +207,8 @@ def test_none_whole(copy, capsys):
 
 def test_another_format_version(copy, capsys):
     path = copy / "checkpoint" / "manifest.json"
-    path.write_text(path.read_text().replace('"version": 2', '"version": 3'))
-    assert "has the checkpoint format 3, but must have 2" in refusal(capsys, "--resume", str(copy))
+    path.write_text(path.read_text().replace('"version": 3', '"version": 4'))
+    assert "has the checkpoint format 4, but must have 3" in refusal(capsys, "--resume", str(copy))
 
 
 def test_conflicting_flags(copy, capsys):
