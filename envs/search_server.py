@@ -7,13 +7,14 @@ Paper: appendix D, "NQ Search" ("Retrieved documents are provided via a FAISS in
 
     POST /retrieve  {"queries": ["who wrote ..."], "topk": 3, "return_scores": true}
     200             {"result": [[{"document": {"contents": "Title\\ntext"}, "score": 0.83}, ...], ...]}
-    400, 413        {"error": "one sentence"}
+    400, 413        {"error": "one sentence"}; 503 while there are too many connections
 
 The corpus is JSON lines with a string `contents`, the title on its first line. The index is exact (inner product
 over normalised vectors) and lies in memory: the 21 million passages of Search-R1's Wikipedia need 64 GB.
 
-Where we differ: `--encoder local` (the default) needs no download (envs/search_encoders.py). Requests are limited in
-size and number, and the server listens on the loopback interface unless told otherwise: it has no authentication.
+Where we differ: `--encoder local` (the default) needs no download (envs/search_encoders.py). The size of a request and
+the number of its queries and of connections are limited, and the server listens on the loopback interface unless told
+otherwise: it has no authentication.
 """
 
 import argparse
@@ -21,7 +22,8 @@ import contextlib
 import json
 import mmap
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -36,7 +38,7 @@ _DRAIN = 16 << 20  # bytes of an oversized request that are read and dropped, so
 _BUILD_BATCH = 1024
 
 
-class Corpus(Sequence):
+class Corpus:
     """The documents of a JSON lines file, read from disk one by one: only the places of the lines are in memory.
 
     Raises ValueError, with file and line, for an empty file or a line that is no object with a string `contents`.
@@ -188,11 +190,27 @@ class SearchServer(ThreadingHTTPServer):
 
     daemon_threads = True
     request_queue_size = 128
+    max_connections = 256  # at a time
 
     def __init__(self, retriever: Retriever, host: str = "127.0.0.1", port: int = 0):
         super().__init__((host, port), Handler)
         self.retriever = retriever
+        self.free = threading.BoundedSemaphore(self.max_connections)
         self.url = f"http://{host}:{self.server_port}/retrieve"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """In the thread that listens: a thread for the new connection, or a refusal where there are too many."""
+        if self.free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            request.sendall(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that hung up is no news; anything else is printed with its traceback."""

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
 from envs import search_server
+from envs.search_client import retrieve
 from envs.search_encoders import E5Encoder, LocalEncoder
 from envs.search_server import MAX_BYTES, MAX_QUERIES, Corpus, Retriever, SearchServer, build_index, parse_request
 
@@ -244,6 +245,23 @@ def test_a_client_that_hangs_up_is_no_news(server, capsys):
             raw.sendall(part)
     assert post(server, {"queries": ["Mars"]})[0] == 200
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_more_connections_than_allowed_are_refused_until_one_ends(retriever):
+    class Small(SearchServer):
+        max_connections = 3
+
+    with Small(retriever) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            idle = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(3)]
+            with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as one_more:
+                assert one_more.recv(100).startswith(b"HTTP/1.1 503")
+            for connection in idle:
+                connection.close()
+            assert retrieve(server.url, ["largest planet"], 1, 20.0, 5) == [[TEXTS[3]]]
+        finally:
+            server.shutdown()
 
 
 def test_queries_that_are_no_unicode_are_searched_all_the_same(server):
