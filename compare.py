@@ -28,6 +28,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import matplotlib.axes
 import matplotlib.figure
@@ -47,13 +48,25 @@ OTHER_COLORS = ("#34A853", "#FF9800", "#9E9E9E", "#7B1FA2", "#00838F", "#795548"
 
 def exhibits(preset: str, env: str) -> dict[str, list[str]]:
     """Ready-made comparisons: name -> arms. K and the number of iterations are those of the preset."""
-    known = {f.name: f.default for f in dataclasses.fields(Config)} | defaults(preset, env, "freshper")
+    known: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Config)} | defaults(preset, env, "freshper")
     fresh = known["rollout_batch_size"]
     current = (
         f"--capacity {fresh} --batch_size {fresh} --replay_ratio {known['replay_ratio'] * known['batch_size'] // fresh}"
     )
     updates = known["replay_ratio"] + 1
     longer = f"--iterations {updates * known['iterations']} --eval_every {updates * known['eval_every']}"
+    minibatches = f"--capacity {fresh} --batch_size {fresh // 2} --replay_ratio 4"
+    rivals = [  # of FreshPER, with as many updates or more
+        f"on_policy --ppo_epochs {updates}",
+        f"per --is_correction False --alpha 0 {minibatches}",
+        f"per --is_correction False {current}",
+        "per --alpha 0 --is_correction False",
+        "per",
+        "per --is_correction False",
+    ]
+    grid = [
+        f"--lr {lr} --format_penalty {f}" for lr, f in ((5e-4, 0), (1e-3, 0), (5e-4, 0.15), (1e-3, 0.15), (2e-3, 0.15))
+    ]
     taus = (500, 1000, 1500) if preset == "paper" else (5, 20, 80, 320)
     return {
         # Table main_results, Fig. llm_main, vlm_main, control
@@ -90,6 +103,8 @@ def exhibits(preset: str, env: str) -> dict[str, list[str]]:
             "freshper --decay none",
             "freshper --age_unit iteration",
         ],
+        # the same search for everyone, before the showcase
+        "search": [f"{arm} {setting}" for arm in ("on_policy", *rivals, "freshper") for setting in grid],
         "ratio": ["on_policy", *(f"freshper --replay_ratio {k}" for k in (1, 2, 4, 8))],
         "epsilon": [f"freshper --epsilon {epsilon}" for epsilon in (1e-6, 0.01, 0.1, 1.0)],
         "advantage": [f"freshper --replay_advantage {mode}" for mode in ("running", "recompute", "stored")],

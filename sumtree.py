@@ -34,7 +34,7 @@ class SumTree:
         self.size = 1 << self.depth  # leaves rounded up to a power of two; the surplus stays zero
         self.nodes = np.zeros(2 * self.size)  # node 0 is unused
 
-    def __getitem__(self, i: int | np.ndarray) -> np.float64 | np.ndarray:
+    def __getitem__(self, i: int | np.ndarray) -> np.ndarray:
         """The value of leaf i (or of an array of leaves)."""
         return self.nodes[self.size + self._checked_indices(i)]
 

@@ -13,7 +13,7 @@ import torch
 from transformers import set_seed
 
 from envs.base import EVAL_SEEDS
-from freshper.backends import BackendError, backends, check, join, serve
+from freshper.backends import BackendError, TrainingEngine, backends, check, join, serve
 from freshper.buffer import ReplayBuffer
 from freshper.config import Config, parse_args
 from freshper.episode import NonFiniteError
@@ -23,20 +23,19 @@ from freshper.models import Policy
 from freshper.reinforce import ReplayBaseline
 from freshper.report import Report
 from freshper.resume import Interrupted, RunState, StopSignals
-from freshper.rollout import Engine, rollout, training_seeds
+from freshper.rollout import rollout, training_seeds
 from freshper.trainer import TorchTrainer, keep_freed_memory
 
 
 def train(
-    config: Config, policy: Policy, report: Report, signals: StopSignals, trainer: TorchTrainer, engine: Engine
+    config: Config, policy: Policy, report: Report, signals: StopSignals, trainer: TorchTrainer, engine: TrainingEngine
 ) -> None:
     """Run Algorithm 1, from its start or a checkpoint on. Raises NonFiniteError where log-probs, loss or gradient
     stop being numbers, OSError where the disk fails or an environment hangs, BackendError where vLLM or DeepSpeed does,
     Interrupted after a signal."""
     envs = [config.make_env() for _ in range(max(config.rollout_batch_size, config.eval_episodes))]
     decay = config.decay_function()
-    by = "draws" if config.decay == "draws" else "age"
-    buffer = ReplayBuffer(config.capacity, config.alpha, decay, config.eviction, config.seed, decay_by=by)
+    buffer = ReplayBuffer(config.capacity, config.alpha, decay, config.eviction, config.seed, config.decay_by())
     baseline = ReplayBaseline(config.replay_advantage, config.baseline_window)
 
     def collect(seeds: list[int]) -> list:

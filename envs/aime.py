@@ -29,7 +29,8 @@ PHRASES = {REMAINDER: (" divided by", "."), GCD: (" and", "."), DIVISORS: ("", "
 def generated_problems() -> dict[int, list[tuple[str, tuple[int, ...]]]]:
     """answer: the kind and the numbers of every problem with this answer. No number exceeds 16."""
     numbers = range(1, LARGEST + 1)
-    problems = [(n % m, (REMAINDER, (n, m))) for n in numbers for m in range(2, 9)]
+    problems: list[tuple[int, tuple[str, tuple[int, ...]]]] = []
+    problems += [(n % m, (REMAINDER, (n, m))) for n in numbers for m in range(2, 9)]
     problems += [(math.gcd(a, b), (GCD, (a, b))) for a in numbers for b in numbers if a != b]
     problems += [(sum(n % d == 0 for d in numbers), (DIVISORS, (n,))) for n in numbers]
     return {n: [problem for answer, problem in problems if answer == n] for n in range(len(ANSWERS))}

@@ -49,10 +49,14 @@ class Attempts(TextEnv):
         """`data` as in envs/data.py. Raises ValueError where a row of it is no question of this task."""
         super().__init__(style, format_penalty, max_turns)
         self.data = data
-        self.answers = _questions(type(self), data, "train")[1] if data else self.generated_answers
+        self.answers = self._questions("train")[1] if data else self.generated_answers
         if data:
-            _questions(type(self), data, "validation")
+            self._questions("validation")
         self.observation_space = observations(2 * MAX_QUESTION)
+
+    def _questions(self, split: str) -> tuple[list[Question], tuple[str, ...]]:
+        task: Any = type(self)
+        return _questions(task, self.data, split)
 
     # -- what a task is ------------------------------------------------------------------------------------------
 
@@ -66,7 +70,7 @@ class Attempts(TextEnv):
         raise NotImplementedError
 
     @staticmethod
-    def read(answer: str) -> Any:
+    def read(answer: str, /) -> Any:
         """The value of an answer, or None where it is not one of this task's."""
         raise NotImplementedError
 
@@ -87,7 +91,7 @@ class Attempts(TextEnv):
         seed = int(self.np_random.integers(EVAL_SEEDS)) if seed is None else seed
         if self.data:
             split = "validation" if held_out(seed) else "train"
-            self.question = row_for(_questions(type(self), self.data, split)[0], seed)
+            self.question = row_for(self._questions(split)[0], seed)
         else:
             self.question = self.generate(np.random.default_rng(seed))
         self.turn, self.feedback, self.first_success = 0, "", False

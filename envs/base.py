@@ -9,7 +9,7 @@ To add your own: subclass `TextEnv` in a file of its own, give it `reset`, `step
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import gymnasium
 import numpy as np
@@ -71,7 +71,7 @@ class TextEnv(gymnasium.Env):
         self.max_turns = max_turns or self.max_turns
 
     @classmethod
-    def step_many(cls, envs: list["TextEnv"], replies: list[str]) -> Iterable[tuple]:
+    def step_many(cls, envs: list[Self], replies: list[str]) -> Iterable[tuple]:
         """One turn in each environment, one after the other. Tasks that ask a service override this to ask it once
         for all."""
         return (env.step(reply) for env, reply in zip(envs, replies, strict=True))

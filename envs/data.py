@@ -62,7 +62,8 @@ def _splits(source: str, fields: tuple[str, ...]) -> dict[str, list[dict]]:
         return {"train": checked["train"], "validation": validation}
     if len(checked) != 1:
         raise ValueError(f"--data is {source}, with splits {', '.join(checked)}, but train and validation or test")
-    return _divide(source, *checked.values(), fields)
+    (rows,) = checked.values()
+    return _divide(source, rows, fields)
 
 
 def _divide(source: str, rows: list[dict], fields: tuple[str, ...]) -> dict[str, list[dict]]:

@@ -63,7 +63,7 @@ def generated_figures() -> dict[str, dict[str, list[Figure]]]:
     for x, y in lattice:
         for w in range(1, SIDE + 1 - x):
             for h in range(1, SIDE + 1 - y):
-                corners = ((x, y), (x + w, y), (x + w, y + h), (x, y + h))
+                corners: tuple[Point, ...] = ((x, y), (x + w, y), (x + w, y + h), (x, y + h))
                 add(w * h, Figure("rectangle", corners, "area"))
                 add(w, Figure("rectangle", corners, "length", corners[:2]))
                 add(h, Figure("rectangle", corners, "length", corners[1:3]))

@@ -18,7 +18,7 @@ import re
 import string
 import warnings
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -129,7 +129,7 @@ class NQSearch(TextEnv):
         return self.step_many([self], [reply])[0]
 
     @classmethod
-    def step_many(cls, envs: list["NQSearch"], replies: list[str]) -> list[tuple]:
+    def step_many(cls, envs: list[Self], replies: list[str]) -> list[tuple]:
         """As `step` on each, but with one request to a server for all that search."""
         actions = [parse_action(reply) for reply in replies]
         queries: dict[str, dict[int, str]] = {}  # address: {number of the environment: query}
@@ -151,9 +151,9 @@ class NQSearch(TextEnv):
     ) -> tuple[Observation, float, bool, bool, dict]:
         """One turn. `passages` is None where there was no search, or where it failed."""
         self.turn += 1
-        self.readable = action is not None
-        answered = self.readable and action[0] == "answer"
-        success = answered and exact_match(action[1], self.golden_answers)
+        kind, text = action or ("", "")
+        self.readable, answered = bool(action), kind == "answer"
+        success = answered and exact_match(text, self.golden_answers)
         if self.readable and not answered:
             self.searches += 1
             self.failed = passages is None

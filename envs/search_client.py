@@ -12,7 +12,7 @@ import json
 import socket
 import threading
 import time
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 MAX_QUERIES = 128  # in one request; a larger batch is split
@@ -80,7 +80,7 @@ def _post(url: str, body: bytes, timeout: float) -> tuple[int, bytes]:
     """Status and body. Raises OSError or HTTPException, also when `timeout` seconds have passed."""
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.hostname, parts.port, timeout=timeout)
+    connection = kind(parts.hostname or "", parts.port, timeout=timeout)
     try:
         connection.connect()
         # a socket's own timeout starts anew with every byte that arrives: this one does not
@@ -120,5 +120,5 @@ def _passages(answer: Any, n: int, topk: int) -> list[list[str]]:
         contents = [d.get("contents") if isinstance(d, dict) else None for d in documents]
         if not all(isinstance(text, str) for text in contents):
             raise ValueError("every hit must hold a document with a string under contents")
-        found.append(contents)
+        found.append(cast(list[str], contents))
     return found

@@ -95,8 +95,8 @@ class States:
         done = self.set_number[tuple(places)]
         after[:, done] = done * n + np.arange(n)
         self.after = after.reshape(4, -1)
-        self.solved = (every == done).repeat(n)
-        self.starts = (~full[:, :n] & ~np.isin(self.sets, places).any(1)[:, None]).ravel()
+        self.solved = np.repeat(every == done, n)
+        self.starts = (~full[:, :n] & ~np.isin(self.sets, places).any(1, keepdims=True)).ravel()
 
     def number(self, boxes: Iterable[Cell], player: Cell) -> int:
         """The number of a state."""
@@ -129,7 +129,7 @@ def random_room(seed: int, side: int, boxes: int) -> Room:
     while True:
         floor = np.zeros((side, side), dtype=bool)
         floor[1:-1, 1:-1] = rng.random((side - 2, side - 2)) >= WALL_PROBABILITY
-        free = [tuple(cell) for cell in np.argwhere(floor).tolist()]
+        free: list[Cell] = [(y, x) for y, x in np.argwhere(floor).tolist()]
         if len(free) <= 2 * boxes:
             continue
         targets = tuple(sorted(free[k] for k in rng.permutation(len(free))[:boxes]))

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from freshper.config import Config
 from freshper.engine_hf import HFEngine, Sampling
@@ -25,6 +25,18 @@ from freshper.trainer import TorchTrainer
 
 class BackendError(RuntimeError):
     """vLLM or DeepSpeed failed, or did not answer in time. Names the phase."""
+
+
+class TrainingEngine(Engine, Protocol):
+    """Generation with the trainer's weights."""
+
+    def sync(self, trainer: TorchTrainer) -> dict[str, float]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @contextlib.contextmanager
@@ -104,7 +116,7 @@ def make_trainer(policy: Policy, config: Config) -> TorchTrainer:
     return DeepSpeedTrainer(policy, config, updates)
 
 
-def make_engine(policy: Policy, config: Config, trainer: TorchTrainer) -> Engine:
+def make_engine(policy: Policy, config: Config, trainer: TorchTrainer) -> TrainingEngine:
     """The engine behind --engine, with the trainer's weights."""
     if config.engine == "hf":
         return HFEngine(policy, Sampling(config.temperature, config.top_k, config.top_p), config.seed)

@@ -246,8 +246,12 @@ class Config:
         """age (or draws) -> factor for the buffer, or None (Standard PER)."""
         if self.decay in ("none", "auto"):
             return AutoTau(self.alpha) if self.decay == "auto" else None
-        forms = {"polynomial": partial(polynomial_decay, power=1.0), "limit": age_limit}
+        forms: dict[str, Any] = {"polynomial": partial(polynomial_decay, power=1.0), "limit": age_limit}
         return partial(forms.get(self.decay, exponential_decay), tau=self.tau)
+
+    def decay_by(self) -> Literal["age", "draws"]:
+        """What `decay_function` counts."""
+        return "draws" if self.decay == "draws" else "age"
 
 
 def parse_args(argv: list[str] | None = None) -> Config:

@@ -122,8 +122,8 @@ class HFEngine:
     def _keep(self, conversations: list[Conversation]) -> None:
         """Drop the rows of episodes that have ended; start anew where a conversation is not in the cache."""
         known = {id(c): row for row, c in enumerate(self.rows)}
-        rows = [known.get(id(c)) for c in conversations]
-        if None in rows:
+        rows = [known[id(c)] for c in conversations if id(c) in known]
+        if len(rows) < len(conversations):
             self.sync()
             n = len(conversations)
             self.visible = torch.zeros(n, 0, dtype=torch.bool, device=self.policy.device)

@@ -66,8 +66,8 @@ class Batch(NamedTuple):
     def rows(self, indices: list[int]) -> "Batch":
         """The batch of these rows alone, trimmed to the longest of them (a micro-batch)."""
         lengths = [self.lengths[i] for i in indices]
-        tensors = (tensor[indices, : max(lengths)] for tensor in self[:4])
-        return Batch(*tensors, [self.images[i] for i in indices], lengths)
+        tokens, mask, logprobs, rewards = (tensor[indices, : max(lengths)] for tensor in self[:4])
+        return Batch(tokens, mask, logprobs, rewards, [self.images[i] for i in indices], lengths)
 
     def micro_batches(self, size: int) -> Iterator[tuple[list[int], "Batch"]]:
         """(row numbers, batch of these rows) for groups of `size` rows alike in length, so that little is padding."""

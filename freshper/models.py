@@ -12,6 +12,7 @@ Two things here are easy to get wrong, and every caller would have to repeat the
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ class Policy:
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    image_processor: object | None = None
+    image_processor: Any = None  # transformers', where there are pictures
     freeze_vision: bool = False
     _features: dict[bytes, torch.Tensor] = field(default_factory=dict)
 

@@ -64,7 +64,7 @@ def pack_episodes(episodes: list[Episode]) -> dict[str, Any]:
             known[id(image)] = slots.setdefault(picture_key(image), len(pictures))
             if known[id(image)] == len(pictures):
                 pictures.append(image)
-    blobs = [np.frombuffer(zlib.compress(image, 1), np.uint8) for image in pictures]
+    blobs = [np.frombuffer(zlib.compress(image.tobytes(), 1), np.uint8) for image in pictures]
     per_episode = {
         "lengths": np.array([len(e.tokens) for e in episodes], np.int64),
         "turns": np.array([len(e.turn_rewards) for e in episodes], np.int64),
@@ -88,11 +88,11 @@ def pack_episodes(episodes: list[Episode]) -> dict[str, Any]:
 def unpack_episodes(packed: dict[str, Any]) -> list[Episode]:
     """The inverse of `pack_episodes`. Equal pictures are one array."""
     pictures = [
-        np.frombuffer(zlib.decompress(blob), np.uint8).reshape(shape)
+        np.frombuffer(zlib.decompress(blob.tobytes()), np.uint8).reshape(shape)
         for blob, shape in zip(_split(packed["picture_bytes"], packed["picture_sizes"]), packed["picture_shapes"],
                                strict=True)
     ]  # fmt: skip
-    columns = [_split(packed[name], packed["lengths"]) for name in _PER_TOKEN]
+    columns: list[list[Any]] = [_split(packed[name], packed["lengths"]) for name in _PER_TOKEN]
     columns += [packed["rewards"].tolist(), _split(packed["turn_rewards"], packed["turns"])]
     columns += [[[pictures[i] for i in shown] for shown in _split(packed["images"], packed["shown"])]]
     columns += [packed["steps"].tolist(), packed["envs"], packed["seeds"].tolist(), packed["infos"]]

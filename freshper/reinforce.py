@@ -71,7 +71,8 @@ class ReplayBaseline:
     """
 
     def __init__(self, mode: str, window: int):
-        self.mode, self.returns = mode, deque(maxlen=window)
+        self.mode = mode
+        self.returns: deque[float] = deque(maxlen=window)
 
     def observe(self, episodes: list[Episode]) -> None:
         """Take note of freshly collected episodes, before they are stored."""
@@ -159,9 +160,9 @@ def policy_loss(
         # rho A is unbounded where A < 0: one token that has become likely since would rule the whole batch
         objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
     token_loss = -objective  # [B, T]
-    if entropy_coef:
+    if entropies is not None:
         token_loss = token_loss - entropy_coef * entropies
-    if kl_coef:
+    if ref_logprobs is not None:
         token_loss = token_loss + kl_coef * kl_k3(logprobs, ref_logprobs)
     sample_loss = torch.where(action_mask, token_loss, zero).sum(-1) / scale  # l_i [B]
     if weights is not None:

@@ -33,7 +33,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -89,7 +89,7 @@ class Report:
                 f"--{'resume' if config.resume else 'out'} is {self.folder}, but must be a folder that "
                 f"can be written to: {error}"
             ) from error
-        self.file: TextIO | None = None
+        self.file: Any = None  # metrics.csv, once it is open
         self.iteration = 0
         self.values: dict[str, list[float]] = defaultdict(list)
         self.done, self.wall_s = 0, 0.0  # iterations, seconds
@@ -117,7 +117,7 @@ class Report:
             self.say(str(error) or "interrupted")
         elif error:
             notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
-            name = "" if isinstance(error, NonFiniteError | OSError | BackendError) else f"{kind.__name__}: "
+            name = "" if isinstance(error, NonFiniteError | OSError | BackendError) else f"{type(error).__name__}: "
             self.say(f"stopped in iteration {self.iteration}: {name}{error}{notes}")
         try:
             self._write_pages()

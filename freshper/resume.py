@@ -74,7 +74,8 @@ class RunState:
 
     def __init__(self, config: Config, policy: Policy, report: Report, signals: StopSignals, **parts: Stateful):
         self.config, self.policy, self.report, self.signals = config, policy, report, signals
-        self.parts, self.episode_files = parts | {"report": report}, EpisodeFiles()
+        self.parts: dict[str, Any] = parts | {"report": report}
+        self.episode_files = EpisodeFiles()
         transformers.utils.logging.disable_progress_bar()  # of every save, across ours
 
     def restore(self) -> None:
@@ -99,9 +100,9 @@ class RunState:
         finished = done == config.iterations
         minutes = (time.monotonic() - self.last_save) / 60
         best = self.report.best()
-        due = config.save_every and done % config.save_every == 0
-        due = due or (config.save_minutes and minutes >= config.save_minutes)
-        if due or best == done or finished or self.signals.received:
+        due = bool(config.save_every) and done % config.save_every == 0
+        late = bool(config.save_minutes) and minutes >= config.save_minutes
+        if due or late or best == done or finished or self.signals.received:
             state = {name: part.state_dict() for name, part in self.parts.items()}
             episodes = state["buffer"].pop("episodes")
             state |= {"config": dataclasses.asdict(config), "generators": generators()}

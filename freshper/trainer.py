@@ -20,6 +20,7 @@ import copy
 import ctypes
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -63,8 +64,8 @@ def action_logprobs(
         scores = _score(policy, selected, chosen, temperature, entropy)
     else:
         parts = zip(selected.tensor_split(chunks), chosen.tensor_split(chunks), strict=True)
-        how = {"use_reentrant": False, "preserve_rng_state": False}
-        scores = torch.cat([checkpoint(_score, policy, *part, temperature, entropy, **how) for part in parts])
+        again = partial(checkpoint, _score, policy, use_reentrant=False, preserve_rng_state=False)
+        scores = torch.cat([again(*part, temperature, entropy) for part in parts])
     zeros = torch.zeros(tokens.shape, device=policy.device)
     logprobs, *entropies = (zeros.masked_scatter(mask, column) for column in scores.T)
     return logprobs, entropies[0] if entropy else None
@@ -139,8 +140,8 @@ class TorchTrainer:
         """
         self.make_room()
         config, batch = self.config, collate(episodes)
-        ref_logprobs = self._ref_logprobs(batch) if self.reference else None
-        if config.kl_reward_coef:
+        ref_logprobs = self._ref_logprobs(self.reference, batch) if self.reference else None
+        if ref_logprobs is not None and config.kl_reward_coef:
             kl = kl_k1(batch.behavior_logprobs, ref_logprobs) * batch.action_mask
             batch = batch._replace(rewards=batch.rewards - config.kl_reward_coef * kl)
         all_advantages = self.advantages(batch, moments)  # [B, T]
@@ -181,22 +182,22 @@ class TorchTrainer:
             total_loss += loss.item()
             drift[:, rows] += torch.stack([stats[name].double().cpu() for name in DRIFT])
         self._check(phase, self._sum(broken) == 0, episodes)
-        loss = self._sum(total_loss).item()
+        summed_loss = self._sum(total_loss).item()
         moved = dict(zip(DRIFT, self._sum(drift).numpy(), strict=True))
-        norm = self._clip_and_step() if np.isfinite(loss) else float("nan")
+        norm = self._clip_and_step() if np.isfinite(summed_loss) else float("nan")
         if not np.isfinite(norm):
             seeds = ", ".join(str(e.seed) for e in episodes[:8])
-            raise NonFiniteError(f"{phase} has loss {loss} and gradient norm {norm}; episode seeds {seeds}")
+            raise NonFiniteError(f"{phase} has loss {summed_loss} and gradient norm {norm}; episode seeds {seeds}")
         self.scheduler.step()
         self.step += 1
-        stats = {
-            "loss": loss,
+        summary = {
+            "loss": summed_loss,
             "grad_norm": norm,
             "clip_fraction": float(moved["clipped"].sum()) / tokens,
             "kl": float(moved["kl"].sum()) / tokens,
             "nonzero_advantages": float((all_advantages != 0).sum()) / tokens,
         }
-        return stats, moved | {"tokens": batch.action_mask.sum(-1).numpy().astype(np.float64)}
+        return summary, moved | {"tokens": batch.action_mask.sum(-1).numpy().astype(np.float64)}
 
     def advantages(self, batch: Batch, moments: torch.Tensor | None) -> torch.Tensor:
         """A_t of every action token, [B, T], 0 off the mask: REINFORCE++'s. An algorithm with a critic has its own."""
@@ -204,7 +205,7 @@ class TorchTrainer:
 
     def base_priorities(self, episodes: list[Episode]) -> np.ndarray:
         """p_i^base = |r_i| + epsilon, [n]. |A_i| or |delta_i| would follow the policy: asked for again after replay."""
-        return reward_priority([e.reward for e in episodes], self.config.epsilon)
+        return reward_priority(np.array([e.reward for e in episodes]), self.config.epsilon)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights of the policy, which is saved as a model."""
@@ -250,11 +251,11 @@ class TorchTrainer:
         """The end of the run: nothing to do for one process."""
 
     @torch.no_grad()
-    def _ref_logprobs(self, batch: Batch) -> torch.Tensor:
+    def _ref_logprobs(self, reference: Policy, batch: Batch) -> torch.Tensor:
         """log pi_ref, [B, T] on the CPU, from the frozen copy of the policy as it was at the start."""
         out = torch.zeros(batch.tokens.shape)
         for rows, part in self._shares(batch):
-            out[rows, : part.tokens.shape[1]] += action_logprobs(self.reference, part, self.config.temperature)[0].cpu()
+            out[rows, : part.tokens.shape[1]] += action_logprobs(reference, part, self.config.temperature)[0].cpu()
         return self._sum(out)
 
     @staticmethod
@@ -275,7 +276,7 @@ class TorchTrainer:
     def _forward(self, part: Batch, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
         return action_logprobs(self.policy, part, self.config.temperature, entropy)
 
-    def shared(self, value: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor:
+    def shared(self, value: Any, shape: tuple[int, ...]) -> torch.Tensor:
         """A tensor that rank 0 alone has, on all ranks."""
         return value
 

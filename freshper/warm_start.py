@@ -82,7 +82,7 @@ def warm_start(
             for player in players:
                 player.max_turns = turns
             for _ in range(batches):
-                seeds = [WARM_START_SEEDS + progress.n * BATCH + k for k in range(BATCH)]
+                seeds = [WARM_START_SEEDS + int(progress.n) * BATCH + k for k in range(BATCH)]
                 optimizer.zero_grad()
                 loss = supervised_step(policy, transcripts(policy, players, seeds))
                 torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
