@@ -7,7 +7,8 @@ way, a parameter at a time, since the whole is four times as large as the model.
 conversion between stages and ranks, and pickle.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.utils import (
@@ -17,14 +18,17 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
 )
 
-from freshper.trainer import TorchTrainer
+if TYPE_CHECKING:
+    from freshper.trainer_deepspeed import DeepSpeedTrainer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 
 
-def whole_state(trainer: TorchTrainer) -> dict[str, Any]:
+def whole_state(trainer: "DeepSpeedTrainer") -> dict[str, Any]:
     """All ranks together; what rank 0 gets is whole. `masters` are the float32 weights behind bfloat16 ones."""
-    state, masters, trainable = {}, {}, _trainable(trainer)
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    masters: dict[int, torch.Tensor] = {}
+    trainable = _trainable(trainer)
     step = next(iter(trainer.optimizer.state.values()))["step"]
     for k, p in enumerate(trainable):
         moments = {name: safe_get_full_optimizer_state(p, name) for name in MOMENTS}
@@ -37,7 +41,7 @@ def whole_state(trainer: TorchTrainer) -> dict[str, Any]:
     return {"state": state, "param_groups": [group], "masters": masters}
 
 
-def put_state(trainer: TorchTrainer, state: dict[str, Any]) -> None:
+def put_state(trainer: "DeepSpeedTrainer", state: dict[str, Any]) -> None:
     """All ranks together, each into its parts; `state` is empty but on rank 0. One that plain torch wrote in bfloat16
     has no master weights: those made from the weights stay."""
     first, mastered = None, None
@@ -62,11 +66,11 @@ def put_state(trainer: TorchTrainer, state: dict[str, Any]) -> None:
             safe_set_full_fp32_param(p, trainer.shared(state["masters"][k] if trainer.rank == 0 else None, shape))
 
 
-def _trainable(trainer: TorchTrainer) -> list[torch.nn.Parameter]:
+def _trainable(trainer: "DeepSpeedTrainer") -> list[torch.nn.Parameter]:
     return [p for p in trainer.policy.model.parameters() if p.requires_grad]
 
 
-def _parts(trainer: TorchTrainer) -> list[torch.Tensor]:
+def _parts(trainer: "DeepSpeedTrainer") -> Sequence[torch.Tensor]:
     """What torch's AdamW steps on: the parameters, or this rank's flat pieces of them."""
     if trainer.plain:
         return _trainable(trainer)
