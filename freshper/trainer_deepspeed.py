@@ -27,7 +27,7 @@ import datetime
 import os
 import signal
 import sys
-import threading
+import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -36,7 +36,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from freshper.backends import BackendError, free_port
+from freshper.backends import BackendError, free_port, last_resort
 from freshper.config import Config
 from freshper.episode import Batch, NonFiniteError
 from freshper.models import Policy
@@ -153,14 +153,12 @@ class DeepSpeedTrainer(TorchTrainer):
 
     def _together(self, name: str, *arguments: Any, others: tuple | None = None) -> Any:
         self.broken = True  # until it is through: the other ranks may be left waiting, or be gone
-        # gloo gives up by itself after --timeout; NCCL may not, and DeepSpeed's shared memory on a CPU does not; while
-        # they wait no signal handler runs
-        last_resort = threading.Timer(self.config.timeout + 10, self._end_at_once, (name,))
-        last_resort.daemon = True
-        last_resort.start()
+        end, limit = time.monotonic() + self.config.timeout, f"--timeout {self.config.timeout:g} s"
+        late = f"the ranks of DeepSpeed took longer than {limit} in `{name}`"
         try:
-            self._call(name, *(arguments if others is None else others))
-            result = getattr(super(), name)(*arguments)
+            with last_resort(lambda: late if time.monotonic() > end else ""):
+                self._call(name, *(arguments if others is None else others))
+                result = getattr(super(), name)(*arguments)
         except NonFiniteError:
             self.broken = False
             raise
@@ -169,15 +167,8 @@ class DeepSpeedTrainer(TorchTrainer):
             raise BackendError(
                 f"the ranks of DeepSpeed failed together in `{name}`, seen by rank 0: {reason}"
             ) from error
-        finally:
-            last_resort.cancel()
         self.broken = False
         return result
-
-    def _end_at_once(self, name: str) -> None:
-        seconds = f"--timeout {self.config.timeout:g} s"
-        print(f"\nstopped: the ranks of DeepSpeed took longer than {seconds} in `{name}`", file=sys.stderr, flush=True)
-        os._exit(1)
 
     def _call(self, name: str, *arguments: Any) -> None:
         if self.ranks > 1:
