@@ -10,8 +10,10 @@ import contextlib
 import importlib.util
 import os
 import socket
+import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +27,9 @@ from freshper.trainer import TorchTrainer
 
 class BackendError(RuntimeError):
     """vLLM or DeepSpeed failed, or did not answer in time. Names the phase."""
+
+
+GRACE = 10.0  # seconds, for an error to be raised by the one who waits
 
 
 class TrainingEngine(Engine, Protocol):
@@ -45,14 +50,38 @@ def deadline(phase: str, seconds: float, processes: Sequence[int] = ()) -> Itera
     has died (vLLM waits for ever for an answer of its own)."""
     end = time.monotonic() + seconds
 
-    def look(*_: object) -> None:
+    def problem() -> str:
         if time.monotonic() >= end:
-            raise BackendError(f"{phase} took longer than --timeout {seconds:g} s")
-        if dead := [pid for pid in processes if not alive(pid)]:
-            raise BackendError(f"vLLM died in {phase} (process {dead[0]}); if it said why, that stands above")
+            return f"{phase} took longer than --timeout {seconds:g} s"
+        dead = [pid for pid in processes if not alive(pid)]
+        return f"vLLM died in {phase} (process {dead[0]}); if it said why, that stands above" if dead else ""
 
-    with alarm(look, min(1.0, seconds), every=min(1.0, seconds)):
+    def look(*_: object) -> None:
+        if text := problem():
+            raise BackendError(text)
+
+    with last_resort(problem), alarm(look, min(1.0, seconds), every=min(1.0, seconds)):
         yield
+
+
+@contextlib.contextmanager
+def last_resort(problem: Callable[[], str]) -> Iterator[None]:
+    """End the process where the block goes on for GRACE seconds although there is a problem (a sentence, or ""). While
+    NCCL, or DeepSpeed's shared memory on a CPU, waits for another process, no signal handler runs and nothing can be
+    raised. vLLM and the other ranks notice that they are alone."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(1.0):
+            if (text := problem()) and not over.wait(GRACE):
+                print(f"\nstopped: {text}", file=sys.stderr, flush=True)
+                os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def alive(pid: int) -> bool:
@@ -137,4 +166,5 @@ def backends(policy: Policy, config: Config) -> Iterator[tuple[TorchTrainer, Any
 
 def serve(policy: Policy, config: Config) -> int:
     """The whole run of a rank other than 0. Returns its exit status."""
-    return make_trainer(policy, config).serve()
+    trainer: Any = make_trainer(policy, config)  # DeepSpeed's: plain torch has one process
+    return trainer.serve()

@@ -17,6 +17,7 @@ Run and tested: the CPU path. Written after vLLM 0.32's documentation and not ru
 """
 
 import contextlib
+import math
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -24,7 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from envs.base import EVAL_SEEDS
 from freshper.backends import BackendError, deadline
@@ -38,7 +42,7 @@ from freshper.vllm_processes import open_transfer, start_vllm
 PROBES = 4  # conversations of the proof
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
 FUSED |= {"up_proj": "gate_up_proj"}  # what vLLM stacks into one parameter
-SHARED_MEMORY = "/dev/shm"
+SHARED_MEMORY, WEIGHTS = "/dev/shm", "model.safetensors"
 
 
 class VLLMEngine:
@@ -48,9 +52,12 @@ class VLLMEngine:
     def __init__(self, policy: Policy, config: Config, trainer: TorchTrainer):
         self.policy, self.config = policy, config
         self.rng = np.random.default_rng(config.seed)
-        self.folder = Path(tempfile.mkdtemp(prefix="freshper-", dir=SHARED_MEMORY))
+        size = sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in trainer.shapes())
+        roomy = shutil.disk_usage(SHARED_MEMORY).free > 1.2 * size  # containers often have 64 MB of it
+        self.folder = Path(tempfile.mkdtemp(prefix="freshper-", dir=SHARED_MEMORY if roomy else None))
         self.processes: list[int] = []
-        self.llm, self.asleep, self.syncs, self.synced_step = None, False, 0, trainer.step
+        self.llm: Any = None  # vLLM's, once it has started
+        self.asleep, self.syncs, self.synced_step = False, 0, trainer.step
         self.tolerance = config.sync_tolerance or (1e-3 if config.dtype == "float32" else 0.5)
         self.shared_gpu = config.device != "cpu" and not config.rollout_gpus
         try:
@@ -61,7 +68,9 @@ class VLLMEngine:
                     policy.image_processor.save_pretrained(self.folder)
                 self._write_weights(trainer)
                 self.llm, self.processes = start_vllm(policy, config, self.folder)
-                self.transfer = open_transfer(self.llm, config, trainer) if config.device != "cpu" else None
+                if config.device != "cpu":
+                    (self.folder / WEIGHTS).unlink()  # later ones take another way
+                    self.transfer = open_transfer(self.llm, config, trainer)
             self.probe = self._probe_episodes()
             self.prove(trainer)
         except BaseException:
@@ -80,8 +89,8 @@ class VLLMEngine:
             raise BackendError("vLLM was asked to generate while asleep, before the next sync")
         c = self.config
         seeds = self.rng.integers(2**31, size=len(conversations)).tolist()
-        how = {"temperature": 1.0, "top_k": c.top_k, "top_p": c.top_p, "max_tokens": max_new_tokens, "logprobs": 0}
-        how |= {"stop_token_ids": [self.policy.eos_id], "detokenize": False}
+        how: dict[str, Any] = {"temperature": 1.0, "top_k": c.top_k, "top_p": c.top_p, "max_tokens": max_new_tokens}
+        how |= {"logprobs": 0, "stop_token_ids": [self.policy.eos_id], "detokenize": False}
         outputs = self._run("the rollout", conversations, [SamplingParams(**how, seed=seed) for seed in seeds])
         replies = []
         for conversation, output in zip(conversations, outputs, strict=True):
@@ -102,18 +111,28 @@ class VLLMEngine:
                     f"{phase}: vLLM reads the conversation of episode seed {conversation.seed} as "
                     f"{len(output.prompt_token_ids)} tokens, the trainer as {len(conversation.tokens)}"
                 )
+            if output.outputs[0].finish_reason not in ("stop", "length"):  # "error" and "abort" come as outputs, too
+                raise BackendError(
+                    f"{phase}: vLLM broke off the reply of episode seed {conversation.seed} with "
+                    f"`{output.outputs[0].finish_reason}`"
+                )
         return outputs
 
     @contextlib.contextmanager
     def _waiting(self, phase: str) -> Iterator[None]:
         """Raises BackendError where vLLM fails or takes too long in here."""
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+        from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
             with deadline(phase, self.config.timeout, self.processes):
                 yield
-        except (EngineDeadError, EngineGenerateError) as error:
+        except BackendError:
+            raise
+        except EngineDeadError as error:
             raise BackendError(f"vLLM died in {phase}; its own message stands above") from error
+        except Exception as error:  # its workers' errors reach us as `Exception`, whatever they were
+            first = str(error).strip().partition("\n")[0]
+            raise BackendError(f"vLLM failed in {phase}: {type(error).__name__}: {first}") from error
 
     def _request(self, conversation: Conversation) -> dict[str, Any]:
         """The token ids with one placeholder a picture, and the pictures."""
@@ -135,17 +154,21 @@ class VLLMEngine:
             return {}
         with self._waiting("handing the weights to vLLM"):
             if self.asleep:
+                torch.cuda.empty_cache()  # what the trainer freed, torch would keep from vLLM
                 self.llm.wake_up(tags=["weights"])
             if self.config.device == "cpu":
                 self._write_weights(trainer)
                 self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self.folder)})
             else:
+                torch.cuda.synchronize()  # they are read on streams that do not wait for the optimizer's
                 self.transfer.send_weights()
             if self.asleep:
+                torch.cuda.empty_cache()
                 self.llm.wake_up(tags=["kv_cache"])
                 self.asleep = False
             # keys, values and pictures that older weights computed
-            self.llm.reset_prefix_cache()
+            if not self.llm.reset_prefix_cache():
+                raise BackendError("vLLM could not reset its prefix cache: it still has requests")
             self.llm.reset_mm_cache()
             self.llm.llm_engine.reset_encoder_cache()
         self.synced_step = trainer.step
@@ -213,10 +236,12 @@ class VLLMEngine:
 
     def _write_weights(self, trainer: TorchTrainer) -> None:
         """All weights in one file, the output layer written out even if it is tied: vLLM keeps the old one else."""
-        from safetensors.torch import save_file
-
         # copies, since the file must not hold two views of one tensor
-        save_file({n: w.detach().cpu().clone() for n, w in trainer.weights()}, self.folder / "model.safetensors")
+        weights = {name: weight.detach().cpu().clone() for name, weight in trainer.weights()}
+        try:
+            save_file(weights, self.folder / WEIGHTS)
+        except (OSError, SafetensorError) as error:
+            raise BackendError(f"the weights for vLLM could not be written to {self.folder}: {error}") from error
 
     def state_dict(self) -> dict[str, Any]:
         """What shapes future replies: the generator of their seeds."""

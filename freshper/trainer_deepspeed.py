@@ -27,18 +27,19 @@ import datetime
 import os
 import signal
 import sys
-import threading
+import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from freshper.backends import BackendError, free_port
+from freshper.backends import BackendError, free_port, last_resort
 from freshper.config import Config
-from freshper.episode import Batch, NonFiniteError
+from freshper.episode import Batch, Episode, NonFiniteError
 from freshper.models import Policy
 from freshper.trainer import TorchTrainer, action_logprobs
 from freshper.zero_state import put_state, whole_state
@@ -103,9 +104,11 @@ class DeepSpeedTrainer(TorchTrainer):
 
     # -- all ranks together ----------------------------------------------------------------------------------
 
-    def update(self, *arguments: Any) -> dict[str, float]:
+    def update(
+        self, episodes: list[Episode], weights: np.ndarray | None = None, moments: torch.Tensor | None = None
+    ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
         """TorchTrainer.update on all ranks."""
-        return self._together("update", *arguments)
+        return self._together("update", episodes, weights, moments)
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         """TorchTrainer.logprobs on all ranks."""
@@ -153,14 +156,12 @@ class DeepSpeedTrainer(TorchTrainer):
 
     def _together(self, name: str, *arguments: Any, others: tuple | None = None) -> Any:
         self.broken = True  # until it is through: the other ranks may be left waiting, or be gone
-        # gloo gives up by itself after --timeout; NCCL may not, and DeepSpeed's shared memory on a CPU does not; while
-        # they wait no signal handler runs
-        last_resort = threading.Timer(self.config.timeout + 10, self._end_at_once, (name,))
-        last_resort.daemon = True
-        last_resort.start()
+        end, limit = time.monotonic() + self.config.timeout, f"--timeout {self.config.timeout:g} s"
+        late = f"the ranks of DeepSpeed took longer than {limit} in `{name}`"
         try:
-            self._call(name, *(arguments if others is None else others))
-            result = getattr(super(), name)(*arguments)
+            with last_resort(lambda: late if time.monotonic() > end else ""):
+                self._call(name, *(arguments if others is None else others))
+                result = getattr(super(), name)(*arguments)
         except NonFiniteError:
             self.broken = False
             raise
@@ -169,22 +170,15 @@ class DeepSpeedTrainer(TorchTrainer):
             raise BackendError(
                 f"the ranks of DeepSpeed failed together in `{name}`, seen by rank 0: {reason}"
             ) from error
-        finally:
-            last_resort.cancel()
         self.broken = False
         return result
-
-    def _end_at_once(self, name: str) -> None:
-        seconds = f"--timeout {self.config.timeout:g} s"
-        print(f"\nstopped: the ranks of DeepSpeed took longer than {seconds} in `{name}`", file=sys.stderr, flush=True)
-        os._exit(1)
 
     def _call(self, name: str, *arguments: Any) -> None:
         if self.ranks > 1:
             dist.broadcast_object_list([(name, arguments)], src=0, group=self.control)
 
     def _receive(self) -> tuple[str, tuple]:
-        message = [None]
+        message: list[Any] = [None]
         dist.broadcast_object_list(message, src=0, group=self.control)
         return message[0]
 

@@ -6,8 +6,11 @@ Run and tested: starting on a CPU, and the extension. Written after vLLM 0.32's 
 of a GPU: GPUs of vLLM's own with NCCL, a shared GPU with CUDA IPC.
 """
 
+import base64
 import contextlib
+import math
 import os
+import pickle
 import shutil
 import signal
 import threading
@@ -30,17 +33,19 @@ LAUNCHER_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "CROSS_")
 class WorkerExtension:
     """Methods that vLLM adds to its workers; they run there, called by name (`collective_rpc`)."""
 
+    model_runner: Any  # the worker's own
+    device: Any
+
     def follow_policy(self, suppressed_ids: list[int], temperature: float) -> None:
         """Logits as Policy.logits makes them, at the sampling temperature: -inf for ids that are never sampled."""
         model = self.model_runner.get_model()
-        original = model.compute_logits
+        original, silent = model.compute_logits, torch.tensor(suppressed_ids, dtype=torch.long, device=self.device)
 
         def compute_logits(*arguments: Any, **options: Any) -> torch.Tensor | None:
             logits = original(*arguments, **options)
-            if logits is not None:  # None on tensor-parallel ranks that do not sample
-                logits = logits.float() / temperature
-                logits[:, suppressed_ids] = -torch.inf
-            return logits
+            if logits is None:  # on tensor-parallel ranks that do not sample
+                return None
+            return (logits.float() / temperature).index_fill_(1, silent, -torch.inf)
 
         model.compute_logits = compute_logits
 
@@ -62,12 +67,15 @@ class WorkerExtension:
 
     def squared_norms(self) -> dict[str, float]:
         """|w|^2 of every parameter as the worker computes with it."""
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
         norms = {}
         for prefix, module in self.model_runner.get_model().named_modules():
             for name, weight in module.named_parameters(prefix, recurse=False):
                 w = weight.detach()
-                if not w.numel() and hasattr(module, "cpu_linear"):
-                    # a CPU kernel has repacked the weight and freed the original: W = (I W^T)^T
+                if hasattr(module, "cpu_linear") and (not w.numel() or isinstance(module, ParallelLMHead)):
+                    # a CPU kernel computes with a copy of its own and has freed the original, but not that of an
+                    # embedding, which a tied output layer shares: W = (I W^T)^T
                     size = getattr(module, "input_size_per_partition", None) or module.embedding_dim
                     w = module.cpu_linear(torch.eye(size, dtype=w.dtype), w, None)
                 if w.numel():
@@ -85,13 +93,15 @@ def start_vllm(policy: Policy, config: Config, folder: Path) -> tuple[Any, list[
     variables = {"VLLM_LOGGING_LEVEL": "ERROR"}
     if c.device == "cpu":
         variables |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
-        options = {"enforce_eager": True}
+        # a prompt cut into chunks kills vLLM here: it would rewind the generator of a seeded reply, and those of a CPU
+        # cannot be; small blocks, since only whole ones are cached
+        options = {"enforce_eager": True, "enable_chunked_prefill": False, "block_size": 32}
     elif c.rollout_gpus:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(own_gpus(c))
         # the other way of sampling with tensor parallelism does not call `compute_logits` (`follow_policy`)
         options = {"tensor_parallel_size": c.rollout_gpus, "enable_batch_sharded_sampling": False}
     else:
-        # IPC handles are Python objects, which vLLM passes between its processes only when told to
+        # IPC handles are Python objects, which vLLM's workers unpickle only when told to
         variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         options = {"enable_sleep_mode": True}
     with launched_alone(variables):
@@ -119,9 +129,10 @@ def start_vllm(policy: Policy, config: Config, folder: Path) -> tuple[Any, list[
                 **options,
             )
         except (RuntimeError, ValueError) as error:
+            room = "VLLM_CPU_KVCACHE_SPACE (GiB)" if c.device == "cpu" else f"--engine_memory {c.engine_memory:g}"
             raise BackendError(
                 f"vLLM could not start, and has said why above; if its KV cache has no room for a conversation of "
-                f"--max_tokens {c.max_tokens}, lower that or raise --engine_memory ({error})"
+                f"--max_tokens {c.max_tokens}, lower that or raise {room} ({error})"
             ) from error
     found = {pid for pair in llm.collective_rpc("end_with", args=(os.getpid(), str(folder))) for pid in pair}
     llm.collective_rpc("follow_policy", args=(policy.suppressed_ids, c.temperature))
@@ -153,7 +164,9 @@ def open_transfer(llm: Any, config: Config, trainer: TorchTrainer) -> Any:
     if config.rollout_gpus:
         info = NCCLTrainerInitInfo("127.0.0.1", free_port(), 1 + config.rollout_gpus, rank=0)
     else:
-        info = IPCTrainerInitInfo(packed=True, rank=0)
+        # a tensor travels whole: the embedding of the 7B model is more than the usual buffer of 1 GiB
+        largest = max(dtype.itemsize * math.prod(shape) for _, dtype, shape in trainer.shapes())
+        info = IPCTrainerInitInfo(packed=True, packed_buffer_size_bytes=max(2**28, largest), rank=0)
     return WeightTransferTrainerFactory.trainer_init(info, client=Client(llm), source=Source())
 
 
@@ -168,6 +181,8 @@ class Client:
         self.llm.init_weight_transfer_engine({"init_info": init_info})
 
     def update_weights(self, update_info: dict) -> None:
+        if handles := update_info.pop("ipc_handles", None):  # a message holds no Python objects, hence as text
+            update_info["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(handles)).decode()
         self.llm.update_weights({"update_info": update_info})
 
 
@@ -193,11 +208,16 @@ def check_vllm(policy: Policy, config: Config) -> None:
     """Before anything is written: raises ValueError where vLLM cannot run this model here."""
     if config.rollout_gpus:
         own_gpus(config)
+    c = policy.model.config.get_text_config()
+    if config.max_tokens >= c.max_position_embeddings:
+        raise ValueError(
+            f"--max_tokens is {config.max_tokens}, but must be below the {c.max_position_embeddings} positions of the "
+            "model, where --engine is vllm"
+        )
     if config.device != "cpu":
         return
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    c = policy.model.config.get_text_config()
     size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     if size not in (sizes := CPUAttentionBackend.get_supported_head_sizes()):
         known = ", ".join(map(str, sizes))

@@ -85,6 +85,22 @@ def test_a_wait_has_a_deadline_that_names_its_phase():
     time.sleep(0.3)  # no alarm is left behind
 
 
+def test_a_wait_that_no_signal_reaches_ends_all_the_same():
+    """As one for NCCL: the main thread waits in C for a lock that it holds, and Python's signal handlers never run."""
+    script = """
+import ctypes
+from freshper import backends
+backends.GRACE = 1.0
+lock, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+with backends.deadline("the sync", 0.5):
+    libc.pthread_mutex_lock(lock)
+    libc.pthread_mutex_lock(lock)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.strip() == "stopped: the sync took longer than --timeout 0.5 s"
+
+
 def test_the_measurements_for_gpus_can_be_taken_on_a_cpu(model_folder, tmp_path):
     settings = """--preset tiny --device cpu --engine hf --trainer torch --iterations 2 --rollout_batch_size 4
     --batch_size 4 --eval_episodes 4 --max_turns 2 --format_penalty 0.15""".split()
