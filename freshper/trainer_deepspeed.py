@@ -115,8 +115,8 @@ class DeepSpeedTrainer(TorchTrainer):
         return self._together("logprobs", batch)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter, whole. With ZeRO-3 each is put together in turn and valid until the next is asked for;
-        the iterator must be used up, since the other ranks take part in it."""
+        """Every parameter, whole. With ZeRO-3 each is put together in turn and takes memory as long as it is kept; the
+        iterator must be used up, since the other ranks take part in it."""
         if self.config.zero_stage < 3:
             yield from super().weights()
             return

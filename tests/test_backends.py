@@ -12,6 +12,7 @@ import pytest
 import train
 from freshper.backends import BackendError, deadline
 from freshper.config import parse_args
+from freshper.vllm_processes import check_vllm
 
 ROOT = Path(__file__).parent.parent
 
@@ -70,6 +71,13 @@ def test_two_gpus_do_not_hold_the_layout_of_four(monkeypatch):
     config = parse_args(["--env", "frozenlake_vlm"])
     assert config.preset == "tiny"
     assert config.reason == "there are 2 GPUs, the paper's layout takes 4, or a single one"
+
+
+def test_vllm_needs_a_position_for_each_token(text_policy):
+    assert text_policy.model.config.max_position_embeddings == 4096
+    allowed = r"--max_tokens is 4096, but must be below the 4096 positions of the model, where --engine is vllm"
+    with pytest.raises(ValueError, match=allowed):
+        check_vllm(text_policy, parse_args("--preset tiny --engine vllm --max_tokens 4096".split()))
 
 
 def test_a_wait_has_a_deadline_that_names_its_phase():

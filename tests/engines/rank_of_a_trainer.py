@@ -71,7 +71,8 @@ def main(out, before, first, last, *flags):
     arguments = [(episodes,), (episodes, weights, moments), (episodes[:3], weights[:3])]
     found["updates"] = [trainer.update(*arguments[k % 3]) for k in range(int(first), int(last))]
     found["after"] = trainer.logprobs(collate(episodes))
-    found["weights"] = {name: weight.float().clone() for name, weight in trainer.weights()}
+    kept = list(trainer.weights())  # all at once, as vLLM's sender keeps them until a buffer is full
+    found["weights"] = {name: weight.float().clone() for name, weight in kept}
     found["behavior"] = [e.behavior_logprobs for e in episodes]
     found["lr"] = trainer.optimizer.param_groups[0]["lr"]
     trainer.whole_policy().save(out)
