@@ -108,6 +108,20 @@ def exhibits(preset: str, env: str) -> dict[str, list[str]]:
         # ours: the same search for everyone, and what it found on seeds that it has not seen
         "search": [f"{arm} {setting}" for arm in ("on_policy", *best) for setting in grid],
         "showcase": [f"{arm} {setting}" for arm, setting in best.items()],
+        # what carries FreshPER there: without decay, without base priority, with the stored or recomputed advantage, with
+        # Config A's clip, with four times the batch and a quarter of the iterations (of `--iterations 100`)
+        "factors": [
+            f"freshper {best['freshper']}{change}"
+            for change in (
+                "",
+                " --decay none",
+                " --epsilon 1000",
+                " --replay_advantage stored",
+                " --replay_advantage recompute",
+                f" --advantage_clip {CONFIG_A['advantage_clip']}",
+                f" --rollout_batch_size {4 * fresh} --batch_size {4 * known['batch_size']} --iterations 25 --eval_every 5",
+            )
+        ],
         "ratio": ["on_policy", *(f"freshper --replay_ratio {k}" for k in (1, 2, 4, 8))],
         "epsilon": [f"freshper --epsilon {epsilon}" for epsilon in (1e-6, 0.01, 0.1, 1.0)],
         "advantage": [f"freshper --replay_advantage {mode}" for mode in ("running", "recompute", "stored")],
@@ -139,7 +153,7 @@ def run(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> None:
     if finished(folder):
         return
     method, *arm_flags = arm.split()
-    command = [sys.executable, "train.py", "--env", env, "--method", method, *arm_flags, *flags]
+    command = [sys.executable, "train.py", "--env", env, "--method", method, *flags, *arm_flags]
     resumed = (folder / "config.json").is_file()
     command += ["--seed", str(seed), "--resume" if resumed else "--out", str(folder.resolve())]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)

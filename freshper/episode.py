@@ -21,6 +21,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+PADDING = 0.15  # a batch of episodes alike in length has less than this share of padding
+
 
 class NonFiniteError(ArithmeticError):
     """A log-prob, loss or gradient stopped being a number. Names the phase and the seed of the episode."""
@@ -69,11 +71,27 @@ class Batch(NamedTuple):
         tokens, mask, logprobs, rewards = (tensor[indices, : max(lengths)] for tensor in self[:4])
         return Batch(tokens, mask, logprobs, rewards, [self.images[i] for i in indices], lengths)
 
-    def micro_batches(self, size: int) -> Iterator[tuple[list[int], "Batch"]]:
-        """(row numbers, batch of these rows) for groups of `size` rows alike in length, so that little is padding."""
-        order = sorted(range(len(self.lengths)), key=self.lengths.__getitem__)
-        for k in range(0, len(order), size):
-            yield order[k : k + size], self.rows(order[k : k + size])
+    def micro_batches(self, most: int) -> Iterator[tuple[list[int], "Batch"]]:
+        """(row numbers, batch of these rows) for the groups of `alike`."""
+        return ((rows, self.rows(rows)) for rows in alike(self.lengths, most))
+
+
+def alike(lengths: list[int], most: int) -> list[list[int]]:
+    """Row numbers in groups of at most `most` that are alike in length, the shortest first: less than PADDING of the
+    tokens of each are padding. A game may end after one turn or after ten; the gradient does not depend on groups.
+
+    >>> alike([9, 2, 10, 10, 2], most=4)
+    [[4, 1], [0, 3, 2]]
+    """
+    groups: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        group = groups[-1] if groups else []
+        tokens = sum(lengths[k] for k in group) + lengths[row]
+        if group and len(group) < most and tokens > (1 - PADDING) * lengths[group[0]] * (len(group) + 1):
+            group.append(row)
+        else:
+            groups.append([row])
+    return [group[::-1] for group in groups[::-1]]
 
 
 def collate(episodes: list[Episode]) -> Batch:

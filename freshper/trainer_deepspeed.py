@@ -8,7 +8,7 @@ Rank 0 is the controller: it alone has environments, buffer and engine, and runs
 in `serve` for the name of a method and its arguments; then all ranks run that method of TorchTrainer together, on
 their shares of the rows:
 
-    rows sorted by length   0 1 2 3 | 4 5 6 7 | 8        micro_batch_size 2, two ranks
+    rows alike in length    0 1 2 3 | 4 5 6 7 | 8        micro_batch_size 2, two ranks
     rank 0                  0   2     4   6     8
     rank 1                    1   3     5   7     (8)    a rank without a row gets one whose action mask is empty
 
@@ -39,7 +39,7 @@ import torch.distributed as dist
 
 from freshper.backends import BackendError, free_port, last_resort
 from freshper.config import Config
-from freshper.episode import Batch, Episode, NonFiniteError
+from freshper.episode import Batch, Episode, NonFiniteError, alike
 from freshper.models import Policy
 from freshper.trainer import TorchTrainer, action_logprobs
 from freshper.zero_state import put_state, whole_state
@@ -216,15 +216,13 @@ class DeepSpeedTrainer(TorchTrainer):
 
     def _shares(self, batch: Batch) -> Iterator[tuple[list[int], Batch]]:
         """The same number of micro-batches on every rank, alike in length."""
-        order = sorted(range(len(batch.lengths)), key=batch.lengths.__getitem__)
-        stride = self.config.micro_batch_size * self.ranks
-        for k in range(0, len(order), stride):
-            rows = order[k : k + stride][self.rank :: self.ranks]
+        for group in alike(batch.lengths, self.config.micro_batch_size * self.ranks):
+            rows = group[self.rank :: self.ranks]
             if rows:
                 yield rows, batch.rows(rows)
             else:
-                spare = batch.rows(order[k : k + 1])
-                yield order[k : k + 1], spare._replace(action_mask=torch.zeros_like(spare.action_mask))
+                spare = batch.rows(group[:1])
+                yield group[:1], spare._replace(action_mask=torch.zeros_like(spare.action_mask))
 
     def _forward(self, part: Batch, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
         # as many uses of the output layer on every rank: ZeRO-3 gathers it in each
