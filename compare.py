@@ -55,6 +55,7 @@ def exhibits(preset: str, env: str) -> dict[str, list[str]]:
     )
     updates = known["replay_ratio"] + 1
     longer = f"--iterations {updates * known['iterations']} --eval_every {updates * known['eval_every']}"
+    large = f"--rollout_batch_size {4 * fresh} --batch_size {4 * known['batch_size']} --iterations 25 --eval_every 5"
     minibatches = f"--capacity {fresh} --batch_size {fresh // 2} --replay_ratio 4"
     grid = [
         f"--lr {lr} --format_penalty {f}" for lr, f in ((5e-4, 0), (1e-3, 0), (5e-4, 0.15), (1e-3, 0.15), (2e-3, 0.15))
@@ -108,8 +109,8 @@ def exhibits(preset: str, env: str) -> dict[str, list[str]]:
         # ours: the same search for everyone, and what it found on seeds that it has not seen
         "search": [f"{arm} {setting}" for arm in ("on_policy", *best) for setting in grid],
         "showcase": [f"{arm} {setting}" for arm, setting in best.items()],
-        # what carries FreshPER there: without decay, without base priority, with the stored or recomputed advantage, with
-        # Config A's clip, with four times the batch and a quarter of the iterations (of `--iterations 100`)
+        # what carries FreshPER there: each in turn changed to what the paper does or to nothing; four times the batch
+        # with a quarter of the iterations (of `--iterations 100`)
         "factors": [
             f"freshper {best['freshper']}{change}"
             for change in (
@@ -119,7 +120,7 @@ def exhibits(preset: str, env: str) -> dict[str, list[str]]:
                 " --replay_advantage stored",
                 " --replay_advantage recompute",
                 f" --advantage_clip {CONFIG_A['advantage_clip']}",
-                f" --rollout_batch_size {4 * fresh} --batch_size {4 * known['batch_size']} --iterations 25 --eval_every 5",
+                f" {large}",
             )
         ],
         "ratio": ["on_policy", *(f"freshper --replay_ratio {k}" for k in (1, 2, 4, 8))],
