@@ -18,7 +18,11 @@ is 2048). "rollout" is in seconds with the environments, "engine" without; token
 over rounds in which the engines alternate, after an untimed game of each. "fed" is how many times as many tokens
 GenerateEngine runs through the model: the most to be gained where the cost of a token does not depend on its place.
 
+`--layers 1`: as many layers of Qwen2.5-0.5B's shape in place of the tiny model, terse prompts, one round. There the
+weights take the time, as in every model in use; in the tiny one attention does, whose work grows with the context.
+
     python benchmarks/rollout.py [--images]        about a minute
+    python benchmarks/rollout.py --layers 1        five
 """
 
 import argparse
@@ -29,6 +33,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -40,6 +45,7 @@ from freshper.trainer import keep_freed_memory
 
 SEEDS, TURNS, REPLY, ROUNDS = list(range(64)), 10, 4, {"terse": 5, "full": 1}
 SPEEDUP, GROWTH = 4.0, 1.5  # the targets: at least, at most
+QWEN = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
 
 
 class EndlessLake(FrozenLake):
@@ -140,10 +146,15 @@ def compare(policy, style, images):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--images", action="store_true", help="the lake as pictures, with the tiny Qwen2.5-VL")
-    images = parser.parse_args().images
+    parser.add_argument("--layers", type=int, default=0, help="of Qwen2.5-0.5B's shape")
+    args = parser.parse_args()
+    images = args.images
     torch.set_num_threads(1)
     keep_freed_memory()
     policy = build_policy(FrozenLake(image=images))
+    if args.layers:
+        shape = policy.model.config.to_dict() | QWEN | {"num_hidden_layers": args.layers, "layer_types": None}
+        policy.model, ROUNDS = Qwen2ForCausalLM(Qwen2Config(**shape)), {"terse": 1}
     policy.freeze_vision = images  # as in the tiny preset: a picture is seen once and remembered
     policy.suppressed_ids = [*policy.suppressed_ids, policy.eos_id]
     for style, (speedup, growth) in {style: compare(policy, style, images) for style in ROUNDS}.items():
