@@ -68,7 +68,7 @@ def train(
         # 7: for k = 1, ..., K
         for _ in range(config.replay_ratio):
             # 8: sample batch S from B with P(i) ~ p_i^alpha, stratified
-            replay = buffer.sample(config.batch_size)
+            replay = buffer.sample(config.batch_size, age_clock())
             # 9: compute IS weights w_i (beta = 0 gives 1 everywhere)
             progress = iteration / max(1, config.iterations - 1)
             beta = annealed_beta(config.beta, progress) if config.is_correction else 0.0

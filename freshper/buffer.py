@@ -39,12 +39,14 @@ class Replay(NamedTuple):
     episodes: list[Episode]  # [B]
     indices: np.ndarray  # int64 [B]: slots, for update_base_priorities
     probabilities: np.ndarray  # float64 [B]: P(i), eq. per_sampling
-    ages: np.ndarray  # int64 [B]: Delta_i in optimizer steps, as of the last refresh
+    ages: np.ndarray  # int64 [B]: Delta_i = t - t_i
 
 
 class ReplayBuffer:
-    """Trajectory-level prioritized replay. Raises ValueError for capacity < 1, alpha outside [0, 1],
-    an unknown eviction, and base priorities that are not finite and positive."""
+    """Trajectory-level prioritized replay. Its clock t is the caller's: optimizer steps, or iterations.
+
+    Raises ValueError for capacity < 1, alpha outside [0, 1], an unknown eviction, and base priorities that are not
+    finite and positive."""
 
     def __init__(
         self,
@@ -79,7 +81,7 @@ class ReplayBuffer:
         return len(self.episodes)
 
     def add(self, episodes: list[Episode], base_priorities: np.ndarray, step: int) -> None:
-        """Line 4: store episodes collected at optimizer step t_i = `step`, at age 0, evicting when full.
+        """Line 4: store episodes collected at t_i = `step`, at age 0, evicting when full.
 
         The buffer keeps copies of its own: pictures that it already holds are shared.
         """
@@ -115,14 +117,15 @@ class ReplayBuffer:
         """`refresh` on the buffer's own thread ("async on CPU"). `.result()` waits and passes errors on."""
         return self._thread.submit(self.refresh, step)
 
-    def sample(self, batch_size: int) -> Replay:
-        """Line 8: a stratified draw with P(i) ~ p_i^alpha. Raises ValueError where the buffer is empty."""
+    def sample(self, batch_size: int, step: int = 0) -> Replay:
+        """Line 8: a stratified draw with P(i) ~ p_i^alpha. Raises ValueError where the buffer is empty. `step` is the
+        clock, if it has moved on since the last refresh: the ages returned are as of then."""
         with self._lock:
             indices = self.tree.stratified_sample(batch_size, self.rng)
             probabilities = self.tree[indices] / self.tree.total()
             np.add.at(self.draws, indices, 1)  # counts in P(i) from the next refresh on
             episodes = list(map(self.episodes.__getitem__, indices.tolist()))
-            return Replay(episodes, indices, probabilities, self.now - self.steps[indices])
+            return Replay(episodes, indices, probabilities, max(step, self.now) - self.steps[indices])
 
     def update_base_priorities(self, indices: np.ndarray, priorities: np.ndarray) -> None:
         """Section 3.5, "Priority Update": for |advantage| or |TD error| priorities, after a training step. Those that
@@ -140,7 +143,7 @@ class ReplayBuffer:
             return [self.episodes[i] for i in np.argsort(self.order[: len(self)])[-n:]]
 
     def ages(self) -> np.ndarray:
-        """Delta_i of every entry in optimizer steps, int64 [N]."""
+        """Delta_i of every entry at the last refresh, in steps of the clock, int64 [N]."""
         with self._lock:
             return self.now - self.steps[: len(self)]
 
@@ -179,7 +182,8 @@ class ReplayBuffer:
             p = p * self.decay(self.draws[slots] if self.decay_by == "draws" else self.now - self.steps[slots])
         # A priority that has decayed below the smallest float must stay drawable while nothing else is
         # left, or a buffer of only stale entries has no mass to sample from.
-        return np.maximum(p**self.alpha, np.finfo(np.float64).tiny)
+        # without base priorities (alpha 0) an age limit still is one: 0^0 would be 1
+        return np.maximum(np.where(p > 0.0, p**self.alpha, 0.0), np.finfo(np.float64).tiny)
 
     def _free_slots(self, n: int) -> np.ndarray:
         """n slots to write: the unused ones first, then those to evict."""

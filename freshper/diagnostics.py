@@ -36,7 +36,7 @@ import numpy as np
 class Bin(NamedTuple):
     """Trajectories of similar age. All but `age` and `n` are estimates, see the module's head."""
 
-    age: float  # mean Delta, optimizer steps
+    age: float  # mean Delta, in the unit of --age_unit
     n: int
     ess: float  # ESS / n of trajectories
     ess_token: float  # ESS / n of tokens
@@ -93,7 +93,7 @@ class Fit(NamedTuple):
 
     @property
     def steps(self) -> float:
-        """1 / rate in optimizer steps, tau of eq. age_decay; infinite where nothing drifts."""
+        """1 / rate in the unit of age, tau of eq. age_decay; infinite where nothing drifts."""
         return 1.0 / self.rate if self.rate else float("inf")
 
 
@@ -131,17 +131,17 @@ def plot(folder: Path, bins: int = 12) -> list[Bin]:
     ess.semilogy(age, column["ess"], "o-", label="trajectories")
     ess.semilogy(age, np.exp(-column["kl"]), "k--", label="exp(-KL(theta||mu)), eq. ess_decay")
     ess.semilogy(age, column["ess_token"], "s-", label="tokens")
-    ess.set(title="ESS / n", xlabel="age, optimizer steps")
+    ess.set(title="ESS / n", xlabel="age")
     kl.plot(age, column["kl"], "o-", label="KL(theta||mu)")
     kl.plot(age, column["kl_reverse"], "s-", label="KL(mu||theta)")
     line = fit(age, column["kl"])
     kl.plot(age, line.rate * age + line.offset, "k--", label=f"1/rate {line.steps:.0f} steps, R² {line.r2:.2f}")
-    kl.set(title="KL divergence of trajectories, nats", xlabel="age, optimizer steps")
+    kl.set(title="KL divergence of trajectories, nats", xlabel="age")
     clip.plot(age, column["clipped"], "o-", label="clipped action tokens")
     clip.plot(age, column["zero_reward"], "s-", label="trajectories of zero reward")
-    clip.set(title="shares of what was replayed", xlabel="age, optimizer steps", ylim=(-0.02, 1.02))
+    clip.set(title="shares of what was replayed", xlabel="age", ylim=(-0.02, 1.02))
     drawn.hist(rows["age"], bins=40)
-    drawn.set(title="ages that were drawn", xlabel="age, optimizer steps")
+    drawn.set(title="ages that were drawn", xlabel="age")
     for axes in (ess, kl, clip):
         axes.legend(fontsize="small")
     figure.savefig(folder / "diagnostics.png", dpi=120)

@@ -38,7 +38,7 @@ class Episode:
     reward: float  # the episode's return, the sum of turn_rewards (gamma = 1)
     turn_rewards: np.ndarray  # float32 [n]
     images: list[np.ndarray] = field(default_factory=list)  # uint8 [H, W, 3], in the order of their placeholders
-    step: int = 0  # t_i: the optimizer step at collection
+    step: int = 0  # t_i: when it was collected, in optimizer steps (or iterations, --age_unit)
     env: str = ""
     seed: int = 0  # what the environment was reset with
     info: dict = field(default_factory=dict)  # success, invalid replies, replies as text, ...

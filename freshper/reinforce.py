@@ -19,8 +19,10 @@ Where the paper is silent, and what we do:
 - *Whitening* of a fresh batch is over all its action tokens (population variance), as in REINFORCE++.
 - *The replay advantage* is undefined in the paper. A replay batch drawn by |r| + epsilon can hold nothing
   but successes; whitened over itself its advantage is zero and the replay gradient dies silently. The
-  default `running` therefore measures against the returns that were *collected* lately. `recompute`
-  (the authors' code) and `stored` are there to compare.
+  default `running` therefore measures against the returns that were *collected* lately, each episode counting
+  once with the mean of its G_t. `recompute` (the authors' code) and `stored` are there to compare.
+- *The KL penalty in the reward* is that of the policy that acted, recorded once at line 3: so both sides of a replay
+  advantage, G_t and what it is measured against, hold the same r_t.
 - *Dual clip* (Ye et al., AAAI 2020; ROLL, the paper's framework, has it too): where A_t < 0, rho_t A_t has no
   lower bound, and a stale failure whose tokens have become likely since rules the whole batch. Bounding it by
   `dual_clip` * A_t keeps replay stable; 0 leaves the loss as it is above.
@@ -33,7 +35,7 @@ from collections import deque
 
 import torch
 
-from freshper.episode import Episode, collate
+from freshper.episode import Batch, Episode, collate
 
 
 def returns_to_go(rewards: torch.Tensor) -> torch.Tensor:
@@ -62,31 +64,47 @@ def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
     return log_ratio.exp() - log_ratio - 1.0
 
 
+def padded(episodes: list[Episode], name: str) -> torch.Tensor:
+    """What the trainer noted in `info` of each token, float32 [B, T], 0 where padded."""
+    return torch.nn.utils.rnn.pad_sequence([torch.from_numpy(e.info[name]) for e in episodes], batch_first=True)
+
+
+def shaped(batch: Batch, episodes: list[Episode]) -> Batch:
+    """The batch with r_t - kl_coef * k1_t for rewards, where line 3 has noted that penalty (`kl_penalty`)."""
+    if "kl_penalty" not in episodes[0].info:
+        return batch
+    return batch._replace(rewards=batch.rewards - padded(episodes, "kl_penalty"))
+
+
 class ReplayBaseline:
     """What the advantage of a replayed episode is measured against: decisions of ours, see the module's head.
 
-    `running`: mean and std of the returns of the last `window` collected episodes.
+    `running`: mean and std of G_t over the last `window` collected episodes.
     `stored`: those of the action tokens of the batch the episode was collected with.
     `recompute`: those of the replay batch itself.
     """
 
     def __init__(self, mode: str, window: int):
         self.mode = mode
-        self.returns: deque[float] = deque(maxlen=window)
+        self.returns: deque[list[float]] = deque(maxlen=window)  # an episode's means of G_t and of G_t^2
 
     def observe(self, episodes: list[Episode]) -> None:
         """Take note of freshly collected episodes, before they are stored."""
-        self.returns.extend(e.reward for e in episodes)
-        batch = collate(episodes)
-        collected = returns_to_go(batch.rewards)[batch.action_mask].double()
-        for episode in episodes:
-            episode.info["moments"] = (collected.mean().item(), collected.std(correction=0).item())
+        batch = shaped(collate(episodes), episodes)
+        returns = returns_to_go(batch.rewards).double()  # [B, T]
+        if self.mode == "stored":
+            collected = returns[batch.action_mask]
+            for episode in episodes:
+                episode.info["moments"] = (collected.mean().item(), collected.std(correction=0).item())
+        tokens = batch.action_mask.sum(-1)
+        powers = [torch.where(batch.action_mask, returns**k, 0.0).sum(-1) / tokens for k in (1, 2)]
+        self.returns.extend(torch.stack(powers, dim=1).tolist())
 
-    def state_dict(self) -> dict[str, list[float]]:
-        """The returns in the window; the moments of `stored` travel with the episodes."""
+    def state_dict(self) -> dict[str, list[list[float]]]:
+        """The window; the moments of `stored` travel with the episodes."""
         return {"returns": list(self.returns)}
 
-    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+    def load_state_dict(self, state: dict[str, list[list[float]]]) -> None:
         self.returns.clear()
         self.returns.extend(state["returns"])
 
@@ -96,10 +114,10 @@ class ReplayBaseline:
             return None
         if self.mode == "stored":
             return torch.tensor([e.info["moments"] for e in episodes]).T[..., None]
-        returns = torch.tensor(self.returns, dtype=torch.float64)
+        mean, square = torch.tensor(self.returns, dtype=torch.float64).mean(0)
         # returns that differ by rounding alone (ten times -0.1 in another order) must not become advantages
-        pair = torch.stack([returns.mean(), returns.std(correction=0).clamp_min(1e-3)]).float()
-        return pair[:, None, None].expand(2, len(episodes), 1)
+        std = (square - mean**2).clamp_min(1e-6).sqrt()
+        return torch.stack([mean, std]).float()[:, None, None].expand(2, len(episodes), 1)
 
 
 def advantages(

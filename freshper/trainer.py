@@ -32,7 +32,7 @@ from freshper.config import Config
 from freshper.episode import Batch, Episode, NonFiniteError, collate
 from freshper.models import Policy
 from freshper.priority import reward_priority
-from freshper.reinforce import advantages, kl_k1, policy_loss
+from freshper.reinforce import advantages, kl_k1, padded, policy_loss, shaped
 
 DRIFT = ("log_ratio", "ratio", "ratio_sq", "kl", "clipped")  # sums that `policy_loss` gives for each row
 LOGITS_AT_ONCE = 2**27  # numbers: 0.5 GB in float32, 883 tokens with Qwen2.5's vocabulary of 151,936
@@ -105,7 +105,8 @@ class TorchTrainer:
         of the ratio pi_trainer / pi_engine. With `truncated_is` the episodes keep that ratio, capped, for the updates.
         """
         self.make_room()
-        logprobs = self.logprobs(collate(episodes))
+        batch = collate(episodes)
+        logprobs = self.logprobs(batch)
         self._check("the behaviour log-probs", torch.isfinite(logprobs).all(-1), episodes)
         differences = []
         for episode, row in zip(episodes, logprobs.numpy(), strict=True):
@@ -116,18 +117,19 @@ class TorchTrainer:
                 episode.info["truncated_is"] = np.minimum(np.exp(difference), self.config.truncated_is)
             if self.config.behavior_logprobs == "trainer":
                 episode.behavior_logprobs = recorded.copy()
+        if self.config.kl_reward_coef:
+            batch, reference = collate(episodes), self.logprobs(batch, reference=True)
+            penalty = self.config.kl_reward_coef * kl_k1(batch.behavior_logprobs, reference) * batch.action_mask
+            for episode, row in zip(episodes, penalty.numpy(), strict=True):
+                episode.info["kl_penalty"] = row[: len(episode.tokens)].copy()
         all_differences = np.concatenate(differences)
         low, high = np.exp(np.quantile(all_differences, (0.01, 0.99))).tolist()
         return {"mismatch": float(np.abs(all_differences).mean()), "mismatch_p01": low, "mismatch_p99": high}
 
-    @torch.no_grad()
-    def logprobs(self, batch: Batch) -> torch.Tensor:
-        """log pi_theta of the action tokens at the sampling temperature, float32 [B, T] on the CPU, 0 off the mask."""
-        self.policy.model.eval()
-        out = torch.zeros(batch.tokens.shape)
-        for rows, part in self._shares(batch):
-            out[rows, : part.tokens.shape[1]] += self._forward(part)[0].cpu()
-        return self._sum(out)
+    def logprobs(self, batch: Batch, reference: bool = False) -> torch.Tensor:
+        """log pi_theta of the action tokens at the sampling temperature, float32 [B, T] on the CPU, 0 off the mask;
+        or log pi_ref, of the policy as it was at the start."""
+        return self._logprobs(batch, reference)
 
     def update(
         self, episodes: list[Episode], weights: np.ndarray | None = None, moments: torch.Tensor | None = None
@@ -139,15 +141,11 @@ class TorchTrainer:
         policy has moved on each episode, [B] (the sums of `policy_loss`, and `tokens`).
         """
         self.make_room()
-        config, batch = self.config, collate(episodes)
-        ref_logprobs = self._ref_logprobs(self.reference, batch) if self.reference else None
-        if ref_logprobs is not None and config.kl_reward_coef:
-            kl = kl_k1(batch.behavior_logprobs, ref_logprobs) * batch.action_mask
-            batch = batch._replace(rewards=batch.rewards - config.kl_reward_coef * kl)
+        config, batch = self.config, shaped(collate(episodes), episodes)
+        ref_logprobs = self._logprobs(batch, reference=True) if config.kl_loss_coef else None
         all_advantages = self.advantages(batch, moments)  # [B, T]
         if config.truncated_is:  # weighs the policy gradient of a token: its objective is proportional to A_t
-            ratios = [torch.from_numpy(e.info["truncated_is"]) for e in episodes]
-            all_advantages = all_advantages * torch.nn.utils.rnn.pad_sequence(ratios, batch_first=True)
+            all_advantages = all_advantages * padded(episodes, "truncated_is")
         all_weights = torch.ones(len(episodes)) if weights is None else torch.as_tensor(weights, dtype=torch.float32)
         tokens = int(batch.action_mask.sum())
         scale = tokens / len(episodes) if config.loss_aggregation == "token_mean" else 1.0
@@ -235,27 +233,30 @@ class TorchTrainer:
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter with its name, whole; an output layer tied to the embedding is written out as well."""
-        named = dict(self.policy.model.named_parameters())
-        yield from ((name, parameter.data) for name, parameter in named.items())
-        if "lm_head.weight" not in named:
-            yield "lm_head.weight", self.policy.model.get_input_embeddings().weight.data
+        yield from ((name, parameter.data) for name, parameter in self._named().items())
 
     def shapes(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Name, type and shape of what `weights` yields, in its order."""
+        return [(name, p.dtype, tuple(getattr(p, "ds_shape", p.shape))) for name, p in self._named().items()]
+
+    def _named(self) -> dict[str, torch.nn.Parameter]:
         named = dict(self.policy.model.named_parameters())
-        if "lm_head.weight" not in named:
-            named["lm_head.weight"] = self.policy.model.get_input_embeddings().weight
-        return [(name, p.dtype, tuple(getattr(p, "ds_shape", p.shape))) for name, p in named.items()]
+        named.setdefault("lm_head.weight", self.policy.model.get_input_embeddings().weight)
+        return named
 
     def close(self) -> None:
         """The end of the run: nothing to do for one process."""
 
     @torch.no_grad()
-    def _ref_logprobs(self, reference: Policy, batch: Batch) -> torch.Tensor:
-        """log pi_ref, [B, T] on the CPU, from the frozen copy of the policy as it was at the start."""
+    def _logprobs(self, batch: Batch, reference: bool) -> torch.Tensor:
+        self.policy.model.eval()
         out = torch.zeros(batch.tokens.shape)
         for rows, part in self._shares(batch):
-            out[rows, : part.tokens.shape[1]] += action_logprobs(reference, part, self.config.temperature)[0].cpu()
+            if reference and self.reference:
+                logprobs = action_logprobs(self.reference, part, self.config.temperature)[0]
+            else:
+                logprobs = self._forward(part)[0]
+            out[rows, : part.tokens.shape[1]] += logprobs.cpu()
         return self._sum(out)
 
     @staticmethod

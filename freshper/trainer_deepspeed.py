@@ -110,9 +110,9 @@ class DeepSpeedTrainer(TorchTrainer):
         """TorchTrainer.update on all ranks."""
         return self._together("update", episodes, weights, moments)
 
-    def logprobs(self, batch: Batch) -> torch.Tensor:
+    def logprobs(self, batch: Batch, reference: bool = False) -> torch.Tensor:
         """TorchTrainer.logprobs on all ranks."""
-        return self._together("logprobs", batch)
+        return self._together("logprobs", batch, reference)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter, whole. With ZeRO-3 each is put together in turn and takes memory as long as it is kept; the
@@ -205,10 +205,7 @@ class DeepSpeedTrainer(TorchTrainer):
 
     def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters one by one, put together from all ranks' parts."""
-        named = dict(self.policy.model.named_parameters())
-        if "lm_head.weight" not in named:
-            named["lm_head.weight"] = self.policy.model.get_input_embeddings().weight
-        for name, parameter in named.items():
+        for name, parameter in self._named().items():
             with deepspeed.zero.GatheredParameters([parameter]):
                 yield name, parameter.data
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from freshper.buffer import ReplayBuffer
-from freshper.priority import exponential_decay, polynomial_decay
+from freshper.priority import age_limit, exponential_decay, polynomial_decay
 
 fast_decay = partial(exponential_decay, tau=3.0)
 
@@ -84,7 +84,17 @@ def test_a_refresh_gives_the_paper_s_priorities():
     replay = buffer.sample(64)
     np.testing.assert_allclose(replay.probabilities, (np.array(leaves) / sum(leaves))[replay.indices], rtol=1e-12)
     np.testing.assert_array_equal(replay.ages, 40 - steps[replay.indices])
+    later = buffer.sample(8, step=42)  # two updates after the refresh
+    np.testing.assert_array_equal(later.ages, 42 - steps[later.indices])
     assert [e.seed for e in replay.episodes] == [buffer.episodes[i].seed for i in replay.indices]
+
+
+def test_an_age_limit_holds_where_base_priorities_do_not_count():
+    buffer = ReplayBuffer(10, 0.0, partial(age_limit, tau=5.0))
+    buffer.add(episodes(4), np.ones(4), step=0)
+    buffer.add(episodes(4, start=4), np.ones(4), step=10)
+    buffer.refresh(11)
+    assert {e.seed for e in buffer.sample(64).episodes} == {4, 5, 6, 7}
 
 
 def test_new_entries_gain_on_old_ones_only_by_age():

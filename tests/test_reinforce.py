@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from freshper.config import parse_args
 from freshper.episode import NonFiniteError, collate
 from freshper.models import Policy
-from freshper.reinforce import ReplayBaseline, advantages, kl_k1, kl_k3, policy_loss, returns_to_go, whiten
+from freshper.reinforce import ReplayBaseline, advantages, kl_k1, kl_k3, policy_loss, returns_to_go, shaped, whiten
 from freshper.trainer import TorchTrainer, action_logprobs
 
 
@@ -137,11 +137,17 @@ def test_replay_baselines():
     running = ReplayBaseline("running", window=6)
     running.observe(old)
     running.observe(new)
-    returns = [e.reward for e in old[2:] + new]
+    # each episode counts once, with the mean over its action tokens of what was still to come
+    first, second = [], []
+    for e in old[2:] + new:
+        turn_of_token = np.repeat(np.arange(len(e.turn_rewards)), np.diff(np.append(-1, e.turn_ends())))
+        to_go = [e.turn_rewards[n:].astype(float).sum() for n in turn_of_token[e.action_mask[: len(turn_of_token)]]]
+        first.append(np.mean(to_go))
+        second.append(np.mean(np.square(to_go)))
     mean, std = running.moments(old[:3])
     assert mean.shape == (3, 1)
-    np.testing.assert_allclose(mean, np.mean(returns), rtol=1e-5)
-    np.testing.assert_allclose(std, np.std(returns), rtol=1e-5)
+    np.testing.assert_allclose(mean, np.mean(first), rtol=1e-5)
+    np.testing.assert_allclose(std, np.sqrt(np.mean(second) - np.mean(first) ** 2), rtol=1e-5)
     assert ReplayBaseline("recompute", 6).moments(old) is None
     # `stored` replays exactly the advantages of collection, whatever the replay batch is made of
     stored = ReplayBaseline("stored", window=6)
@@ -174,17 +180,29 @@ def test_a_replay_batch_of_successes_only_keeps_its_gradient_with_running_and_lo
 def test_rounding_is_not_an_advantage():
     """Failures of equal return, summed in another order, have no advantage against the running baseline."""
     rng = np.random.default_rng(0)
-    episodes = [make_episode(rng, turns=10) for _ in range(64)]
-    for e in episodes:
-        e.turn_rewards = rng.permutation(np.float32([-0.1] * 7 + [-0.3, 0.2, 11.1]))
-        e.reward = float(e.turn_rewards.sum())
-    assert len({e.reward for e in episodes}) > 1  # float32 sums depend on the order
+    episodes = [make_episode(rng, turns=1) for _ in range(64)]
+    for n, e in enumerate(episodes):
+        e.turn_rewards = np.float32([np.nextafter(np.float32(10.0), np.float32(11.0)) if n % 2 else 10.0])
     baseline = ReplayBaseline("running", 100)
     baseline.observe(episodes)
     batch = collate(episodes)
-    found = advantages(batch.rewards, batch.action_mask, 20.0, baseline.moments(episodes))
-    first = batch.action_mask.float().argmax(1)
-    assert found[torch.arange(64), first].abs().max() < 1e-2
+    assert advantages(batch.rewards, batch.action_mask, 20.0, baseline.moments(episodes)).abs().max() < 1e-2
+
+
+@pytest.mark.parametrize("mode", ["running", "stored"])
+def test_rewards_in_every_turn_leave_the_mean_advantage_of_what_was_collected_at_zero(mode):
+    """-1 a turn: an early token has more of them to come than a late one. Against the returns of whole episodes nearly
+    every token would look good."""
+    rng = np.random.default_rng(0)
+    episodes = [make_episode(rng, turns=8) for _ in range(32)]
+    for e in episodes:
+        e.turn_rewards = np.full(8, -1.0, dtype=np.float32)
+    baseline = ReplayBaseline(mode, 100)
+    baseline.observe(episodes)
+    batch = collate(episodes)
+    found = advantages(batch.rewards, batch.action_mask, 20.0, baseline.moments(episodes))[batch.action_mask]
+    assert abs(found.mean()) < 0.1
+    assert 0.9 < found.std() < 1.1
 
 
 def config(**changes):
@@ -311,6 +329,19 @@ def test_kl_in_the_reward(text_policy):
     found = advantages(rewards, batch.action_mask, 20.0)
     np.testing.assert_allclose(found[batch.action_mask], expected, rtol=1e-3, atol=1e-3)
     assert trainer_for(text_policy).reference is None
+    # noted at line 3; a batch of the same kind, replayed, is measured against returns that hold the same penalty
+    trainer.record_behavior_logprobs(episodes)
+    with torch.no_grad():  # pi_ref differs from pi_mu
+        for weight in trainer.reference.model.parameters():
+            weight.mul_(1.3)
+    trainer.record_behavior_logprobs(episodes)
+    with_penalty = shaped(collate(episodes), episodes)
+    assert (with_penalty.rewards - batch.rewards).abs().sum() > 0.1
+    for mode in ("running", "stored"):
+        baseline = ReplayBaseline(mode, 100)
+        baseline.observe(episodes)
+        found = advantages(with_penalty.rewards, batch.action_mask, 20.0, baseline.moments(episodes))
+        assert abs(found[batch.action_mask].mean()) < 0.2
 
 
 def test_an_update_moves_log_probs_with_the_advantage(text_policy):
