@@ -18,8 +18,9 @@ episodes, `eval_*` on held-out seeds (empty where not evaluated), the environmen
 over action tokens; `sync_error` the largest difference over a fixed probe, with vLLM, where proven;
 `grad_norm`, `clip_fraction` (ratios cut by the PPO clip), `kl`
 (k3 of pi_mu against pi_theta) of the on-policy update; `replay_*` means over the K replay updates, where
-`replay_age` is in the unit of `--age_unit`, `tau` the estimate of `--tau auto`, `replay_success` the share of successes drawn
-and `replay_nonzero_advantages` the share of their action tokens that carry any gradient; `mean_age` over the buffer.
+`replay_age` is in the unit of `--age_unit`, `tau` the estimate of `--tau auto`, `replay_success` the share of successes
+drawn and `replay_nonzero_advantages` the share of their action tokens that carry any gradient; `mean_age` over the
+buffer.
 """
 
 import contextlib
