@@ -162,7 +162,6 @@ class AnySize(gymnasium.spaces.Box):
 class GeoQA(Attempts):
     """`cell_size`: pixels of a square of the generated figures' grid."""
 
-    metrics = ("first_success",)
     words = (*(short for short, _ in QUESTIONS.values()), " circle", " triangle", " rectangle", " a", " b", " c", " d")
     words += (" e", *FEEDBACK, *(f" {value}" for value in VALUES))  # in captions a point is a column and a row
     warm_start = ((250, 1), (150, 3))  # first to see, then to play
