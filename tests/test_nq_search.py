@@ -5,6 +5,7 @@ import json
 import re
 import threading
 import time
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -214,6 +215,15 @@ def test_and_one_that_never_behaves_is_given_up_in_bounded_time(manner, serve):
         retrieve(server.url, ["a"], 3, timeout=0.6, attempts=2)
     assert time.monotonic() - began < 5  # 2 x 0.6 and a pause of 0.2, on a busy machine
     assert len(server.requests) == 2
+
+
+def test_the_time_of_an_attempt_includes_connecting(serve, monkeypatch):
+    connect = HTTPConnection.connect
+    monkeypatch.setattr(HTTPConnection, "connect", lambda self: (time.sleep(1.5), connect(self)))
+    began = time.monotonic()
+    with pytest.raises(SearchError):
+        retrieve(serve("trickle").url, ["a"], 3, timeout=2, attempts=1)
+    assert time.monotonic() - began < 3
 
 
 def test_no_server_at_all():
