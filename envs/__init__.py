@@ -1,5 +1,6 @@
-"""The environments of the paper, one file each. `ENVS` maps the name behind `--env` to a callable that makes
-the environment with its defaults; keyword arguments (`slippery=True`, `style="full"`) change them."""
+"""The environments of the paper (section 4.1, appendix D), one file each. `ENVS` maps the name behind `--env` to a
+callable that makes the environment with its defaults; keyword arguments (`slippery=True`, `style="full"`) change
+them."""
 
 import warnings
 from collections.abc import Callable

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from envs.answers import final_answer
-from envs.base import EVAL_SEEDS, FORMAT_PENALTY, Observation, TextEnv, held_out, observations
+from envs.base import FORMAT_PENALTY, Observation, TextEnv, held_out, observations
 from envs.data import load_rows, row_for
 
 MAX_QUESTION = 10_000  # characters
@@ -88,7 +88,7 @@ class Attempts(TextEnv):
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Observation, dict]:
         """One seed is one question; successive seeds go through the shuffled rows of `data`."""
         super().reset(seed=seed)
-        seed = int(self.np_random.integers(EVAL_SEEDS)) if seed is None else seed
+        seed = self.episode_seed(seed)
         if self.data:
             split = "validation" if held_out(seed) else "train"
             self.question = row_for(self._questions(split)[0], seed)

@@ -70,6 +70,10 @@ class TextEnv(gymnasium.Env):
         self.style, self.format_penalty = style, format_penalty
         self.max_turns = max_turns or self.max_turns
 
+    def episode_seed(self, seed: int | None) -> int:
+        """The seed that `reset` got; where it got none, a new one, of training."""
+        return int(self.np_random.integers(EVAL_SEEDS)) if seed is None else seed
+
     @classmethod
     def step_many(cls, envs: list[Self], replies: list[str]) -> Iterable[tuple]:
         """One turn in each environment, one after the other. Tasks that ask a service override this to ask it once

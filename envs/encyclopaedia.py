@@ -1,6 +1,7 @@
 """A made-up encyclopaedia and questions about it: GENERATED stand-ins for Wikipedia and Natural Questions.
 
-Ours; it lets the NQ task run without a download, and a tiny model learn it. 1,024 people, each with an article
+Not in the paper; it lets the NQ task run without a download, and a tiny model learn it. 1,024 people, each with an
+article
 
     Ada Finch
     born Oslo, job cook, friend Bo Hale
@@ -8,8 +9,8 @@ Ours; it lets the NQ task run without a download, and a tiny model learn it. 1,0
 which makes 3,072 facts. A question asks for a place or a job: of a person (one hop), or of a person's friend (two hops:
 the friend's name stands in the first article, the answer in the second). Everything follows from a fixed seed.
 
-Questions in training, in evaluation and in the warm start are about different people, so that an answer on
-held-out questions is read and not remembered.
+Questions in training, in evaluation and in the warm start are about different people, and friends are of the same
+group, so that an answer on held-out questions is read and not remembered.
 """
 
 import json
@@ -44,11 +45,9 @@ _VALUE = re.compile(rf"\b(?:{'|'.join(VALUES)})\b")
 
 @cache
 def facts() -> dict[str, dict[str, str]]:
-    """person: {relation: value}. Friends form one long circle."""
-    rng = np.random.default_rng(1024)
-    people = [f"{given} {family}" for given in GIVEN for family in FAMILY]
-    circle = rng.permutation(len(people))
-    friends = {people[a]: people[b] for a, b in zip(circle, np.roll(circle, -1), strict=True)}
+    """person: {relation: value}. Friends form a circle in each group of `subjects`."""
+    rng = np.random.default_rng(3)  # with which no rank in a search is a matter of rounding
+    friends = dict(pair for group in subjects().values() for pair in zip(group, group[1:] + group[:1], strict=True))
     return {
         person: {"born": PLACES[rng.integers(len(PLACES))], "job": JOBS[rng.integers(len(JOBS))], "friend": friend}
         for person, friend in sorted(friends.items())
@@ -63,7 +62,8 @@ def article(person: str) -> str:
 @cache
 def subjects() -> dict[str, list[str]]:
     """Who is asked about: six tenths of the people in training, two each in evaluation and in the warm start."""
-    people = np.random.default_rng(7).permutation(list(facts())).tolist()
+    everybody = sorted(f"{given} {family}" for given in GIVEN for family in FAMILY)
+    people = np.random.default_rng(7).permutation(everybody).tolist()
     a, b = len(people) * 6 // 10, len(people) * 8 // 10
     return {"train": people[:a], "held-out": people[a:b], "warm start": people[b:]}
 

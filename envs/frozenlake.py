@@ -106,7 +106,7 @@ class FrozenLake(TextEnv):
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Observation, dict]:
         """The map and every slip of the ice follow from `seed`."""
         super().reset(seed=seed)
-        map_seed = seed if seed is not None else int(self.np_random.integers(2**31))
+        map_seed = self.episode_seed(seed)
         desc = random_map(map_seed)
         lake = gymnasium.make("FrozenLake-v1", desc=desc, is_slippery=self.slippery, disable_env_checker=True)
         self.lake = lake.unwrapped

@@ -20,9 +20,9 @@ import gymnasium
 import numpy as np
 from PIL import Image, ImageDraw
 
-from envs.answers import plain, read_number
+from envs.answers import MAX_ANSWER, final_answer, plain, read_number
 from envs.attempts import FEEDBACK, MAX_QUESTION, Attempts, Question
-from envs.base import FORMAT_PENALTY, FreeText, parse_answer
+from envs.base import FORMAT_PENALTY, FreeText
 
 SIDE = 4  # squares
 VALUES = ("1", "2", "3", "4", "6", "8", "9", "12", "45", "90", "135")
@@ -162,7 +162,6 @@ class AnySize(gymnasium.spaces.Box):
 class GeoQA(Attempts):
     """`cell_size`: pixels of a square of the generated figures' grid."""
 
-    metrics = ("first_success",)
     words = (*(short for short, _ in QUESTIONS.values()), " circle", " triangle", " rectangle", " a", " b", " c", " d")
     words += (" e", *FEEDBACK, *(f" {value}" for value in VALUES))  # in captions a point is a column and a row
     warm_start = ((250, 1), (150, 3))  # first to see, then to play
@@ -195,9 +194,11 @@ class GeoQA(Attempts):
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Question:
         solution = str(row["solution"])
-        gold = parse_answer(solution) if "<answer>" in solution else solution.strip()
-        if not gold or len(gold) > 60 or cls.read(gold) is None:
-            raise ValueError(f"the field solution must hold one answer, but is {solution[:60]!r}")
+        # as a reply is read, or a right one might never match; it may also be the answer alone
+        gold = final_answer(solution, False) or final_answer(f"<answer>{solution}</answer>", False)
+        if gold is None or cls.read(gold) is None:
+            limit, shown = f"at most {MAX_ANSWER} characters", solution[:MAX_ANSWER]
+            raise ValueError(f"the field solution must hold one answer of {limit}, but is {shown!r}")
         image = row["image"]
         if isinstance(image, dict):
             image = image.get("bytes") or image.get("path")

@@ -111,7 +111,7 @@ class NQSearch(TextEnv):
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Observation, dict]:
         super().reset(seed=seed)
-        seed = seed if seed is not None else int(self.np_random.integers(2**31))
+        seed = self.episode_seed(seed)
         self.puzzle = None if self.rows else encyclopaedia.question(seed)
         if self.puzzle:
             self.question = self.puzzle.full if self.style == "full" else self.puzzle.terse

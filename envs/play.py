@@ -1,5 +1,7 @@
 """The command line that every environment shares: play a task yourself, or see how a random player fares.
 
+Not in the paper.
+
     python -m envs.frozenlake --play --seed 3
     python -m envs.frozenlake --random 1000 --slippery
 

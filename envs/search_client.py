@@ -81,10 +81,12 @@ def _post(url: str, body: bytes, timeout: float) -> tuple[int, bytes]:
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.hostname or "", parts.port, timeout=timeout)
+    began = time.monotonic()
     try:
         connection.connect()
         # a socket's own timeout starts anew with every byte that arrives: this one does not
-        deadline = threading.Timer(timeout, _hang_up, [connection.sock])
+        left = max(0.0, began + timeout - time.monotonic())  # connecting took its part
+        deadline = threading.Timer(left, _hang_up, [connection.sock])
         deadline.daemon = True
         deadline.start()
         try:

@@ -101,11 +101,12 @@ class Retriever:
             )
 
     def search(self, queries: list[str], topk: int) -> list[list[tuple[dict, float]]]:
-        """The `topk` best documents of each query with their scores (cosine), best first; fewer in a small corpus."""
+        """The `topk` best documents of each query with their scores (cosine), best first; fewer in a small corpus,
+        or where the index is approximate and finds fewer."""
         readable = [query.encode("utf-8", "replace").decode() for query in queries]  # lone surrogates out
         scores, found = self.index.search(self.encoder.queries(readable), min(topk, len(self.corpus)))
         return [
-            [(self.corpus[int(i)], float(score)) for i, score in zip(*row, strict=True)]
+            [(self.corpus[int(i)], float(score)) for i, score in zip(*row, strict=True) if i >= 0]  # -1: none found
             for row in zip(found, scores, strict=True)
         ]
 

@@ -165,8 +165,7 @@ class Sokoban(TextEnv):
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Observation, dict]:
         """The room follows from `seed`."""
         super().reset(seed=seed)
-        room_seed = seed if seed is not None else int(self.np_random.integers(2**31))
-        self.room = random_room(room_seed, self.side, self.n_boxes)
+        self.room = random_room(self.episode_seed(seed), self.side, self.n_boxes)
         self.boxes, self.player = set(self.room.boxes), self.room.player
         self.turn, self.score, self.last_reward = 0, 0.0, 0.0
         return self.observe(), {"success": False}

@@ -52,8 +52,9 @@ class KVCache:
             self.layers.append([x.new_empty(*x.shape[:2], max(128, 2 * end), x.shape[3]) for x in (keys, values)])
         buffers = self.layers[layer]
         for k, new in enumerate((keys, values)):
-            if end > buffers[k].shape[2]:
-                buffers[k] = torch.cat([buffers[k], torch.empty_like(buffers[k])], dim=2)
+            if end > (capacity := buffers[k].shape[2]):  # a chunk may be longer than what doubling gives
+                grown = buffers[k].new_empty(*new.shape[:2], max(capacity, end - capacity), new.shape[3])
+                buffers[k] = torch.cat([buffers[k], grown], dim=2)
             buffers[k][:, :, self.length : end] = new
         return buffers[0][:, :, :end], buffers[1][:, :, :end]
 

@@ -9,7 +9,7 @@ from PIL import Image
 
 from envs import ENVS
 from envs.base import Observation
-from freshper.engine_hf import HFEngine, Sampling, truncated
+from freshper.engine_hf import HFEngine, KVCache, Sampling, truncated
 from freshper.rollout import Conversation, rollout
 
 NAMES = {"text": "frozenlake", "vision": "frozenlake_vlm"}
@@ -73,6 +73,16 @@ def test_a_row_computes_what_it_would_alone(policy, family):
         alone.sync()
         alone._keep([c])
         torch.testing.assert_close(alone._feed([np.array(c.tokens)], [c.images])[0], logits[k], atol=1e-4, rtol=1e-4)
+
+
+def test_the_cache_takes_chunks_of_any_length():
+    cache, everything = KVCache(), torch.randn(2, 3, 1400, 4)
+    for length in (50, 300, 1, 49, 1000):
+        new = everything[:, :, cache.length : cache.length + length]
+        keys, values = cache.update(new, -new, 0)
+        cache.length += length
+        assert torch.equal(keys, everything[:, :, : cache.length])
+        assert torch.equal(values, -keys)
 
 
 def test_eos_ends_a_reply_and_the_bridge_closes_what_was_not_sampled(text_policy):

@@ -1,5 +1,7 @@
 """FrozenLake: Gymnasium's dynamics, maps that can be solved, exact baselines, pictures that show the state."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from conftest import UNREADABLE
@@ -8,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from envs import ENVS
-from envs.base import FORMAT_PENALTY
+from envs.base import EVAL_SEEDS, FORMAT_PENALTY
 from envs.frozenlake import ACTIONS, random_map
 
 
@@ -58,6 +60,14 @@ def test_maps_are_solvable_reproducible_and_different():
     assert all(m.count("S") == m.count("G") == 1 for m in maps)
     holes = np.mean([m.count("H") for m in maps]) / 14
     assert 0.1 < holes < 0.2  # 0.2 of the cells before unsolvable maps are thrown away
+
+
+@pytest.mark.parametrize("name", ["frozenlake", "sokoban_simple", "nq_search", "gsm8k"])
+def test_without_a_seed_an_episode_is_never_a_held_out_one(name, monkeypatch):
+    env = ENVS[name]()
+    largest = env.reset(seed=EVAL_SEEDS - 1)[0]
+    monkeypatch.setattr(env, "_np_random", SimpleNamespace(integers=lambda high: high - 1))
+    assert env.reset()[0] == largest
 
 
 def test_moves_are_gymnasium_s():

@@ -221,6 +221,21 @@ def test_pictures_from_a_file(form, tmp_path):
     assert len(seen) == 20
 
 
+SOLUTIONS = {
+    "145°": 145, "\\boxed{145}": 145, "<answer> \\boxed{145^\\circ} </answer>": 145, "A sum, hence \\boxed{145}.": 145,
+    "(B)": "b", "<think>1 + 2</think> <answer>3</answer>": 3, "2\\sqrt{3}": pytest.approx(12**0.5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("solution", SOLUTIONS)
+def test_solutions_are_read_as_replies_are(solution):
+    env = GeoQA(style="full")
+    env.reset(seed=0)
+    env.question = GeoQA.from_row(rows(1)[0] | {"solution": solution})
+    assert GeoQA.read(env.question.gold) == SOLUTIONS[solution]
+    assert env.step(env.optimal_reply())[1] == 1.0
+
+
 def test_large_and_transparent_pictures(tmp_path):
     table = [rows(1)[0] | {"image": image, "problem": f"p{k}"} for k, image in enumerate(
         (png(0, (3000, 1000)), png(0, mode="RGBA"), png(7))

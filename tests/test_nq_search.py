@@ -5,6 +5,7 @@ import json
 import re
 import threading
 import time
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -214,6 +215,15 @@ def test_and_one_that_never_behaves_is_given_up_in_bounded_time(manner, serve):
         retrieve(server.url, ["a"], 3, timeout=0.6, attempts=2)
     assert time.monotonic() - began < 5  # 2 x 0.6 and a pause of 0.2, on a busy machine
     assert len(server.requests) == 2
+
+
+def test_the_time_of_an_attempt_includes_connecting(serve, monkeypatch):
+    connect = HTTPConnection.connect
+    monkeypatch.setattr(HTTPConnection, "connect", lambda self: (time.sleep(1.5), connect(self)))
+    began = time.monotonic()
+    with pytest.raises(SearchError):
+        retrieve(serve("trickle").url, ["a"], 3, timeout=2, attempts=1)
+    assert time.monotonic() - began < 3
 
 
 def test_no_server_at_all():
@@ -450,7 +460,8 @@ def test_everybody_is_found_first_and_ranks_are_no_matter_of_rounding():
 
 
 def test_training_evaluation_and_warm_start_ask_about_different_people():
-    asked = [{encyclopaedia.question(start + k).people[0] for k in range(2000)}
+    """Also after the second hop: whose facts are an answer in one is in no question of another."""
+    asked = [{person for k in range(2000) for person in encyclopaedia.question(start + k).people}
              for start in (0, EVAL_SEEDS, WARM_START_SEEDS)]  # fmt: skip
     assert [len(people) for people in asked] == pytest.approx([614, 205, 205], rel=0.05)
     assert not asked[0] & asked[1]

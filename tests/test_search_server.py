@@ -14,6 +14,7 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
+import faiss
 import numpy as np
 import pytest
 import torch
@@ -98,6 +99,18 @@ def test_faiss_finds_what_brute_force_finds(n, tmp_path):
         assert [int(document["contents"]) for document, _ in hits] == best[row].tolist()
         np.testing.assert_allclose([score for _, score in hits], products[row, best[row]], atol=1e-5)
         assert len(hits) == min(7, n)
+
+
+def test_an_approximate_index_that_finds_fewer_serves_fewer(tmp_path):
+    """An inverted file looks into one of two lists only, and FAISS fills up with -1."""
+    vectors = np.repeat(np.eye(2, dtype=np.float32), [3, 5], axis=0)
+    index = faiss.IndexIVFFlat(faiss.IndexFlatIP(2), 2, 2, faiss.METRIC_INNER_PRODUCT)
+    index.quantizer.add(np.eye(2, dtype=np.float32))
+    index.train(vectors)
+    index.add(vectors)
+    retriever = Retriever(Corpus(write_corpus(tmp_path / "c.jsonl", map(str, range(8)))), FixedVectors(vectors), index)
+    (found,) = retriever.search(["0"], topk=5)
+    assert sorted(document["contents"] for document, _ in found) == ["0", "1", "2"]
 
 
 def test_the_local_encoder_is_tf_idf():
