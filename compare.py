@@ -240,7 +240,7 @@ def curves(axes: matplotlib.axes.Axes, x_name: str, runs: dict[str, list[dict[st
 
 def figure(path: Path, runs: dict[str, list[dict[str, np.ndarray]]], title: str, players: dict[str, float]) -> None:
     """Success against episodes and against seconds, with the random and the optimal player."""
-    page = matplotlib.figure.Figure(figsize=(12, 4.4), layout="constrained")
+    page = matplotlib.figure.Figure(figsize=(12, 4.2 + 0.2 * len(runs)), layout="constrained")
     for axes, (x_name, label) in zip(
         page.subplots(1, 2), (("episodes", "episodes"), ("wall_s", "seconds")), strict=True
     ):
@@ -251,7 +251,9 @@ def figure(path: Path, runs: dict[str, list[dict[str, np.ndarray]]], title: str,
                 where = {"fontsize": 8, "transform": axes.get_yaxis_transform()}
                 axes.text(0.99, players[name] + 0.01, f"{name} player: {players[name]:.3f}", ha="right", **where)
         axes.set(xlabel=label, ylabel="success on held-out seeds", ylim=(0, 1.06))
-    page.axes[0].legend(fontsize="small", loc="upper left", bbox_to_anchor=(0.0, 0.93))
+    page.legend(
+        *page.axes[0].get_legend_handles_labels(), fontsize="small", loc="outside lower center"
+    )  # arms are long
     page.suptitle(title)
     page.savefig(path, dpi=130)
 
