@@ -12,8 +12,8 @@ from typing import Any, get_args
 
 from freshper.checkpoint import Checkpoint, find
 
-FIXED = """env method preset model seed out capacity dtype freeze_vision replay_advantage baseline_window kl_loss_coef
-kl_reward_coef engine truncated_is""".split()
+FIXED = """env method preset model seed out capacity eviction age_unit dtype freeze_vision replay_advantage
+baseline_window kl_loss_coef kl_reward_coef engine truncated_is""".split()
 
 
 def earlier_run(folder: Path, config: type) -> tuple[dict[str, Any], Checkpoint | None]:

@@ -92,7 +92,7 @@ class Report:
         self.file: Any = None  # metrics.csv, once it is open
         self.iteration = 0
         self.values: dict[str, list[float]] = defaultdict(list)
-        self.done, self.wall_s = 0, 0.0  # iterations, seconds
+        self.done, self.collected, self.wall_s = 0, 0, 0.0  # iterations, episodes, seconds
         self.recent: deque[float] = deque(maxlen=10)  # success in training
         self.evaluations: list[tuple[int, float]] = []  # after how many iterations, held-out success
         self.rows = ""  # of metrics.csv at the checkpoint that is resumed
@@ -150,6 +150,7 @@ class Report:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.done, self.wall_s, self.rows = state["done"], state["wall_s"], state["rows"]
+        self.collected = int(self.rows.splitlines()[-1].split(",")[COLUMNS.index("episodes")])
         self.recent.extend(state["recent"])
         self.evaluations = [(done, success) for done, success in state["evaluations"]]
 
@@ -220,13 +221,14 @@ class Report:
     def end_iteration(self, trainer: TorchTrainer, episodes: list[Episode], buffer: ReplayBuffer) -> None:
         """Write the row of this iteration and move the bar."""
         self.episodes = episodes
+        self.collected += len(episodes)
         self.wall_s = round(time.perf_counter() - self.began, 2)
         fresh = summarize(episodes, self.metrics)
         row = {name: round(float(np.mean(values)), 6) for name, values in self.values.items()}
         row |= {
             "iteration": self.iteration,
             "step": trainer.step,
-            "episodes": (self.iteration + 1) * len(episodes),
+            "episodes": self.collected,
             "wall_s": self.wall_s,
             "train_success": round(fresh["success"], 4),
             "train_reward": round(fresh["reward"], 4),

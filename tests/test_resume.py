@@ -219,17 +219,19 @@ def test_conflicting_flags(copy, capsys):
     sentence = refusal(capsys, "--resume", str(copy), "--lr", "0.5", "--tau", "7", "--override", "lr")
     assert "--tau is 7.0, but must be 20.0" in sentence
     assert "cannot change that" in refusal(capsys, "--resume", str(copy), "--seed", "1")
-    assert "--override is seed, but" in refusal(capsys, "--resume", str(copy), "--seed", "1", "--override", "seed")
+    for name, value in (("seed", "1"), ("eviction", "lowest_priority"), ("age_unit", "iteration")):
+        sentence = refusal(capsys, "--resume", str(copy), f"--{name}", value, "--override", name)
+        assert f"--override is {name}, but" in sentence
     sentence = refusal(capsys, "--resume", str(copy), "--iterations", "5", "--override", "iterations")
     assert "--iterations is 5, but must be at least the 6 that are done" in sentence
     assert (copy / "metrics.csv").read_bytes() == before
 
 
 def test_an_override_takes_effect(copy, finished):
-    flags = ["--iterations", "8", "--lr", "0.01", "--override", "iterations", "lr"]
+    flags = "--iterations 8 --lr 0.01 --rollout_batch_size 2 --override iterations lr rollout_batch_size".split()
     assert train.main(["--resume", str(copy), *flags]) == 0
     table = rows(copy)
-    assert len(table) == 8
+    assert [int(r["episodes"]) for r in table] == [4, 8, 12, 16, 20, 24, 26, 28]
     assert table[:6] == rows(finished)
     cosine = 0.5 * (1 + np.cos(np.pi * (18 + 3 - 10) / (8 * 3 - 10)))  # 21 of 24 updates, 10 of them warm-up
     assert float(table[6]["lr"]) == pytest.approx(0.01 * cosine)
