@@ -90,6 +90,7 @@ class Report:
                 f"can be written to: {error}"
             ) from error
         self.file: Any = None  # metrics.csv, once it is open
+        self.replay_file: Any = None  # replay.csv, likewise
         self.iteration = 0
         self.values: dict[str, list[float]] = defaultdict(list)
         self.done, self.collected, self.wall_s = 0, 0, 0.0  # iterations, episodes, seconds
@@ -133,7 +134,7 @@ class Report:
     def _write_pages(self) -> None:
         if self.file:
             self.file.close()
-            if self.config.replay_ratio:
+            if self.replay_file:
                 self.replay_file.close()
                 diagnostics.plot(self.folder)
         if self.done:
@@ -169,11 +170,12 @@ class Report:
         self.began, self.rows = time.perf_counter() - self.wall_s, ""
 
     def _start_replay(self, path: Path) -> None:
-        """replay.csv with the rows of the iterations so far, open for more."""
+        """replay.csv with the rows of the iterations so far, as far as they are there, open for more."""
         kept = [",".join(REPLAY_COLUMNS) + "\n"]
-        if self.done:
+        if self.done and path.is_file():
             with path.open() as file:
-                kept += [line for line in list(file)[1:] if int(line.partition(",")[0]) < self.done]
+                rows = [line for line in list(file)[1:] if line.endswith("\n")]  # a kill cuts the last one anywhere
+            kept += [row for row in rows if int(row.partition(",")[0]) < self.done]
         write_whole(path, "".join(kept))
         self.replay_file = path.open("a", newline="")
 

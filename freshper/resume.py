@@ -86,7 +86,8 @@ class RunState:
             checkpoint.adopt(found)
             state["buffer"]["episodes"] = state["episodes"]
             for name, part in self.parts.items():
-                part.load_state_dict(state[name])
+                if name != "tau" or name in state:  # --override decay may have made it automatic only now
+                    part.load_state_dict(state[name])
             self.report.episodes = self.parts["buffer"].newest(self.config.rollout_batch_size)
             restore_vision(self.policy, state["vision"])
             restore_generators(state["generators"])

@@ -238,6 +238,29 @@ def test_an_override_takes_effect(copy, finished):
     assert json.loads((copy / "config.json").read_text())["iterations"] == 8
 
 
+@pytest.mark.parametrize("flags", ["--decay auto", "--replay_ratio 1"])
+def test_an_override_that_starts_something(model_folder, tmp_path, flags):
+    """An estimate of tau, or replay, that the run did without so far; and back."""
+    out, flag = tmp_path / "run", flags.split()[0]
+    assert run(model_folder, out, "--save_every", "1", flag, {"--decay": "exponential"}.get(flag, "0")) == 0
+    for n, given in enumerate((flags.split(), [flag, {"--decay": "none"}.get(flag, "0")]), 4):
+        changed = ["--iterations", str(n), *given, "--override", "iterations", flag[2:]]
+        assert train.main(["--resume", str(out), *changed]) == 0
+        assert len(rows(out)) == n
+
+
+@pytest.mark.parametrize("end", [None, "1", "1,2"])
+def test_rows_of_replays_that_are_lost_or_torn(copy, finished, end):
+    """A missing replay.csv starts anew; what a kill left of the last row is cut off."""
+    log = copy / "replay.csv"
+    whole = log.read_text()
+    log.unlink()
+    if end is not None:
+        log.write_text(whole + end)
+    assert train.main(["--resume", str(copy)]) == 0
+    assert log.read_text() == (whole.splitlines(keepends=True)[0] if end is None else whole)
+
+
 def test_two_processes_cannot_write_to_one_folder(copy, text_policy, capsys):
     from freshper.report import Report
 
