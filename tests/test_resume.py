@@ -188,6 +188,21 @@ def test_a_crash_between_the_two_renames_loses_nothing(copy):
     assert (copy / "checkpoint" / "model.safetensors").exists()
 
 
+def test_a_crash_before_the_two_renames_loses_nothing(copy):
+    """What is whole and in the way gets its number; so it stays what --resume can fall back to."""
+    (copy / "checkpoint").rename(copy / checkpoint.UNFINISHED)
+    (copy / "checkpoint-000004").rename(copy / "checkpoint")
+    checkpoint.adopt(checkpoint.find(copy)[0])
+    assert {p.name for p in copy.glob("*checkpoint*")} == {"checkpoint", "checkpoint-000002", "checkpoint-000004"}
+    assert checkpoint.find(copy)[0].done == 6
+
+
+def test_the_owner_s_own_folders_stay(copy):
+    shutil.copytree(copy / "checkpoint", copy / "checkpoint-backup")
+    assert train.main(["--resume", str(copy), "--iterations", "7", "--override", "iterations"]) == 0
+    assert (copy / "checkpoint-backup" / "manifest.json").exists()
+
+
 def refusal(capsys, *arguments):
     try:
         status = train.main(list(arguments))
