@@ -256,7 +256,7 @@ class Config:
 
 def parse_args(argv: list[str] | None = None) -> Config:
     """Flags to a checked Config. Wrong ones print one sentence and exit with 2; nothing has been written by then."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    argv = ["--decay=auto" if flag == "--tau=auto" else flag for flag in (sys.argv[1:] if argv is None else argv)]
     for k, pair in enumerate(pairwise(argv)):
         argv[k] = "--decay" if pair == ("--tau", "auto") else argv[k]
     first = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
