@@ -61,7 +61,7 @@ VARIANTS = {
     "automatic tau": ("frozenlake", ["--tau", "auto"]),
     "decay by draws": ("frozenlake", "--decay draws --tau 2".split()),
     "vision, KL": ("frozenlake_vlm", ["--kl_loss_coef", "0.05"]),
-    "everything else": ("frozenlake", """--dtype bfloat16 --kl_reward_coef 0.05 --replay_advantage stored --capacity 6
+    "everything else": ("frozenlake", """--kl_reward_coef 0.05 --replay_advantage stored --capacity 6
         --eviction lowest_priority --age_unit iteration --is_correction True --decay none --ppo_epochs 2""".split()),
 }  # fmt: skip
 
