@@ -258,8 +258,8 @@ def test_an_override_that_starts_something(model_folder, tmp_path, flags):
     """An estimate of tau, or replay, that the run did without so far; and back."""
     out, flag = tmp_path / "run", flags.split()[0]
     assert run(model_folder, out, "--save_every", "1", flag, {"--decay": "exponential"}.get(flag, "0")) == 0
-    for n, given in enumerate((flags.split(), [flag, {"--decay": "none"}.get(flag, "0")]), 4):
-        changed = ["--iterations", str(n), *given, "--override", "iterations", flag[2:]]
+    for n, chosen in enumerate((flags.split(), [flag, {"--decay": "none"}.get(flag, "0")]), 4):
+        changed = ["--iterations", str(n), *chosen, "--override", "iterations", flag[2:]]
         assert train.main(["--resume", str(out), *changed]) == 0
         assert len(rows(out)) == n
 
