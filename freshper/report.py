@@ -1,5 +1,7 @@
 """What a run leaves behind and what its user sees: progress bar, metrics.csv, curve.png, episodes.html, checkpoint.
 
+Not in the paper, but for the curve (freshper/pages.py) and what replay.csv is for, section 3.3.
+
     out/config.json     every setting            out/curve.png       success against episodes, with baselines
     out/metrics.csv     one row an iteration     out/episodes.html   a few episodes, turn by turn
     out/replay.csv      one row a replayed trajectory (see freshper/diagnostics.py), and diagnostics.png of them

@@ -1,4 +1,5 @@
 """Nothing is lost: a run that was stopped or killed goes on with the very numbers it would have had.
+Not in the paper.
 
 `RunState` gathers everything that shapes what comes next, saves it between two iterations and puts it back:
 weights, optimizer and schedule, the buffer, the replay baseline, the rows of metrics.csv, and every random number
