@@ -6,8 +6,8 @@
 
 Paper: Table main_results, Fig. llm_main, vlm_main, tau_ablation, is_ablation, control; Table config_comparison; and
 controls that the paper does not have. Flags that are not ours go to every run (`--preset paper` where there are GPUs).
-Runs that are finished are not repeated. The folder gets a folder a run, `results.csv` (one row a run), `table.md` and
-`figure.png`.
+Runs that are finished are not repeated; those with other flags are refused. The folder gets a folder a run,
+`results.csv` (one row a run), `table.md` and `figure.png`.
 
 How to read the table: the mean of the last three held-out evaluations is the honest number, the peak is what the paper
 reports. Intervals are for 95 %: of a mean over seeds Student's t, of the difference to the first arm a bootstrap over
@@ -36,8 +36,9 @@ import numpy as np
 from scipy import stats
 from tqdm import tqdm
 
-from freshper.config import Config
+from freshper.config import Config, parse_args
 from freshper.diagnostics import read
+from freshper.earlier_run import check_repeated
 from freshper.presets import CONFIG_A, CONFIG_DEFAULT, PRESETS, defaults
 from freshper.report import baselines
 
@@ -54,7 +55,8 @@ def exhibits(preset: str, env: str) -> dict[str, list[str]]:
         f"--capacity {fresh} --batch_size {fresh} --replay_ratio {known['replay_ratio'] * known['batch_size'] // fresh}"
     )
     updates = known["replay_ratio"] + 1
-    longer = f"--iterations {updates * known['iterations']} --eval_every {updates * known['eval_every']}"
+    passes = 1 + known["replay_ratio"] * known["batch_size"] // fresh  # episodes trained on, per fresh one
+    longer = f"--iterations {passes * known['iterations']} --eval_every {passes * known['eval_every']}"
     large = f"--rollout_batch_size {4 * fresh} --batch_size {4 * known['batch_size']} --iterations 25 --eval_every 5"
     minibatches = f"--capacity {fresh} --batch_size {fresh // 2} --replay_ratio 4"
     grid = [
@@ -83,8 +85,8 @@ def exhibits(preset: str, env: str) -> dict[str, list[str]]:
             " ".join(["freshper", *(f"--{name} {value}" for name, value in config.items())])
             for config in (CONFIG_A, CONFIG_DEFAULT, CONFIG_A | {"advantage_clip": CONFIG_DEFAULT["advantage_clip"]})
         ],
-        # ours: as many updates; as many tokens; no buffer but the current batch, its successes preferred or not;
-        # no priorities; no decay; no base priority
+        # ours: as many updates; as many episodes trained on; no buffer but the current batch, its successes preferred
+        # or not; no priorities; no decay; no base priority
         "controls": [
             "on_policy",
             f"on_policy --ppo_epochs {updates}",
@@ -150,13 +152,16 @@ def finished(folder: Path) -> bool:
 
 def run(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> None:
     """One training run in a process of its own, or the rest of one that was interrupted. A run whose numbers stop being
-    numbers (exit status 1) leaves its last words in `stopped.txt`. Raises RuntimeError where one fails otherwise."""
+    numbers (exit status 1) leaves its last words in `stopped.txt`. Raises RuntimeError where one fails otherwise,
+    ValueError where the folder, whose name holds the arm and the seed alone, is of a run with other flags."""
+    method, *arm_flags = arm.split()
+    flags = ["--env", env, "--method", method, *flags, *arm_flags, "--seed", str(seed)]
+    resumed = (folder / "config.json").is_file()
+    if resumed:
+        check_repeated(folder, vars(parse_args(flags)))
     if finished(folder):
         return
-    method, *arm_flags = arm.split()
-    command = [sys.executable, "train.py", "--env", env, "--method", method, *flags, *arm_flags]
-    resumed = (folder / "config.json").is_file()
-    command += ["--seed", str(seed), "--resume" if resumed else "--out", str(folder.resolve())]
+    command = [sys.executable, "train.py", *flags, "--resume" if resumed else "--out", str(folder.resolve())]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     if done.returncode == 1 and "not finite" in done.stdout:
         (folder / "stopped.txt").write_text(done.stdout)

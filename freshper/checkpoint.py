@@ -36,6 +36,7 @@ from freshper.packing import flatten, unflatten
 
 FORMAT, VERSION = "freshper checkpoint", 3
 UNFINISHED, DAMAGED = ".checkpoint-unfinished", "damaged-checkpoint"
+NUMBERED = "checkpoint-" + "[0-9]" * 6  # what else stands in the folder is its owner's
 
 
 class Checkpoint(NamedTuple):
@@ -100,7 +101,7 @@ def save(
         shutil.rmtree(new, ignore_errors=True)
         raise OSError(f"the checkpoint of iteration {done} could not be written to {out}/: {error}") from error
     _put_in_place(out, new)
-    older = sorted((int(path.name.split("-")[1]), path) for path in out.glob("checkpoint-??????"))
+    older = sorted((int(path.name.split("-")[1]), path) for path in out.glob(NUMBERED))
     newest = [n for n, _ in older if n < done][::-1][: keep - 1]
     for n, path in older:
         if n >= done or n not in (*newest, best):  # those of later iterations stem from before a fall-back
@@ -122,15 +123,18 @@ def _put_in_place(out: Path, new: Path) -> None:
 
 
 def adopt(found: Checkpoint) -> None:
-    """Before a resumed run goes on: make the checkpoint it goes on from out/checkpoint. A damaged one that is in
-    the way is kept as out/damaged-checkpoint, for its owner to look at."""
-    out = found.folder.parent
-    if found.folder.name == "checkpoint":
+    """Before a resumed run goes on: make the checkpoint it goes on from out/checkpoint. One that is in the way gets its
+    number; a damaged one is kept as out/damaged-checkpoint, for its owner to look at."""
+    current = found.folder.parent / "checkpoint"
+    if found.folder == current:
         return
-    if (out / "checkpoint").exists():
-        shutil.rmtree(out / DAMAGED, ignore_errors=True)
-        (out / "checkpoint").rename(out / DAMAGED)
-    found.folder.rename(out / "checkpoint")
+    if current.exists():
+        try:
+            _check_files(current, _manifest(current)["files"])
+        except ValueError:
+            shutil.rmtree(current.with_name(DAMAGED), ignore_errors=True)
+            current.rename(current.with_name(DAMAGED))
+    _put_in_place(current.parent, found.folder)
 
 
 def _flush(path: Path) -> None:
@@ -187,7 +191,7 @@ def find(out: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest whole checkpoint of a run (None where it had not saved any yet), and a sentence on each that is
     damaged. Raises ValueError where there are checkpoints but none is whole, or one has another format version."""
     manifests, problems = [], []
-    folders = [path for path in sorted(out.glob("checkpoint*"), reverse=True) if path.is_dir()]
+    folders = [path for path in (out / "checkpoint", *sorted(out.glob(NUMBERED), reverse=True)) if path.is_dir()]
     if (out / UNFINISHED / "manifest.json").is_file():  # without one it was never finished: nothing to report
         folders.append(out / UNFINISHED)
     for folder in folders:

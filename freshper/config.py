@@ -160,7 +160,7 @@ class Config:
     )
     timeout: float = _flag(1800.0, "longest wait for vLLM or for another rank, in seconds")
     device: str = _flag("cpu", "torch device")
-    dtype: Literal["float32", "bfloat16"] = _flag("bfloat16", "of the weights (appendix F: BF16)")
+    dtype: Literal["float32", "bfloat16"] = _flag("bfloat16", "of the weights (appendix F: BF16); with torch: float32")
     threads: int = _flag(1, "torch CPU threads; results depend on it in the last digits")
     eval_every: int = _flag(10, "iterations between evaluations on held-out seeds; the last is always evaluated")
     eval_episodes: int = _flag(128, "held-out episodes an evaluation (appendix F: 128)")
@@ -172,9 +172,8 @@ class Config:
         positive = """iterations rollout_batch_size group_size batch_size ppo_epochs capacity baseline_window
         lr tau max_grad_norm ratio_clip advantage_clip micro_batch_size temperature epsilon
         max_new_tokens cell_size threads eval_every eval_episodes keep_checkpoints sync_check_every timeout""".split()
-        not_negative = """replay_ratio seed warmup_steps kl_loss_coef kl_reward_coef entropy_coef
-        top_k format_penalty max_turns save_every save_minutes env_timeout rollout_gpus sync_tolerance
-        truncated_is""".split()
+        not_negative = """replay_ratio seed warmup_steps kl_loss_coef kl_reward_coef entropy_coef top_k format_penalty
+        max_turns save_every save_minutes env_timeout rollout_gpus sync_tolerance truncated_is""".split()
         checks = [(name, value < math.inf, "finite") for name, value in vars(self).items() if value == math.inf]
         checks += [(name, getattr(self, name) > 0, "above 0") for name in positive]
         checks += [(name, getattr(self, name) >= 0, "0 or more") for name in not_negative]
@@ -186,10 +185,11 @@ class Config:
                 self.model == "tiny" or "/" in self.model or os.path.isdir(self.model),
                 "tiny, a folder, or a hub id",
             ),
+            ("out", bool(self.resume) or not os.path.exists(self.out), "a folder that does not exist yet"),
             (
-                "out",
-                bool(self.resume) or not (self.out and os.path.exists(self.out)),
-                "a folder that does not exist yet",
+                "dtype",
+                self.dtype == "float32" or self.trainer != "torch",
+                "float32 where --trainer is torch, which keeps no float32 master weights",
             ),
             ("threads", self.threads <= (os.cpu_count() or 1), f"at most the {os.cpu_count()} of this machine"),
             ("capacity", self.capacity <= 10**8, "at most 100,000,000"),
@@ -214,8 +214,7 @@ class Config:
         ]
         if self.model.startswith((".", "/", "~")):
             checks.append(("model", os.path.isfile(f"{self.model}/config.json"), "a folder with a config.json"))
-        whole = [name for name, value in vars(self).items() if type(value) is int and name != "seed"]
-        checks += [(name, getattr(self, name) < 2**31, "below 2**31") for name in whole]
+        checks += [(n, v < 2**31, "below 2**31") for n, v in vars(self).items() if type(v) is int and n != "seed"]
         for name, good, allowed in checks:
             if not good:
                 raise ValueError(f"--{name} is {getattr(self, name)}, but must be {allowed}")
@@ -256,7 +255,7 @@ class Config:
 
 def parse_args(argv: list[str] | None = None) -> Config:
     """Flags to a checked Config. Wrong ones print one sentence and exit with 2; nothing has been written by then."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    argv = ["--decay=auto" if flag == "--tau=auto" else flag for flag in (sys.argv[1:] if argv is None else argv)]
     for k, pair in enumerate(pairwise(argv)):
         argv[k] = "--decay" if pair == ("--tau", "auto") else argv[k]
     first = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)

@@ -2,6 +2,7 @@
 
 A run goes on with the settings that its checkpoint holds. Flags on the command line must agree with them, or be
 named by --override; those that the saved state is made of, or that the name of the run stands for, are FIXED.
+Not in the paper.
 """
 
 import dataclasses
@@ -12,8 +13,11 @@ from typing import Any, get_args
 
 from freshper.checkpoint import Checkpoint, find
 
-FIXED = """env method preset model seed out capacity dtype freeze_vision replay_advantage baseline_window kl_loss_coef
-kl_reward_coef engine truncated_is""".split()
+FIXED = """env method preset model seed out capacity eviction age_unit dtype freeze_vision replay_advantage
+baseline_window kl_loss_coef kl_reward_coef engine truncated_is""".split()
+# those that shape no number of a run, but perhaps its last digits
+MACHINE = """out resume override threads save_every save_minutes keep_checkpoints timeout env_timeout rollout_gpus
+engine_memory sync_check_every sync_tolerance""".split()
 
 
 def earlier_run(folder: Path, config: type) -> tuple[dict[str, Any], Checkpoint | None]:
@@ -70,3 +74,13 @@ def check_overrides(settings: dict[str, Any], stored: dict[str, Any], done: int)
         raise ValueError(f"{given}, but must be {before} as in the run that goes on ({remedy})")
     if settings["iterations"] < done:
         raise ValueError(f"--iterations is {settings['iterations']}, but must be at least the {done} that are done")
+
+
+def check_repeated(folder: Path, asked: dict[str, Any]) -> None:
+    """Raises ValueError where the run in `folder` was made with other settings than those `asked` for, as far as they
+    shape its numbers: its results would be taken for theirs."""
+    for name, value in json.loads((folder / "config.json").read_bytes()).items():
+        if name not in MACHINE and value != asked.get(name):
+            raise ValueError(
+                f"--{name} is {asked.get(name)}, but must be {value} as in {folder}, or --out another folder"
+            )

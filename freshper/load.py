@@ -1,6 +1,7 @@
 """The policy that a run starts from, with everything checked that a model folder can get wrong.
 
 What fails here fails before anything is written, in a sentence of ours rather than in the depths of a library.
+Not in the paper.
 """
 
 import torch

@@ -1,6 +1,7 @@
 """The state of a run as JSON and arrays, and back: what `freshper/checkpoint.py` writes to files.
 
-Episodes are stored as one long array a field, with their lengths; equal pictures once, each compressed with zlib.
+Episodes are stored as one long array a field, with their lengths; equal pictures once, each compressed with zlib. Not
+in the paper.
 """
 
 import zlib

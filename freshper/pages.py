@@ -1,4 +1,7 @@
-"""What a run shows: the learning curve, and a page of games with pictures, replies, rewards and log-probs."""
+"""What a run shows: the learning curve, and a page of games with pictures, replies, rewards and log-probs.
+
+Paper: Fig. llm_main and vlm_main are such curves; the page is ours.
+"""
 
 import base64
 import html

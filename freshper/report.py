@@ -1,5 +1,7 @@
 """What a run leaves behind and what its user sees: progress bar, metrics.csv, curve.png, episodes.html, checkpoint.
 
+Not in the paper, but for the curve (freshper/pages.py) and what replay.csv is for, section 3.3.
+
     out/config.json     every setting            out/curve.png       success against episodes, with baselines
     out/metrics.csv     one row an iteration     out/episodes.html   a few episodes, turn by turn
     out/replay.csv      one row a replayed trajectory (see freshper/diagnostics.py), and diagnostics.png of them
@@ -91,9 +93,10 @@ class Report:
                 f"can be written to: {error}"
             ) from error
         self.file: Any = None  # metrics.csv, once it is open
+        self.replay_file: Any = None  # replay.csv, likewise
         self.iteration = 0
         self.values: dict[str, list[float]] = defaultdict(list)
-        self.done, self.wall_s = 0, 0.0  # iterations, seconds
+        self.done, self.collected, self.wall_s = 0, 0, 0.0  # iterations, episodes, seconds
         self.recent: deque[float] = deque(maxlen=10)  # success in training
         self.evaluations: list[tuple[int, float]] = []  # after how many iterations, held-out success
         self.rows = ""  # of metrics.csv at the checkpoint that is resumed
@@ -134,7 +137,7 @@ class Report:
     def _write_pages(self) -> None:
         if self.file:
             self.file.close()
-            if self.config.replay_ratio:
+            if self.replay_file:
                 self.replay_file.close()
                 diagnostics.plot(self.folder)
         if self.done:
@@ -151,6 +154,7 @@ class Report:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.done, self.wall_s, self.rows = state["done"], state["wall_s"], state["rows"]
+        self.collected = int(self.rows.splitlines()[-1].split(",")[COLUMNS.index("episodes")])
         self.recent.extend(state["recent"])
         self.evaluations = [(done, success) for done, success in state["evaluations"]]
 
@@ -169,11 +173,12 @@ class Report:
         self.began, self.rows = time.perf_counter() - self.wall_s, ""
 
     def _start_replay(self, path: Path) -> None:
-        """replay.csv with the rows of the iterations so far, open for more."""
+        """replay.csv with the rows of the iterations so far, as far as they are there, open for more."""
         kept = [",".join(REPLAY_COLUMNS) + "\n"]
-        if self.done:
+        if self.done and path.is_file():
             with path.open() as file:
-                kept += [line for line in list(file)[1:] if int(line.partition(",")[0]) < self.done]
+                rows = [line for line in list(file)[1:] if line.endswith("\n")]  # a kill cuts the last one anywhere
+            kept += [row for row in rows if int(row.partition(",")[0]) < self.done]
         write_whole(path, "".join(kept))
         self.replay_file = path.open("a", newline="")
 
@@ -221,13 +226,14 @@ class Report:
     def end_iteration(self, trainer: TorchTrainer, episodes: list[Episode], buffer: ReplayBuffer) -> None:
         """Write the row of this iteration and move the bar."""
         self.episodes = episodes
+        self.collected += len(episodes)
         self.wall_s = round(time.perf_counter() - self.began, 2)
         fresh = summarize(episodes, self.metrics)
         row = {name: round(float(np.mean(values)), 6) for name, values in self.values.items()}
         row |= {
             "iteration": self.iteration,
             "step": trainer.step,
-            "episodes": (self.iteration + 1) * len(episodes),
+            "episodes": self.collected,
             "wall_s": self.wall_s,
             "train_success": round(fresh["success"], 4),
             "train_reward": round(fresh["reward"], 4),

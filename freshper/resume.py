@@ -1,4 +1,5 @@
 """Nothing is lost: a run that was stopped or killed goes on with the very numbers it would have had.
+Not in the paper.
 
 `RunState` gathers everything that shapes what comes next, saves it between two iterations and puts it back:
 weights, optimizer and schedule, the buffer, the replay baseline, the rows of metrics.csv, and every random number
@@ -86,7 +87,8 @@ class RunState:
             checkpoint.adopt(found)
             state["buffer"]["episodes"] = state["episodes"]
             for name, part in self.parts.items():
-                part.load_state_dict(state[name])
+                if name != "tau" or name in state:  # --override decay may have made it automatic only now
+                    part.load_state_dict(state[name])
             self.report.episodes = self.parts["buffer"].newest(self.config.rollout_batch_size)
             restore_vision(self.policy, state["vision"])
             restore_generators(state["generators"])

@@ -83,8 +83,8 @@ def rollout(
     """Play one episode in each environment, reset with its seed. Returns them in that order.
 
     `behavior_logprobs` are the engine's; line 3 of Algorithm 1 replaces them by the trainer's. Raises
-    ValueError where not even the first turn of an episode fits `max_tokens`, and TimeoutError where an environment
-    takes more than `env_timeout` seconds to start or to answer (0: no limit).
+    OSError where not even the first turn of an episode fits `max_tokens`, and TimeoutError, which is one too, where an
+    environment takes more than `env_timeout` seconds to start or to answer (0: no limit).
     """
     observations = []
     for env, seed in zip(envs, seeds, strict=True):
@@ -95,10 +95,12 @@ def rollout(
             raise
     opened = zip(observations, seeds, strict=True)
     conversations = [Conversation(policy.first_prompt(o), list(o.images), seed) for o, seed in opened]
-    longest = max(len(c.tokens) for c in conversations)
-    if longest + max_new_tokens > max_tokens:
-        raise ValueError(
-            f"max_tokens {max_tokens} is too small: the first turn takes {longest} + {max_new_tokens} tokens"
+    longest = max(conversations, key=lambda c: len(c.tokens))
+    needed = len(longest.tokens) + max_new_tokens
+    if needed > max_tokens:  # of a later batch: freshper/load.py has looked at the first one
+        raise OSError(
+            f"--max_tokens is {max_tokens}, but must be at least {needed}: the first turn of episode seed "
+            f"{longest.seed} takes a prompt of {len(longest.tokens)} and --max_new_tokens {max_new_tokens}"
         )
     replies: list[list[tuple[int, Reply]]] = [[] for _ in envs]  # per episode: (position, reply)
     rewards: list[list[float]] = [[] for _ in envs]

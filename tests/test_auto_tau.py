@@ -72,4 +72,7 @@ def test_tau_auto_in_a_run(tmp_path):
             taus.append(expected.tau)
         assert found[iteration] == pytest.approx(np.mean(taus), rel=1e-3)
     assert len(set(found)) == 4
-    assert parse_args(["--tau", "auto"]).decay == "auto"
+
+
+def test_both_ways_to_write_the_flag():
+    assert parse_args(["--tau", "auto"]).decay == parse_args(["--tau=auto"]).decay == "auto"

@@ -83,6 +83,8 @@ FLAGS = {
     "--slippery maybe": "argument --slippery: Truthy value expected: got maybe",
     "--cell_size 0": "--cell_size is 0, but must be above 0",
     "--dtype float16": "invalid choice: 'float16' (choose from 'float32', 'bfloat16')",
+    "--dtype bfloat16": "--dtype is bfloat16, but must be float32 where --trainer is torch, which keeps no float32 "
+    "master weights",
     "--iterations 2147483648": "--iterations is 2147483648, but must be below 2**31",
     "--env_timeout -1": "--env_timeout is -1.0, but must be 0 or more",
     "--env_timeout nan": "--env_timeout is nan, but must be 0 or more",

@@ -77,4 +77,18 @@ def test_every_arm_of_every_exhibit_is_a_valid_command(preset, tmp_path):
     epochs, longer = compare.exhibits(preset, "frozenlake")["controls"][1:3]
     base = parse_args(["--preset", preset, "--out", str(tmp_path / "none")])
     assert epochs.endswith(f"--ppo_epochs {base.replay_ratio + 1}")
-    assert f"--iterations {base.iterations * (base.replay_ratio + 1)}" in longer
+    replayed = base.replay_ratio * base.batch_size // base.rollout_batch_size
+    assert longer.startswith(f"on_policy --iterations {base.iterations * (replayed + 1)} --eval_every ")
+
+
+def test_a_run_that_was_made_with_other_flags_is_not_taken_for_this_one(tmp_path):
+    """Finished or not. What only concerns the machine may differ."""
+    flags = ["--preset", "tiny", "--lr", "0.1"]
+    settings = vars(parse_args([*flags, "--seed", "3", "--method", "per"])) | {"threads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "stopped.txt").write_text("not finite")
+    compare.run("frozenlake", "per", 3, tmp_path, flags)
+    with pytest.raises(ValueError, match=r"--lr is 0\.2, but must be 0\.1 as in .*, or --out another folder"):
+        compare.run("frozenlake", "per --lr 0.2", 3, tmp_path, flags)
+    with pytest.raises(ValueError, match=r"--lr is 0\.001, but must be 0\.1 as in "):
+        compare.run("frozenlake", "per", 3, tmp_path, flags[:2])

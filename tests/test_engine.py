@@ -134,7 +134,7 @@ def test_a_conversation_that_would_grow_too_long_is_truncated(text_policy):
     episodes = play(text_policy, "text", n=8, max_tokens=450)
     assert any(e.info.get("truncated") for e in episodes)
     assert all(len(e.tokens) <= 450 for e in episodes)
-    with pytest.raises(ValueError, match="max_tokens 100 is too small"):
+    with pytest.raises(OSError, match="--max_tokens is 100, but must be at least "):
         play(text_policy, "text", n=2, max_tokens=100)
 
 

@@ -125,6 +125,19 @@ def test_an_environment_that_raises(model_folder, tmp_path, monkeypatch, capsys)
     assert "stopped in iteration 1: KeyError: 'lake'; in environment frozenlake, episode seed 42000007, turn 2" in said
 
 
+def test_a_first_prompt_of_a_later_batch_that_is_too_long(model_folder, tmp_path, monkeypatch, capsys):
+    reset = FrozenLake.reset
+
+    def wordy(self, seed):
+        observation, info = reset(self, seed=seed)
+        return (observation._replace(text=observation.text * 100), info) if seed == 42000005 else (observation, info)
+
+    monkeypatch.setattr(FrozenLake, "reset", wordy)
+    assert run(model_folder, tmp_path / "run", *LONGER) == 1
+    sentence = r"stopped in iteration 1: --max_tokens is 512, but must be at least \d+: the first turn of episode seed "
+    assert re.search(sentence + r"42000005 takes a prompt of \d+ and --max_new_tokens 6\n", capsys.readouterr().out)
+
+
 @pytest.mark.parametrize("reward", [np.nan, np.inf, -np.inf])
 def test_an_environment_that_returns_no_number(model_folder, tmp_path, monkeypatch, capsys, reward):
     break_step(monkeypatch, lambda result: (result[0], reward, *result[2:]))

@@ -61,7 +61,7 @@ VARIANTS = {
     "automatic tau": ("frozenlake", ["--tau", "auto"]),
     "decay by draws": ("frozenlake", "--decay draws --tau 2".split()),
     "vision, KL": ("frozenlake_vlm", ["--kl_loss_coef", "0.05"]),
-    "everything else": ("frozenlake", """--dtype bfloat16 --kl_reward_coef 0.05 --replay_advantage stored --capacity 6
+    "everything else": ("frozenlake", """--kl_reward_coef 0.05 --replay_advantage stored --capacity 6
         --eviction lowest_priority --age_unit iteration --is_correction True --decay none --ppo_epochs 2""".split()),
 }  # fmt: skip
 
@@ -188,6 +188,21 @@ def test_a_crash_between_the_two_renames_loses_nothing(copy):
     assert (copy / "checkpoint" / "model.safetensors").exists()
 
 
+def test_a_crash_before_the_two_renames_loses_nothing(copy):
+    """What is whole and in the way gets its number; so it stays what --resume can fall back to."""
+    (copy / "checkpoint").rename(copy / checkpoint.UNFINISHED)
+    (copy / "checkpoint-000004").rename(copy / "checkpoint")
+    checkpoint.adopt(checkpoint.find(copy)[0])
+    assert {p.name for p in copy.glob("*checkpoint*")} == {"checkpoint", "checkpoint-000002", "checkpoint-000004"}
+    assert checkpoint.find(copy)[0].done == 6
+
+
+def test_the_owner_s_own_folders_stay(copy):
+    shutil.copytree(copy / "checkpoint", copy / "checkpoint-backup")
+    assert train.main(["--resume", str(copy), "--iterations", "7", "--override", "iterations"]) == 0
+    assert (copy / "checkpoint-backup" / "manifest.json").exists()
+
+
 def refusal(capsys, *arguments):
     try:
         status = train.main(list(arguments))
@@ -219,21 +234,46 @@ def test_conflicting_flags(copy, capsys):
     sentence = refusal(capsys, "--resume", str(copy), "--lr", "0.5", "--tau", "7", "--override", "lr")
     assert "--tau is 7.0, but must be 20.0" in sentence
     assert "cannot change that" in refusal(capsys, "--resume", str(copy), "--seed", "1")
-    assert "--override is seed, but" in refusal(capsys, "--resume", str(copy), "--seed", "1", "--override", "seed")
+    for name, value in (("seed", "1"), ("eviction", "lowest_priority"), ("age_unit", "iteration")):
+        sentence = refusal(capsys, "--resume", str(copy), f"--{name}", value, "--override", name)
+        assert f"--override is {name}, but" in sentence
     sentence = refusal(capsys, "--resume", str(copy), "--iterations", "5", "--override", "iterations")
     assert "--iterations is 5, but must be at least the 6 that are done" in sentence
     assert (copy / "metrics.csv").read_bytes() == before
 
 
 def test_an_override_takes_effect(copy, finished):
-    flags = ["--iterations", "8", "--lr", "0.01", "--override", "iterations", "lr"]
+    flags = "--iterations 8 --lr 0.01 --rollout_batch_size 2 --override iterations lr rollout_batch_size".split()
     assert train.main(["--resume", str(copy), *flags]) == 0
     table = rows(copy)
-    assert len(table) == 8
+    assert [int(r["episodes"]) for r in table] == [4, 8, 12, 16, 20, 24, 26, 28]
     assert table[:6] == rows(finished)
     cosine = 0.5 * (1 + np.cos(np.pi * (18 + 3 - 10) / (8 * 3 - 10)))  # 21 of 24 updates, 10 of them warm-up
     assert float(table[6]["lr"]) == pytest.approx(0.01 * cosine)
     assert json.loads((copy / "config.json").read_text())["iterations"] == 8
+
+
+@pytest.mark.parametrize("flags", ["--decay auto", "--replay_ratio 1"])
+def test_an_override_that_starts_something(model_folder, tmp_path, flags):
+    """An estimate of tau, or replay, that the run did without so far; and back."""
+    out, flag = tmp_path / "run", flags.split()[0]
+    assert run(model_folder, out, "--save_every", "1", flag, {"--decay": "exponential"}.get(flag, "0")) == 0
+    for n, chosen in enumerate((flags.split(), [flag, {"--decay": "none"}.get(flag, "0")]), 4):
+        changed = ["--iterations", str(n), *chosen, "--override", "iterations", flag[2:]]
+        assert train.main(["--resume", str(out), *changed]) == 0
+        assert len(rows(out)) == n
+
+
+@pytest.mark.parametrize("end", [None, "1", "1,2"])
+def test_rows_of_replays_that_are_lost_or_torn(copy, finished, end):
+    """A missing replay.csv starts anew; what a kill left of the last row is cut off."""
+    log = copy / "replay.csv"
+    whole = log.read_text()
+    log.unlink()
+    if end is not None:
+        log.write_text(whole + end)
+    assert train.main(["--resume", str(copy)]) == 0
+    assert log.read_text() == (whole.splitlines(keepends=True)[0] if end is None else whole)
 
 
 def test_two_processes_cannot_write_to_one_folder(copy, text_policy, capsys):

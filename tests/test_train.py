@@ -129,7 +129,7 @@ def test_every_setting_reaches_the_run(model_folder, tmp_path):
         "kl_loss_coef": "0.05", "kl_reward_coef": "0.1", "entropy_coef": "0.01",
         "eviction": "lowest_priority", "capacity": "6", "behavior_logprobs": "engine", "age_unit": "iteration",
         "replay_advantage": "stored", "loss_aggregation": "token_sum", "ppo_epochs": "2", "slippery": "True",
-        "prompt_style": "full", "max_tokens": "4000", "dtype": "bfloat16", "micro_batch_size": "2", "top_k": "0",
+        "prompt_style": "full", "max_tokens": "4000", "micro_batch_size": "2", "top_k": "0",
     }  # fmt: skip
     arguments = [part for name, value in flags.items() for part in (f"--{name}", value)]
     assert run(model_folder, tmp_path / "run", *arguments) == 0
@@ -137,7 +137,7 @@ def test_every_setting_reaches_the_run(model_folder, tmp_path):
     assert [int(r["step"]) for r in table] == [4, 8, 12]
     assert [int(r["buffer_size"]) for r in table] == [4, 6, 6]
     assert float(table[-1]["mean_age"]) <= 2  # iterations, not steps
-    assert float(table[0]["mismatch"]) > 0
+    assert float(table[0]["mismatch"]) < 1e-4
 
 
 def test_engine_and_trainer_agree(model_folder, tmp_path):
