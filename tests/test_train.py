@@ -56,7 +56,8 @@ def test_train_follows_algorithm_1_line_by_line():
     calls = {
         2: "collect(seeds)", 3: "trainer.record_behavior_logprobs(episodes)", 4: "buffer.add(episodes",
         6: "buffer.refresh_async(", 5: "trainer.update(episodes)", 7: "for _ in range(config.replay_ratio)",
-        8: "buffer.sample(config.batch_size, age_clock())", 9: "importance_weights(", 10: "trainer.update(replay.episodes, weights",
+        8: "buffer.sample(config.batch_size, age_clock())", 9: "importance_weights(",
+        10: "trainer.update(replay.episodes, weights",
         12: "engine.sync(trainer)",
     }  # fmt: skip
     position = 0
