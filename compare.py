@@ -150,18 +150,25 @@ def finished(folder: Path) -> bool:
     return len(read(folder, "metrics.csv")["iteration"]) == config_of(folder).iterations
 
 
-def run(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> None:
-    """One training run in a process of its own, or the rest of one that was interrupted. A run whose numbers stop being
-    numbers (exit status 1) leaves its last words in `stopped.txt`. Raises RuntimeError where one fails otherwise,
-    ValueError where the folder, whose name holds the arm and the seed alone, is of a run with other flags."""
+def checked(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> list[str]:
+    """The flags of a run. Ends the program with a sentence where they are no settings; raises ValueError where the
+    folder, whose name holds the arm and the seed alone, is of a run with others."""
     method, *arm_flags = arm.split()
     flags = ["--env", env, "--method", method, *flags, *arm_flags, "--seed", str(seed)]
-    resumed = (folder / "config.json").is_file()
-    if resumed:
-        check_repeated(folder, vars(parse_args(flags)))
+    asked = vars(parse_args(flags))
+    if (folder / "config.json").is_file():
+        check_repeated(folder, asked)
+    return flags
+
+
+def run(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> None:
+    """One training run in a process of its own, or the rest of one that was interrupted. A run whose numbers stop being
+    numbers (exit status 1) leaves its last words in `stopped.txt`. Raises RuntimeError where one fails otherwise."""
+    flags = checked(env, arm, seed, folder, flags)
     if finished(folder):
         return
-    command = [sys.executable, "train.py", *flags, "--resume" if resumed else "--out", str(folder.resolve())]
+    where = "--resume" if (folder / "config.json").is_file() else "--out"
+    command = [sys.executable, "train.py", *flags, where, str(folder.resolve())]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     if done.returncode == 1 and "not finite" in done.stdout:
         (folder / "stopped.txt").write_text(done.stdout)
@@ -275,9 +282,14 @@ def main() -> None:
     args, flags = parser.parse_known_args()  # flags that are not ours go to every run
     arms = args.arm or exhibits(args.preset, args.env)[args.exhibit]
     out = args.out or Path(f"out/compare-{args.env}-{'own' if args.arm else args.exhibit}")
-    out.mkdir(parents=True, exist_ok=True)
     jobs = [(arm, seed) for seed in args.seeds for arm in arms]
     flags = ["--preset", args.preset, *flags]
+    try:  # before hours of runs
+        for arm, seed in jobs:
+            checked(args.env, arm, seed, folder_of(out, arm, seed), flags)
+    except ValueError as error:
+        parser.error(str(error))
+    out.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(args.jobs) as pool:
         futures = [pool.submit(run, args.env, a, s, folder_of(out, a, s), flags) for a, s in jobs]
         for future in tqdm(futures, unit="run"):

@@ -253,9 +253,9 @@ class Report:
         self.recent.append(row["train_success"])
         if "eval_success" in row:
             self.evaluations.append((self.done, row["eval_success"]))
-        held_out = self.evaluations[-1][1] if self.evaluations else math.nan
+        held_out = f"held-out {self.evaluations[-1][1]:.2f} " if self.evaluations else ""
         self.bar.set_postfix_str(
-            f"success {np.mean(self.recent):.2f} held-out {held_out:.2f} "
+            f"success {np.mean(self.recent):.2f} {held_out}"
             f"reward {row['train_reward']:.2f} buffer {len(buffer)} age {row['mean_age']:.0f}"
         )
 

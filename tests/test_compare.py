@@ -39,6 +39,15 @@ def test_arms_and_seeds_through_train(model_folder, tmp_path):
     assert subprocess.run(command, cwd=ROOT).returncode == 0
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.csv")} == before
 
+    for wrong, sentence in (
+        (["--iterations", "3"], "--iterations is 3, but must be 2 as in"),  # the flag that comes last counts
+        (["--arm", "freshpr --tau 5"], "freshpr"),
+    ):
+        refused = subprocess.run([*command, *wrong], cwd=ROOT, capture_output=True, text=True)
+        assert refused.returncode == 2
+        assert sentence in refused.stderr
+        assert "Traceback" not in refused.stderr
+
     unfinished = compare.folder_of(tmp_path, arms[0], 3)
     rows = (unfinished / "metrics.csv").read_text().splitlines(keepends=True)
     (unfinished / "metrics.csv").write_text("".join(rows[:-1]))
