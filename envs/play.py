@@ -78,6 +78,8 @@ def main(make_env: Callable[..., TextEnv], argv: list[str] | None = None) -> Non
     args = vars(parser.parse_args(argv))
     if args["seed"] < 0 or (not args["play"] and args["random"] < 1):
         parser.error(f"--seed must be 0 or more and --random 1 or more, got {args['seed']} and {args['random']}")
+    if args.get("cell_size") is not None and args["cell_size"] < 1:
+        parser.error(f"--cell_size must be 1 or more, got {args['cell_size']}")
     settings = {name: default for name, default in FOR_A_PERSON.items() if args["play"] and name in known}
     try:
         env = make_env(**settings | {name: args[name] for name in known if args[name] is not None})

@@ -105,6 +105,7 @@ def test_means_and_standard_errors(capsys):
         (["--random", "0"], "--seed must be 0 or more and --random 1 or more, got 0 and 0"),
         (["--play", "--seed", "-1"], "--seed must be 0 or more and --random 1 or more, got -1 and None"),
         (["--play", "--style", "loud"], "style must be full or terse, got loud"),
+        (["--play", "--cell_size", "0"], "--cell_size must be 1 or more, got 0"),
         ([], "one of the arguments --play --random is required"),
     ],
 )
