@@ -124,7 +124,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         # one of two boxes in place is a return of 0: only a large epsilon replays it like a failure, |r| = 1
         "sokoban_hard": {**_TINY, "epsilon": 1.0, "max_tokens": 768, "format_penalty": 0.15, "iterations": 120},
         "sokoban_simple_vlm": {**_TINY, "freeze_vision": True, "max_tokens": 768, "format_penalty": 0.15},
-        "sokoban_hard_vlm": {**_TINY, "epsilon": 1.0, "freeze_vision": True, "max_tokens": 1024, "iterations": 40},
+        "sokoban_hard_vlm": {**_TINY, "epsilon": 1.0, "freeze_vision": True, "max_tokens": 1024, "iterations": 30},
         "nq_search": {**_TINY, "batch_size": 64, "rollout_batch_size": 64},
         "gsm8k": {**_TINY, "batch_size": 64},
         "aime": {**_TINY, "batch_size": 64},
