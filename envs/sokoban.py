@@ -157,7 +157,7 @@ class Sokoban(TextEnv):
             raise ValueError(f"side must be 6, 7 or 8 and boxes 1 or 2, got {side} and {boxes}")
         self.side, self.n_boxes, self.image, self.cell_size = side, boxes, image, cell_size
         if image:  # first to see, then to play
-            self.warm_start = ((400, 1), (60, 10)) if side < 8 else ((250, 1), (15, 10))
+            self.warm_start = ((400, 1), (60, 10)) if side < 8 else ((250, 1), (30, 10))
         elif side == 8:  # so much of a Hard room as a few minutes allow
             self.warm_start = ((400, 1), (60, 10))
         self.observation_space = observations(5000, side * cell_size, side * cell_size)
