@@ -1,7 +1,7 @@
 """Methods side by side: every arm with every seed through the real train.py, one figure, one table.
 
     python compare.py --env frozenlake --seeds 11 12 13               on-policy, Standard PER and FreshPER
-    python compare.py --exhibit tau --env frozenlake                  a ready-made comparison, see EXHIBITS
+    python compare.py --exhibit tau --env frozenlake                  a ready-made comparison, see freshper/exhibits.py
     python compare.py --arm "freshper --tau 5" --arm "freshper --tau 500" --out out/mine
 
 Paper: Table main_results, Fig. llm_main, vlm_main, tau_ablation, is_ablation, control; Table config_comparison; and
@@ -18,7 +18,6 @@ counted as diverged.
 
 import argparse
 import csv
-import dataclasses
 import json
 import os
 import re
@@ -28,7 +27,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 import matplotlib.axes
 import matplotlib.figure
@@ -39,96 +37,13 @@ from tqdm import tqdm
 from freshper.config import Config, parse_args
 from freshper.diagnostics import read
 from freshper.earlier_run import check_repeated
-from freshper.presets import CONFIG_A, CONFIG_DEFAULT, PRESETS, defaults
+from freshper.exhibits import exhibits
+from freshper.presets import PRESETS
 from freshper.report import baselines
 
 ROOT = Path(__file__).parent
 METHOD_COLORS = {"on_policy": "#4285F4", "per": "#FBBC04", "freshper": "#EA4335"}  # the paper's, Fig. llm_main
 OTHER_COLORS = ("#34A853", "#FF9800", "#9E9E9E", "#7B1FA2", "#00838F", "#795548", "#F06292", "#1A237E")
-
-
-def exhibits(preset: str, env: str) -> dict[str, list[str]]:
-    """Ready-made comparisons: name -> arms. K and the number of iterations are those of the preset."""
-    known: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Config)} | defaults(preset, env, "freshper")
-    fresh = known["rollout_batch_size"]
-    current = (
-        f"--capacity {fresh} --batch_size {fresh} --replay_ratio {known['replay_ratio'] * known['batch_size'] // fresh}"
-    )
-    updates = known["replay_ratio"] + 1
-    passes = 1 + known["replay_ratio"] * known["batch_size"] // fresh  # episodes trained on, per fresh one
-    longer = f"--iterations {passes * known['iterations']} --eval_every {passes * known['eval_every']}"
-    large = f"--rollout_batch_size {4 * fresh} --batch_size {4 * known['batch_size']} --iterations 25 --eval_every 5"
-    minibatches = f"--capacity {fresh} --batch_size {fresh // 2} --replay_ratio 4"
-    grid = [
-        f"--lr {lr} --format_penalty {f}" for lr, f in ((5e-4, 0), (1e-3, 0), (5e-4, 0.15), (1e-3, 0.15), (2e-3, 0.15))
-    ]
-    # FreshPER and its rivals with as many updates or more: which of the grid each did best with (RESULTS.md)
-    best = {
-        "freshper": grid[3],
-        "per --is_correction False": grid[4],
-        "per": grid[3],
-        "per --alpha 0 --is_correction False": grid[2],
-        f"on_policy --ppo_epochs {updates}": grid[3],
-        f"per --is_correction False --alpha 0 {minibatches}": grid[4],
-        f"per --is_correction False {current}": grid[0],
-    }
-    taus = (500, 1000, 1500) if preset == "paper" else (5, 20, 80, 320)
-    return {
-        # Table main_results, Fig. llm_main, vlm_main, control
-        "main": ["on_policy", "per", "freshper"],
-        # Fig. tau_ablation: the paper's values, or from a quarter to sixteen times the tiny presets'
-        "tau": [*(f"freshper --tau {tau}" for tau in taus), "freshper --decay none", "freshper --tau auto"],
-        # Fig. is_ablation, and the other half that the paper leaves out
-        "is": ["freshper", "freshper --is_correction True", "per --is_correction False", "per"],
-        # Table config_comparison, and Config A with the other's clip
-        "config": [
-            " ".join(["freshper", *(f"--{name} {value}" for name, value in config.items())])
-            for config in (CONFIG_A, CONFIG_DEFAULT, CONFIG_A | {"advantage_clip": CONFIG_DEFAULT["advantage_clip"]})
-        ],
-        # ours: as many updates; as many episodes trained on; no buffer but the current batch, its successes preferred
-        # or not; no priorities; no decay; no base priority
-        "controls": [
-            "on_policy",
-            f"on_policy --ppo_epochs {updates}",
-            f"on_policy {longer}",
-            f"per --is_correction False {current}",
-            f"per --is_correction False --alpha 0 {current}",
-            "per --alpha 0 --is_correction False",
-            "per",
-            "per --is_correction False",
-            "freshper --epsilon 1000",
-            "freshper",
-        ],
-        # a limit under which drawn episodes are as old on average; draws: every episode is drawn K B / B times or so
-        "decay": [
-            "freshper",
-            "freshper --decay polynomial",
-            f"freshper --decay limit --tau {2 * known['tau'] / known['alpha']:.0f}",
-            "freshper --decay draws --tau 2",
-            "freshper --decay none",
-            "freshper --age_unit iteration",
-        ],
-        # ours: the same search for everyone, and what it found on seeds that it has not seen
-        "search": [f"{arm} {setting}" for arm in ("on_policy", *best) for setting in grid],
-        "showcase": [f"{arm} {setting}" for arm, setting in best.items()],
-        # what carries FreshPER there: each in turn changed to what the paper does or to nothing; four times the batch
-        # with a quarter of the iterations (of `--iterations 100`)
-        "factors": [
-            f"freshper {best['freshper']}{change}"
-            for change in (
-                "",
-                " --decay none",
-                " --epsilon 1000",
-                " --replay_advantage stored",
-                " --replay_advantage recompute",
-                f" --advantage_clip {CONFIG_A['advantage_clip']}",
-                f" {large}",
-            )
-        ],
-        "ratio": ["on_policy", *(f"freshper --replay_ratio {k}" for k in (1, 2, 4, 8))],
-        "epsilon": [f"freshper --epsilon {epsilon}" for epsilon in (1e-6, 0.01, 0.1, 1.0)],
-        "advantage": [f"freshper --replay_advantage {mode}" for mode in ("running", "recompute", "stored")],
-    }
 
 
 def folder_of(out: Path, arm: str, seed: int) -> Path:

@@ -4,13 +4,11 @@ Paper: Algorithm 1 line 3 (behaviour log-probs, recorded before training), lines
 appendix F, "Common Settings" (cosine schedule with 10 warm-up steps) and Table training_config. The paper does not
 name the optimizer; ours is AdamW without weight decay.
 
-`step` counts optimizer steps and is the clock by which the buffer measures age (section 3.4).
-
-Log-probs are those of the sampling distribution: logits are divided by the temperature before the softmax.
-Only action tokens are ever turned into logits: hidden states are selected first, so an update never holds
-[B, T, vocabulary]. Of many action tokens only LOGITS_AT_ONCE numbers exist at a time; the backward pass computes
-them again (`benchmarks/update.py`). Micro-batches add up to exactly the gradient of the whole batch, because the
-loss divides by constants of the whole batch (freshper/reinforce.py).
+`step` counts optimizer steps and is the clock by which the buffer measures age (section 3.4). Log-probs are those of
+the sampling distribution: logits are divided by the temperature before the softmax. Only action tokens are ever turned
+into logits: hidden states are selected first, so an update never holds [B, T, vocabulary]. Of many action tokens only
+LOGITS_AT_ONCE numbers exist at a time; the backward pass computes them again (`benchmarks/update.py`). Micro-batches
+add up to exactly the gradient of the whole batch, because the loss divides by constants of it (freshper/reinforce.py).
 
 The engine's kernels are not the trainer's. How far off it samples is logged, and `truncated_is` corrects for it (Yao et
 al. 2025, not in the paper). A log-prob, loss or gradient that is not finite raises NonFiniteError, before any step.
