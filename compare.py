@@ -178,9 +178,8 @@ def figure(path: Path, runs: dict[str, list[dict[str, np.ndarray]]], title: str,
                 where = {"fontsize": 8, "transform": axes.get_yaxis_transform()}
                 axes.text(0.99, players[name] + 0.01, f"{name} player: {players[name]:.3f}", ha="right", **where)
         axes.set(xlabel=label, ylabel="success on held-out seeds", ylim=(0, 1.06))
-    page.legend(
-        *page.axes[0].get_legend_handles_labels(), fontsize="small", loc="outside lower center"
-    )  # arms are long
+    # below the axes: the names of arms are long
+    page.legend(*page.axes[0].get_legend_handles_labels(), fontsize="small", loc="outside lower center")
     page.suptitle(title)
     page.savefig(path, dpi=130)
 

@@ -1,7 +1,7 @@
 """A made-up encyclopaedia and questions about it: GENERATED stand-ins for Wikipedia and Natural Questions.
 
-Not in the paper; it lets the NQ task run without a download, and a tiny model learn it. 1,024 people, each with an
-article
+Not in the paper; it lets the NQ task run without a download, and a tiny model learn it. An article for each of 1,024
+people:
 
     Ada Finch
     born Oslo, job cook, friend Bo Hale
