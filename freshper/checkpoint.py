@@ -34,7 +34,7 @@ from freshper.episode_files import EpisodeFiles, describe
 from freshper.models import Policy
 from freshper.packing import flatten, unflatten
 
-FORMAT, VERSION = "freshper checkpoint", 3
+FORMAT, VERSION = "freshper checkpoint", 4
 UNFINISHED, DAMAGED = ".checkpoint-unfinished", "damaged-checkpoint"
 NUMBERED = "checkpoint-" + "[0-9]" * 6  # what else stands in the folder is its owner's
 

@@ -1,7 +1,7 @@
 """The state of a run as JSON and arrays, and back: what `freshper/checkpoint.py` writes to files.
 
-Episodes are stored as one long array a field, with their lengths; equal pictures once, each compressed with zlib. Not
-in the paper.
+Episodes are stored as one long array a field, with their lengths, also what the trainer noted of each token in `info`;
+equal pictures once, each compressed with zlib. Not in the paper.
 """
 
 import zlib
@@ -75,14 +75,16 @@ def pack_episodes(episodes: list[Episode]) -> dict[str, Any]:
         "seeds": np.array([e.seed for e in episodes], np.int64),
     }
     long = {name: _joined([getattr(e, name) for e in episodes]) for name in (*_PER_TOKEN, "turn_rewards")}
+    noted = [name for name in (episodes[0].info if episodes else ()) if all(_of_tokens(e, name) for e in episodes)]
     return per_episode | {
         **long,
+        "notes": {name: _joined([e.info[name] for e in episodes]) for name in noted},  # log pi_ref and the like
         "images": np.array([known[id(image)] for e in episodes for image in e.images], np.int64),
         "picture_bytes": _joined(blobs),
         "picture_sizes": np.array([len(blob) for blob in blobs], np.int64),
         "picture_shapes": [list(image.shape) for image in pictures],
         "envs": [e.env for e in episodes],
-        "infos": [e.info for e in episodes],
+        "infos": [{name: value for name, value in e.info.items() if name not in noted} for e in episodes],
     }
 
 
@@ -96,8 +98,16 @@ def unpack_episodes(packed: dict[str, Any]) -> list[Episode]:
     columns: list[list[Any]] = [_split(packed[name], packed["lengths"]) for name in _PER_TOKEN]
     columns += [packed["rewards"].tolist(), _split(packed["turn_rewards"], packed["turns"])]
     columns += [[[pictures[i] for i in shown] for shown in _split(packed["images"], packed["shown"])]]
-    columns += [packed["steps"].tolist(), packed["envs"], packed["seeds"].tolist(), packed["infos"]]
+    notes = {name: _split(long, packed["lengths"]) for name, long in packed["notes"].items()}
+    infos = [info | {name: rows[k] for name, rows in notes.items()} for k, info in enumerate(packed["infos"])]
+    columns += [packed["steps"].tolist(), packed["envs"], packed["seeds"].tolist(), infos]
     return [Episode(*fields) for fields in zip(*columns, strict=True)]
+
+
+def _of_tokens(episode: Episode, name: str) -> bool:
+    """Whether `info` holds a number for each token under this name."""
+    value = episode.info.get(name)
+    return isinstance(value, np.ndarray) and value.shape == episode.tokens.shape
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:

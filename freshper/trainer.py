@@ -100,7 +100,8 @@ class TorchTrainer:
         """Line 3: log pi_mu(e_j) of every action token, written into the episodes.
 
         Returns how far the engine's own log-probs were off: the mean |difference| over action tokens, and quantiles
-        of the ratio pi_trainer / pi_engine. With `truncated_is` the episodes keep that ratio, capped, for the updates.
+        of the ratio pi_trainer / pi_engine. Episodes keep what later updates need: with `truncated_is` that ratio,
+        capped; with a KL term the penalty of the reward and log pi_ref, since pi_ref never changes.
         """
         self.make_room()
         batch = collate(episodes)
@@ -115,11 +116,12 @@ class TorchTrainer:
                 episode.info["truncated_is"] = np.minimum(np.exp(difference), self.config.truncated_is)
             if self.config.behavior_logprobs == "trainer":
                 episode.behavior_logprobs = recorded.copy()
-        if self.config.kl_reward_coef:
+        if self.reference:
             batch, reference = collate(episodes), self.logprobs(batch, reference=True)
             penalty = self.config.kl_reward_coef * kl_k1(batch.behavior_logprobs, reference) * batch.action_mask
-            for episode, row in zip(episodes, penalty.numpy(), strict=True):
-                episode.info["kl_penalty"] = row[: len(episode.tokens)].copy()
+            for name, noted in (("kl_penalty", penalty), ("ref_logprobs", reference)):
+                for episode, row in zip(episodes, noted.numpy(), strict=True):
+                    episode.info[name] = row[: len(episode.tokens)].copy()
         all_differences = np.concatenate(differences)
         low, high = np.exp(np.quantile(all_differences, (0.01, 0.99))).tolist()
         return {"mismatch": float(np.abs(all_differences).mean()), "mismatch_p01": low, "mismatch_p99": high}
@@ -140,7 +142,7 @@ class TorchTrainer:
         """
         self.make_room()
         config, batch = self.config, shaped(collate(episodes), episodes)
-        ref_logprobs = self._logprobs(batch, reference=True) if config.kl_loss_coef else None
+        ref_logprobs = padded(episodes, "ref_logprobs") if config.kl_loss_coef else None  # [B, T]
         all_advantages = self.advantages(batch, moments)  # [B, T]
         if config.truncated_is:  # weighs the policy gradient of a token: its objective is proportional to A_t
             all_advantages = all_advantages * padded(episodes, "truncated_is")
@@ -260,11 +262,9 @@ class TorchTrainer:
     @staticmethod
     def _check(phase: str, finite: torch.Tensor, episodes: list[Episode]) -> None:
         """`finite`: bool [B]. Raises NonFiniteError that names the phase and the first broken episode's seed."""
-        good = finite.tolist()
-        if not all(good):
-            raise NonFiniteError(
-                f"{phase} met a log-prob that is not finite; episode seed {episodes[good.index(False)].seed}"
-            )
+        for episode, good in zip(episodes, finite.tolist(), strict=True):
+            if not good:
+                raise NonFiniteError(f"{phase} met a log-prob that is not finite; episode seed {episode.seed}")
 
     # -- what another number of processes does differently (freshper/trainer_deepspeed.py) ---------------------
 
@@ -293,7 +293,7 @@ class TorchTrainer:
         loss.backward()
 
     def _clip_and_step(self) -> float:
-        """Clip the gradient and step; where its norm is not finite, leave the weights alone. Returns the norm."""
+        """Clip the gradient and step, or leave the weights alone where its norm is not finite. Returns the norm."""
         norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), self.config.max_grad_norm).item()
         if np.isfinite(norm):
             self.optimizer.step()

@@ -235,6 +235,7 @@ def test_gradients_do_not_depend_on_micro_batches_or_padding(text_policy, aggreg
     weights = np.linspace(0.2, 1.0, 8)
     for size in (1, 2, 8):
         trainer = trainer_for(text_policy, micro_batch_size=size, loss_aggregation=aggregation, **terms)
+        trainer.record_behavior_logprobs(episodes)
         trainer.update(episodes, weights)
         gradients.append(torch.cat([p.grad.flatten() for p in trainer.policy.model.parameters()]))
     assert gradients[0].abs().max() > 1e-4
@@ -315,6 +316,31 @@ def test_what_the_engine_sampled_otherwise_is_logged_and_weighed(text_policy):
         capped = [min(math.exp(x), 2.0) for x in d[e.action_mask]]
         loss -= sum(c * y for c, y in zip(capped, a, strict=True)) / len(episodes)
     assert trainer.update(episodes)[0]["loss"] == pytest.approx(loss, rel=1e-3, abs=1e-5)
+
+
+def test_kl_in_the_loss(text_policy):
+    """It adds coef / B sum_i w_i sum_t k3, of log pi_ref as it was noted at line 3."""
+    episodes, weights = episodes_for(text_policy, 4), np.array([1.0, 0.5, 0.25, 0.1])
+    losses, noted = {}, None
+    for coef in (0.0, 0.1):
+        trainer = trainer_for(text_policy, kl_loss_coef=coef, loss_aggregation="token_sum")
+        if coef:
+            with torch.no_grad():  # pi_ref differs from pi_theta
+                for weight in trainer.reference.model.parameters():
+                    weight.mul_(1.3)
+        trainer.record_behavior_logprobs(episodes)
+        theta = trainer.logprobs(collate(episodes)).double().numpy()
+        if coef:
+            noted = trainer.logprobs(collate(episodes), reference=True).double().numpy()
+            trainer.reference = None  # not asked again
+        losses[coef] = trainer.update(episodes, weights)[0]["loss"]
+    added = 0.0
+    for i, e in enumerate(episodes):
+        for t in np.flatnonzero(e.action_mask):
+            log_ratio = noted[i, t] - theta[i, t]
+            added += 0.1 / 4 * weights[i] * (math.exp(log_ratio) - log_ratio - 1)
+    assert added > 0.01
+    assert losses[0.1] - losses[0.0] == pytest.approx(added, rel=1e-3)
 
 
 def test_kl_in_the_reward(text_policy):

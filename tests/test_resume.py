@@ -222,8 +222,8 @@ def test_none_whole(copy, capsys):
 
 def test_another_format_version(copy, capsys):
     path = copy / "checkpoint" / "manifest.json"
-    path.write_text(path.read_text().replace('"version": 3', '"version": 4'))
-    assert "has the checkpoint format 4, but must have 3" in refusal(capsys, "--resume", str(copy))
+    path.write_text(path.read_text().replace('"version": 4', '"version": 5'))
+    assert "has the checkpoint format 5, but must have 4" in refusal(capsys, "--resume", str(copy))
 
 
 def test_conflicting_flags(copy, capsys):
@@ -321,6 +321,8 @@ def test_equal_pictures_are_stored_once():
     episodes = [
         make_episode(rng, image=i, step=k, seed=k, env="x", info={"success": True}) for k, i in enumerate(images)
     ]
+    for e in episodes:  # what the trainer notes of each token, and arrays that are not of tokens
+        e.info |= {"ref_logprobs": rng.normal(size=len(e.tokens)).astype(np.float32), "other": np.arange(3)}
     arrays = {}
     packed = json.loads(json.dumps(flatten(pack_episodes(episodes), arrays)))
     assert len(packed["picture_shapes"]) == 2
@@ -329,6 +331,9 @@ def test_equal_pictures_are_stored_once():
             a, b = getattr(before, name), getattr(after, name)
             assert (a.dtype, a.tolist()) == (b.dtype, b.tolist())
         assert all(np.array_equal(a, b) for a, b in zip(before.images, after.images, strict=True))
+        for name in ("ref_logprobs", "other"):
+            a, b = before.info.pop(name), after.info.pop(name)
+            assert (a.dtype, a.tolist()) == (b.dtype, b.tolist())
         assert dataclasses.astuple(dataclasses.replace(before, **dict.fromkeys(ARRAYS))) == dataclasses.astuple(
             dataclasses.replace(after, **dict.fromkeys(ARRAYS))
         )
