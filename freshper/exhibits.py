@@ -41,6 +41,15 @@ def exhibits(preset: str, env: str) -> dict[str, list[str]]:
     return {
         # Table main_results, Fig. llm_main, vlm_main, control
         "main": ["on_policy", "per", "freshper"],
+        # the same with the nearest controls: Standard PER's other half, no priorities, as many updates
+        "matched": [
+            "freshper",
+            "per",
+            "per --is_correction False",
+            "per --alpha 0 --is_correction False",
+            f"on_policy --ppo_epochs {updates}",
+            "on_policy",
+        ],
         # Fig. tau_ablation: the paper's values, or from a quarter to sixteen times the tiny presets'
         "tau": [*(f"freshper --tau {tau}" for tau in taus), "freshper --decay none", "freshper --tau auto"],
         # Fig. is_ablation, and the other half that the paper leaves out
