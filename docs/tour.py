@@ -41,7 +41,7 @@ OUT = Path(os.environ.get("TOUR_OUT", "out/tour"))
 
 # %%
 ARMS = {"without decay": "freshper --decay none", "with decay": "freshper --tau 20"}
-FLAGS = ["--iterations", ITERATIONS, "--eval_every", "40", "--eval_episodes", "128", "--format_penalty", "0"]  # r is 0 or 1
+FLAGS = f"--iterations {ITERATIONS} --eval_every 40 --eval_episodes 128 --format_penalty 0".split()  # r is 0 or 1
 runs = {name: OUT / f"{name.replace(' ', '-')}-{ITERATIONS}" for name in ARMS}
 for name, folder in runs.items():
     compare.run("frozenlake", ARMS[name], 7, folder, FLAGS)
