@@ -22,7 +22,7 @@ from transformers import HfArgumentParser
 
 from envs import ENVS
 from envs.base import TextEnv
-from freshper.auto_tau import AutoTau
+from freshper.auto_tau import ITERATIONS, AutoTau
 from freshper.earlier_run import check_overrides, earlier_run
 from freshper.presets import chosen_preset, defaults
 from freshper.priority import age_limit, exponential_decay, polynomial_decay
@@ -243,8 +243,9 @@ class Config:
 
     def decay_function(self) -> Any:
         """age (or draws) -> factor for the buffer, or None (Standard PER)."""
+        steps = self.replay_ratio + self.ppo_epochs if self.age_unit == "step" else 1  # ages that an iteration takes
         if self.decay in ("none", "auto"):
-            return AutoTau(self.alpha) if self.decay == "auto" else None
+            return AutoTau(self.alpha, ITERATIONS * steps) if self.decay == "auto" else None
         forms: dict[str, Any] = {"polynomial": partial(polynomial_decay, power=1.0), "limit": age_limit}
         return partial(forms.get(self.decay, exponential_decay), tau=self.tau)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import train
-from freshper.auto_tau import HIGH, LOW, AutoTau
+from freshper.auto_tau import AutoTau
 from freshper.config import parse_args
 from freshper.diagnostics import read
 from freshper.priority import exponential_decay
@@ -16,17 +16,17 @@ from freshper.priority import exponential_decay
 
 @given(st.floats(1e-5, 0.2), st.floats(0.1, 1.0), st.lists(st.integers(1, 500), min_size=1, max_size=20))
 def test_a_steady_drift_gives_alpha_over_twice_its_rate(c, alpha, ages):
-    tau = AutoTau(alpha)
+    tau = AutoTau(alpha, 100.0)
     for age in ages:
         batch = np.array([age, 2 * age, 3])
         tau.observe(batch, c * batch)
-    assert tau.tau == pytest.approx(np.clip(alpha / (2 * c), LOW, HIGH))
+    assert tau.tau == pytest.approx(np.clip(alpha / (2 * c), 1.0, 100.0))
 
 
 def test_probabilities_decay_as_the_effective_sample_size_does():
     """Trajectory ratios that are log-normal, with a KL of c Delta: the law behind the estimate, by Monte Carlo."""
     rng, c, alpha = np.random.default_rng(0), 0.02, 0.6
-    tau = AutoTau(alpha)
+    tau = AutoTau(alpha, 100.0)
     ages = np.arange(1, 41)
     tau.observe(ages, c * ages)
     for age in (5, 15, 30):
@@ -38,7 +38,7 @@ def test_probabilities_decay_as_the_effective_sample_size_does():
 
 
 def test_what_is_old_is_forgotten():
-    tau = AutoTau(0.6)
+    tau = AutoTau(0.6, 1000.0)
     for rate in (0.1, 0.001):
         for _ in range(300):
             tau.observe(np.array([10.0]), np.array([10 * rate]))
@@ -46,23 +46,30 @@ def test_what_is_old_is_forgotten():
 
 
 def test_bounds():
-    tau = AutoTau(0.6)
-    assert tau.tau == HIGH  # nothing known
+    tau = AutoTau(0.6, 15.0)
+    assert tau.tau == 15.0  # nothing known
     tau.observe(np.array([5.0, 9.0]), np.zeros(2))
-    assert tau.tau == HIGH  # no drift
+    assert tau.tau == 15.0  # no drift
     tau.observe(np.array([1.0]), np.array([1e9]))
-    assert tau.tau == LOW
-    np.testing.assert_array_equal(tau(np.array([0, 3])), exponential_decay(np.array([0, 3]), LOW))
+    assert tau.tau == 1.0
+    np.testing.assert_array_equal(tau(np.array([0, 3])), exponential_decay(np.array([0, 3]), 1.0))
+
+
+@pytest.mark.parametrize(
+    ("flags", "longest"), [("", 15), ("--replay_ratio 4 --ppo_epochs 2", 30), ("--age_unit iteration", 5)]
+)
+def test_the_bound_is_five_iterations(flags, longest):
+    assert parse_args(["--tau", "auto", "--preset", "tiny", *flags.split()]).decay_function().tau == longest
 
 
 def test_tau_auto_in_a_run(tmp_path):
     """The real train.py: metrics.csv holds the estimate that replay.csv's ages and KL give, and --resume goes on."""
     out = tmp_path / "run"
-    small = "--iterations 4 --rollout_batch_size 8 --batch_size 8 --eval_episodes 4 --save_every 2".split()
+    small = "--iterations 4 --rollout_batch_size 8 --batch_size 8 --eval_episodes 4 --save_every 2 --lr 0.01".split()
     assert train.main(["--env", "frozenlake", "--tau", "auto", *small, "--out", str(out)]) == 0
     with open(out / "metrics.csv", newline="") as file:
         found = [float(row["tau"]) for row in csv.DictReader(file)]
-    rows, expected = read(out), AutoTau(0.6)
+    rows, expected = read(out), AutoTau(0.6, 15.0)
     for iteration in range(4):
         taus = []
         for ages, kl in zip(
@@ -71,7 +78,7 @@ def test_tau_auto_in_a_run(tmp_path):
             expected.observe(ages, kl)
             taus.append(expected.tau)
         assert found[iteration] == pytest.approx(np.mean(taus), rel=1e-3)
-    assert len(set(found)) == 4
+    assert min(found) < 14  # the estimate, not its bound
 
 
 def test_both_ways_to_write_the_flag():
