@@ -63,8 +63,8 @@ def main(out, before, first, last, *flags):
     else:
         trainer.load_state_dict(torch.load(f"{before}/state.pt", weights_only=False))
         found = torch.load(f"{before}/found.pt", weights_only=False)
-        for episode, recorded in zip(episodes, found["behavior"], strict=True):
-            episode.behavior_logprobs = recorded
+        for episode, recorded, info in zip(episodes, found["behavior"], found["infos"], strict=True):
+            episode.behavior_logprobs, episode.info = recorded, info
     found["before"] = trainer.logprobs(collate(episodes))
     moments = torch.tensor([[0.1, 0.9]] * len(episodes)).T[..., None]
     weights = np.linspace(0.2, 1.0, len(episodes))
@@ -73,7 +73,7 @@ def main(out, before, first, last, *flags):
     found["after"] = trainer.logprobs(collate(episodes))
     kept = list(trainer.weights())  # all at once, as vLLM's sender keeps them until a buffer is full
     found["weights"] = {name: weight.float().clone() for name, weight in kept}
-    found["behavior"] = [e.behavior_logprobs for e in episodes]
+    found["behavior"], found["infos"] = [e.behavior_logprobs for e in episodes], [e.info for e in episodes]
     found["lr"] = trainer.optimizer.param_groups[0]["lr"]
     trainer.whole_policy().save(out)
     torch.save(trainer.state_dict(), f"{out}/state.pt")
