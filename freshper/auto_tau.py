@@ -12,7 +12,7 @@ tuning it from the measured divergence to future work. Ours, and one estimate am
 c is the least-squares line through the origin over the trajectories of the last replay batches, with an exponential
 window of about 20. Log-probs that the update computes anyway are all it needs. As the learning rate anneals, drift
 slows and tau grows, up to the bound. That has no theory, and was found with tiny models: a tenth of the learning rate
-slowed the drift twentyfold, and the best fixed tau did not move (RESULTS.md, "Automatic tau"). Replay ages by more than
+slowed the drift twentyfold, and the best fixed tau did not grow (RESULTS.md, "Automatic tau"). Replay ages by more than
 drift.
 """
 
@@ -29,7 +29,7 @@ class AutoTau:
     which it is before the first observation, at least 1, in units of age."""
 
     def __init__(self, alpha: float, longest: float):
-        self.alpha, self.longest = alpha, max(1.0, longest)
+        self.alpha, self.longest = alpha, longest
         self.age_age = self.age_kl = 0.0  # windowed sums of Delta^2 and of Delta KL
 
     @property
