@@ -37,41 +37,42 @@ def exhibits(preset: str, env: str) -> dict[str, list[str]]:
         f"per --is_correction False --alpha 0 {minibatches}": grid[4],
         f"per --is_correction False {current}": grid[0],
     }
+    matched = [
+        "freshper",
+        "per",
+        "per --is_correction False",
+        "per --alpha 0 --is_correction False",
+        f"on_policy --ppo_epochs {updates}",
+        "on_policy",
+    ]
     taus = (500, 1000, 1500) if preset == "paper" else (5, 20, 80, 320)
     return {
         # Table main_results, Fig. llm_main, vlm_main, control
         "main": ["on_policy", "per", "freshper"],
         # the same with the nearest controls: Standard PER's other half, no priorities, as many updates
-        "matched": [
-            "freshper",
-            "per",
-            "per --is_correction False",
-            "per --alpha 0 --is_correction False",
-            f"on_policy --ppo_epochs {updates}",
-            "on_policy",
-        ],
+        "matched": matched,
         # Fig. tau_ablation: the paper's values, or from a quarter to sixteen times the tiny presets'
-        "tau": [*(f"freshper --tau {tau}" for tau in taus), "freshper --decay none", "freshper --tau auto"],
+        "tau": [
+            "on_policy",
+            *(f"freshper --tau {tau}" for tau in taus),
+            "freshper --decay none",
+            "freshper --tau auto",
+        ],
         # Fig. is_ablation, and the other half that the paper leaves out
-        "is": ["freshper", "freshper --is_correction True", "per --is_correction False", "per"],
+        "is": ["on_policy", "freshper", "freshper --is_correction True", "per --is_correction False", "per"],
         # Table config_comparison, and Config A with the other's clip
         "config": [
             " ".join(["freshper", *(f"--{name} {value}" for name, value in config.items())])
             for config in (CONFIG_A, CONFIG_DEFAULT, CONFIG_A | {"advantage_clip": CONFIG_DEFAULT["advantage_clip"]})
         ],
-        # ours: as many updates; as many episodes trained on; no buffer but the current batch, its successes preferred
-        # or not; no priorities; no decay; no base priority
+        # and with the farther ones: as many episodes trained on; no buffer but the current batch, its successes
+        # preferred or not; no base priority
         "controls": [
-            "on_policy",
-            f"on_policy --ppo_epochs {updates}",
+            *matched,
             f"on_policy {longer}",
             f"per --is_correction False {current}",
             f"per --is_correction False --alpha 0 {current}",
-            "per --alpha 0 --is_correction False",
-            "per",
-            "per --is_correction False",
             "freshper --epsilon 1000",
-            "freshper",
         ],
         # a limit under which drawn episodes are as old on average; draws: every episode is drawn K B / B times or so
         "decay": [

@@ -83,7 +83,7 @@ def test_every_arm_of_every_exhibit_is_a_valid_command(preset, tmp_path):
             method, *flags = arm.split()
             config = parse_args(["--preset", preset, "--method", method, *flags, "--out", str(tmp_path / "none")])
             assert config.method == method
-    epochs, longer = compare.exhibits(preset, "frozenlake")["controls"][1:3]
+    epochs, _, longer = compare.exhibits(preset, "frozenlake")["controls"][4:7]
     base = parse_args(["--preset", preset, "--out", str(tmp_path / "none")])
     assert epochs.endswith(f"--ppo_epochs {base.replay_ratio + 1}")
     replayed = base.replay_ratio * base.batch_size // base.rollout_batch_size
