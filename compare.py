@@ -10,10 +10,11 @@ Runs that are finished are not repeated; those with other flags are refused. The
 `results.csv` (one row a run), `table.md` and `figure.png`.
 
 How to read the table: the mean of the last three held-out evaluations is the honest number, the peak is what the paper
-reports. Intervals are for 95 %: of a mean over seeds Student's t, of the difference to the first arm a bootstrap over
+reports. Both are of success, or with `--metric score` of what the paper reports for Sokoban and CliffWalking.
+Intervals are for 95 %: of a mean over seeds Student's t, of the difference to the first arm a bootstrap over
 seeds (with three seeds both are rough). All arms see the same held-out seeds. A run whose numbers stopped being numbers
-counts with 0 for the evaluations that it missed; it and runs with over half of the replies unreadable at the end are
-counted as diverged.
+counts with 0 (with its lowest score) for the evaluations that it missed; it and runs with over half of the replies
+unreadable at the end are counted as diverged.
 """
 
 import argparse
@@ -34,6 +35,8 @@ import numpy as np
 from scipy import stats
 from tqdm import tqdm
 
+from envs import ENVS
+from envs.base import EVAL_SEEDS, play_out
 from freshper.config import Config, parse_args
 from freshper.diagnostics import read
 from freshper.earlier_run import check_repeated
@@ -91,12 +94,15 @@ def run(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> None:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
 
 
-def summary(folder: Path) -> dict[str, float]:
-    """What a run came to. Evaluations that a stopped run missed count as 0."""
+def summary(folder: Path, metric: str = "success") -> dict[str, float]:
+    """What a run came to. Evaluations that a stopped run missed count as 0, of another metric than success as its
+    lowest (NaN without any)."""
     metrics, config = read(folder, "metrics.csv"), config_of(folder)
-    evaluations = metrics["eval_success"][~np.isnan(metrics["eval_success"])]
+    evaluations = metrics[f"eval_{metric}"]
+    evaluations = evaluations[~np.isnan(evaluations)]
     due = -(-config.iterations // config.eval_every)
-    evaluations = np.append(evaluations, np.zeros(due - len(evaluations)))
+    missed = 0.0 if metric == "success" else min(evaluations, default=np.nan)
+    evaluations = np.append(evaluations, np.full(due - len(evaluations), missed))
     invalid = float(metrics["invalid"][-10:].mean()) if len(metrics["invalid"]) else 1.0
     return {
         "last": float(evaluations[-3:].mean()),
@@ -107,6 +113,21 @@ def summary(folder: Path) -> dict[str, float]:
         "invalid": invalid,
         "diverged": int((folder / "stopped.txt").exists() or invalid > 0.5),
         "wall_s": float(metrics["wall_s"].max(initial=0)),
+    }
+
+
+def players(config: Config, metric: str) -> dict[str, float]:
+    """The random player and, where the task has one, the optimal on the held-out seeds: success as exactly as the task
+    knows it, the mean of another metric over a game each."""
+    if metric == "success":
+        return baselines(config)
+    env, rng = config.make_env(), np.random.default_rng(0)
+    replies = {"random": lambda: env.random_reply(rng), "optimal": getattr(env, "optimal_reply", None)}
+    seeds = range(EVAL_SEEDS, EVAL_SEEDS + config.eval_episodes)
+    return {
+        name: float(np.mean([play_out(env, seed, reply)[2]["metrics"][metric] for seed in seeds]))
+        for name, reply in replies.items()
+        if reply
     }
 
 
@@ -148,11 +169,11 @@ def colors(arms: Iterable[str]) -> dict[str, str]:
     return {arm: METHOD_COLORS.get(arm) or next(others) for arm in arms}
 
 
-def curves(axes: matplotlib.axes.Axes, x_name: str, runs: dict[str, list[dict[str, np.ndarray]]]) -> None:
-    """Held-out success: the mean over seeds with its 95 % band, and each seed as a thin line."""
+def curves(axes: matplotlib.axes.Axes, x_name: str, metric: str, runs: dict[str, list[dict[str, np.ndarray]]]) -> None:
+    """On held-out seeds: the mean over seeds with its 95 % band, and each seed as a thin line."""
     for arm, color in colors(runs).items():
-        evaluated = [(m, ~np.isnan(m["eval_success"])) for m in runs[arm]]
-        lines = [(m[x_name][done], m["eval_success"][done]) for m, done in evaluated if done.any()]
+        evaluated = [(m, ~np.isnan(m[f"eval_{metric}"])) for m in runs[arm]]
+        lines = [(m[x_name][done], m[f"eval_{metric}"][done]) for m, done in evaluated if done.any()]
         if not lines:
             continue  # stopped before the first evaluation; the table counts it
         for line in lines:
@@ -165,19 +186,23 @@ def curves(axes: matplotlib.axes.Axes, x_name: str, runs: dict[str, list[dict[st
             axes.fill_between(x, y.mean(0) - half, y.mean(0) + half, color=color, alpha=0.12, linewidth=0)
 
 
-def figure(path: Path, runs: dict[str, list[dict[str, np.ndarray]]], title: str, players: dict[str, float]) -> None:
-    """Success against episodes and against seconds, with the random and the optimal player."""
+def figure(
+    path: Path, runs: dict[str, list[dict[str, np.ndarray]]], title: str, known: dict[str, float], metric: str
+) -> None:
+    """The metric against episodes and against seconds, with the random and the optimal player."""
     page = matplotlib.figure.Figure(figsize=(12, 4.2 + 0.2 * len(runs)), layout="constrained")
     for axes, (x_name, label) in zip(
         page.subplots(1, 2), (("episodes", "episodes"), ("wall_s", "seconds")), strict=True
     ):
-        curves(axes, x_name, runs)
+        curves(axes, x_name, metric, runs)
         for name, style in (("optimal", "--"), ("random", ":")):
-            if name in players:
-                axes.axhline(players[name], color="black", linestyle=style, linewidth=1)
-                where = {"fontsize": 8, "transform": axes.get_yaxis_transform()}
-                axes.text(0.99, players[name] + 0.01, f"{name} player: {players[name]:.3f}", ha="right", **where)
-        axes.set(xlabel=label, ylabel="success on held-out seeds", ylim=(0, 1.06))
+            if name in known:
+                axes.axhline(known[name], color="black", linestyle=style, linewidth=1)
+                where = {"fontsize": 8, "transform": axes.get_yaxis_transform(), "ha": "right", "va": "bottom"}
+                axes.text(0.99, known[name], f"{name} player: {known[name]:.3f}", **where)
+        axes.set(xlabel=label, ylabel=f"{metric} on held-out seeds")
+        if metric == "success":
+            axes.set_ylim(0, 1.06)
     # below the axes: the names of arms are long
     page.legend(*page.axes[0].get_legend_handles_labels(), fontsize="small", loc="outside lower center")
     page.suptitle(title)
@@ -189,6 +214,7 @@ def main() -> None:
     parser.add_argument("--env", default="frozenlake")
     parser.add_argument("--exhibit", default="main", choices=list(exhibits("tiny", "frozenlake")))
     parser.add_argument("--arm", action="append", help="a method and flags of train.py; may be repeated")
+    parser.add_argument("--metric", default="success", help="or one of the task's own: score")
     parser.add_argument("--preset", default="tiny", choices=list(PRESETS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, a thread each")
@@ -203,13 +229,16 @@ def main() -> None:
             checked(args.env, arm, seed, folder_of(out, arm, seed), flags)
     except ValueError as error:
         parser.error(str(error))
+    known = ("success", *ENVS[args.env]().metrics)
+    if args.metric not in known:
+        parser.error(f"--metric is {args.metric}, but must be one of {', '.join(known)} with --env {args.env}")
     out.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(args.jobs) as pool:
         futures = [pool.submit(run, args.env, a, s, folder_of(out, a, s), flags) for a, s in jobs]
         for future in tqdm(futures, unit="run"):
             future.result()
 
-    results = [{"arm": a, "seed": s, **summary(folder_of(out, a, s))} for a, s in jobs]
+    results = [{"arm": a, "seed": s, **summary(folder_of(out, a, s), args.metric)} for a, s in jobs]
     with open(out / "results.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, results[0])
         writer.writeheader()
@@ -217,7 +246,7 @@ def main() -> None:
     config = config_of(folder_of(out, *jobs[0]))
     runs = {arm: [read(folder_of(out, arm, seed), "metrics.csv") for seed in args.seeds] for arm in arms}
     title = f"{config.task()}, preset {config.preset}, {len(args.seeds)} seeds"
-    figure(out / "figure.png", runs, title, baselines(config))
+    figure(out / "figure.png", runs, title, players(config, args.metric), args.metric)
     text = "\n".join(table(results, arms)) + "\n"
     (out / "table.md").write_text(text)
     print(text)

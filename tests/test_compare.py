@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gymnasium
 import numpy as np
 import pytest
 from scipy import stats
@@ -42,6 +43,7 @@ def test_arms_and_seeds_through_train(model_folder, tmp_path):
     for wrong, sentence in (
         (["--iterations", "3"], "--iterations is 3, but must be 2 as in"),  # the flag that comes last counts
         (["--arm", "freshpr --tau 5"], "freshpr"),
+        (["--metric", "score"], "--metric is score, but must be one of success with --env frozenlake"),
     ):
         refused = subprocess.run([*command, *wrong], cwd=ROOT, capture_output=True, text=True)
         assert refused.returncode == 2
@@ -54,6 +56,31 @@ def test_arms_and_seeds_through_train(model_folder, tmp_path):
     assert not compare.finished(unfinished)
     compare.run("frozenlake", arms[0], 3, unfinished, ["--preset", "tiny", *flags])  # goes on from its checkpoint
     assert (unfinished / "metrics.csv").read_text().splitlines(keepends=True) == rows
+
+
+def test_scores_and_their_players(tmp_path):
+    """Sokoban's and CliffWalking's number in the paper is a score, below zero too: a stopped run gets its lowest."""
+    config = parse_args(["--env", "cliffwalking", "--preset", "tiny", "--out", str(tmp_path / "none")])
+    found = compare.players(config, "score")
+    assert found["optimal"] == -13  # Gymnasium: the shortest way
+    model = gymnasium.make("CliffWalking-v1").unwrapped.P
+    value = np.zeros(48)
+    for _ in range(50):  # turns to go
+        value = np.array(
+            [np.mean([r + (not end) * value[t] for [(_, t, r, end)] in model[s].values()]) for s in range(48)]
+        )
+    assert found["random"] == pytest.approx(value[36], rel=0.1)  # 256 games
+    for metric, player in (("score", found), ("success", {"random": 0.001, "optimal": 1.0})):
+        assert compare.players(config, metric) == pytest.approx(player, abs=1e-3)
+    settings = vars(config) | {"iterations": 5, "eval_every": 1}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    rows = [f"{k},{100 * k},{100 * k},{k},0,0,{0.1 * k},{-50 * k}" for k in range(1, 4)]
+    header = "iteration,step,episodes,wall_s,train_success,invalid,eval_success,eval_score"
+    (tmp_path / "metrics.csv").write_text("\n".join([header, *rows]) + "\n")
+    (tmp_path / "stopped.txt").write_text("not finite")
+    assert compare.summary(tmp_path, "score") == compare.summary(tmp_path) | {"last": -150, "final": -150, "peak": -50}
+    assert compare.summary(tmp_path)["last"] == pytest.approx(0.1)
+    assert compare.summary(tmp_path)["peak"] == pytest.approx(0.3)
 
 
 def test_methods_have_the_paper_s_colors():
