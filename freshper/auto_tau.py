@@ -7,13 +7,14 @@ tuning it from the measured divergence to future work. Ours, and one estimate am
     ESS / n = 1 / (1 + Var[rho]) = exp(-2 c Delta)     where log rho is normal: its variance is twice the KL
     P(i) ~ p_i^alpha ~ exp(-alpha Delta / tau)   the probability decays with tau / alpha, not with tau
     tau = alpha / (2 c)                          so that the probability decays as the effective sample size does
-    tau <= 5 iterations                          whatever the drift
+    1 iteration <= tau <= 5 iterations           whatever the drift
 
 c is the least-squares line through the origin over the trajectories of the last replay batches, with an exponential
 window of about 20. Log-probs that the update computes anyway are all it needs. As the learning rate anneals, drift
-slows and tau grows, up to the bound. That has no theory, and was found with tiny models: a tenth of the learning rate
-slowed the drift twentyfold, and the best fixed tau did not grow (RESULTS.md, "Automatic tau"). Replay ages by more than
-drift.
+slows and tau grows, up to its bound. The upper bound has no theory, and was found with tiny models: a tenth of the
+learning rate slowed the drift twentyfold, and the best fixed tau did not grow (RESULTS.md, "Automatic tau"): replay
+ages by more than drift. The lower one is what replay means: below it most of a batch has just been trained on, and
+drift and tau feed each other, since a policy that is trained on the same few episodes again moves all the faster.
 """
 
 import numpy as np
@@ -21,22 +22,22 @@ import numpy as np
 from freshper.priority import exponential_decay
 
 MEMORY = 0.95  # of an earlier replay batch, a batch
-ITERATIONS = 5  # the upper bound of tau, for what an iteration takes in units of age
+ITERATIONS = 5  # the upper bound of tau
 
 
 class AutoTau:
-    """A decay function of age for `ReplayBuffer`, exp(-Delta / tau), whose tau follows `observe`: at most `longest`,
-    which it is before the first observation, at least 1, in units of age."""
+    """A decay function of age for `ReplayBuffer`, exp(-Delta / tau), whose tau follows `observe`. `iteration` is what
+    an iteration takes in units of age; before the first observation tau is `longest`."""
 
-    def __init__(self, alpha: float, longest: float):
-        self.alpha, self.longest = alpha, longest
+    def __init__(self, alpha: float, iteration: int):
+        self.alpha, self.shortest, self.longest = alpha, float(iteration), float(ITERATIONS * iteration)
         self.age_age = self.age_kl = 0.0  # windowed sums of Delta^2 and of Delta KL
 
     @property
     def tau(self) -> float:
-        """alpha / (2 c), in units of age, within [1, longest]."""
+        """alpha / (2 c), in units of age, within [shortest, longest]."""
         c = self.age_kl / self.age_age if self.age_age else 0.0
-        return float(np.clip(self.alpha / (2.0 * c), 1.0, self.longest)) if c > 0.0 else self.longest
+        return float(np.clip(self.alpha / (2.0 * c), self.shortest, self.longest)) if c > 0.0 else self.longest
 
     def __call__(self, age: np.ndarray) -> np.ndarray:
         return exponential_decay(age, self.tau)

@@ -22,7 +22,7 @@ from transformers import HfArgumentParser
 
 from envs import ENVS
 from envs.base import TextEnv
-from freshper.auto_tau import ITERATIONS, AutoTau
+from freshper.auto_tau import AutoTau
 from freshper.earlier_run import check_overrides, earlier_run
 from freshper.presets import chosen_preset, defaults
 from freshper.priority import age_limit, exponential_decay, polynomial_decay
@@ -232,9 +232,8 @@ class Config:
         """The environment as plots name it: slippery ice or not, generated questions or whose, is said every time."""
         if "data" in inspect.signature(ENVS[self.env]).parameters:
             return f"{self.env} ({self.data or 'generated questions'})"
-        if not self.env.startswith("frozenlake"):
-            return self.env
-        return f"{self.env} ({'slippery' if self.slippery else 'not slippery'})"
+        ice = "slippery" if self.slippery else "not slippery"
+        return f"{self.env} ({ice})" if self.env.startswith("frozenlake") else self.env
 
     def make_env(self) -> TextEnv:
         """The environment behind --env, with the settings that concern it."""
@@ -243,9 +242,10 @@ class Config:
 
     def decay_function(self) -> Any:
         """age (or draws) -> factor for the buffer, or None (Standard PER)."""
-        steps = self.replay_ratio + self.ppo_epochs if self.age_unit == "step" else 1  # ages that an iteration takes
-        if self.decay in ("none", "auto"):
-            return AutoTau(self.alpha, ITERATIONS * steps) if self.decay == "auto" else None
+        if self.decay == "none":
+            return None
+        if self.decay == "auto":
+            return AutoTau(self.alpha, self.replay_ratio + self.ppo_epochs if self.age_unit == "step" else 1)
         forms: dict[str, Any] = {"polynomial": partial(polynomial_decay, power=1.0), "limit": age_limit}
         return partial(forms.get(self.decay, exponential_decay), tau=self.tau)
 
