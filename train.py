@@ -79,7 +79,7 @@ def train(
             # section 3.5, "Priority Update": a base priority that depends on the policy is computed again
             buffer.update_base_priorities(replay.indices, trainer.base_priorities(replay.episodes))
             if config.decay == "auto":
-                decay.observe(replay.ages, drift["kl"])
+                decay.observe(replay.ages, drift["kl"] / [len(e.turn_rewards) for e in replay.episodes])
                 report.add({"tau": decay.tau})
         # 12: sync the inference engine, pi_mu <- pi_theta
         report.add(engine.sync(trainer))

@@ -63,11 +63,14 @@ def test_the_bounds_are_one_and_five_iterations(flags, iteration):
     assert (tau.shortest, tau.longest) == (iteration, 5 * iteration)
 
 
-def test_tau_auto_in_a_run(tmp_path):
-    """The real train.py: metrics.csv holds the estimate that replay.csv's ages and KL give, and --resume goes on."""
+def test_tau_auto_in_a_run(tmp_path, monkeypatch):
+    """The real train.py: metrics.csv holds the estimate that replay.csv's ages and KL give, the KL shared among a
+    trajectory's turns."""
+    observe, per_turn = AutoTau.observe, []
+    monkeypatch.setattr(AutoTau, "observe", lambda tau, ages, kl: (per_turn.append(kl), observe(tau, ages, kl)))
     out = tmp_path / "run"
     small = "--iterations 4 --rollout_batch_size 8 --batch_size 8 --eval_episodes 4 --save_every 2".split()
-    small += ["--lr", "0.00003", "--warmup_steps", "0"]  # a drift that keeps the estimate between its bounds
+    small += ["--lr", "0.0003", "--warmup_steps", "0"]  # a drift that keeps the estimate between its bounds
     assert train.main(["--env", "frozenlake", "--tau", "auto", *small, "--out", str(out)]) == 0
     with open(out / "metrics.csv", newline="") as file:
         found = [float(row["tau"]) for row in csv.DictReader(file)]
@@ -77,7 +80,11 @@ def test_tau_auto_in_a_run(tmp_path):
         for ages, kl in zip(
             *(np.split(rows[n][rows["iteration"] == iteration], 2) for n in ("age", "kl")), strict=True
         ):
-            expected.observe(ages, kl)
+            shared = per_turn.pop(0)
+            turns = np.round(kl[kl > 1e-4] / shared[kl > 1e-4])
+            assert set(turns) <= set(range(1, 11))
+            np.testing.assert_allclose(turns * shared[kl > 1e-4], kl[kl > 1e-4], rtol=0.01)
+            observe(expected, ages, shared)
             taus.append(expected.tau)
         assert found[iteration] == pytest.approx(np.mean(taus), rel=1e-3)
     assert len(set(found)) == 4
