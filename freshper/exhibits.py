@@ -37,7 +37,7 @@ def exhibits(preset: str, env: str) -> dict[str, list[str]]:
         f"per --is_correction False --alpha 0 {minibatches}": grid[4],
         f"per --is_correction False {current}": grid[0],
     }
-    matched = [
+    matched = [  # the paper's three, and Standard PER's other half, no priorities, as many updates
         "freshper",
         "per",
         "per --is_correction False",
@@ -49,7 +49,7 @@ def exhibits(preset: str, env: str) -> dict[str, list[str]]:
     return {
         # Table main_results, Fig. llm_main, vlm_main, control
         "main": ["on_policy", "per", "freshper"],
-        # the same with the nearest controls: Standard PER's other half, no priorities, as many updates
+        # ours: main with the nearest controls
         "matched": matched,
         # Fig. tau_ablation: the paper's values, or from a quarter to sixteen times the tiny presets'
         "tau": [
@@ -65,7 +65,7 @@ def exhibits(preset: str, env: str) -> dict[str, list[str]]:
             " ".join(["freshper", *(f"--{name} {value}" for name, value in config.items())])
             for config in (CONFIG_A, CONFIG_DEFAULT, CONFIG_A | {"advantage_clip": CONFIG_DEFAULT["advantage_clip"]})
         ],
-        # and with the farther ones: as many episodes trained on; no buffer but the current batch, its successes
+        # ours: the matched ones, and as many episodes trained on; no buffer but the current batch, its successes
         # preferred or not; no base priority
         "controls": [
             *matched,

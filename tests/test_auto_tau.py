@@ -14,13 +14,13 @@ from freshper.diagnostics import read
 from freshper.priority import exponential_decay
 
 
-@given(st.floats(1e-5, 0.2), st.floats(0.1, 1.0), st.lists(st.integers(1, 500), min_size=1, max_size=20))
-def test_a_steady_drift_gives_alpha_over_twice_its_rate(c, alpha, ages):
-    tau = AutoTau(alpha, 20)
+@given(st.floats(5.0, 400.0), st.floats(0.1, 1.0), st.lists(st.integers(1, 500), min_size=1, max_size=20))
+def test_a_steady_drift_gives_alpha_over_twice_its_rate(wanted, alpha, ages):
+    tau, c = AutoTau(alpha, 20), alpha / (2 * wanted)  # between the bounds or beyond either
     for age in ages:
         batch = np.array([age, 2 * age, 3])
         tau.observe(batch, c * batch)
-    assert tau.tau == pytest.approx(np.clip(alpha / (2 * c), 20, 100))
+    assert tau.tau == pytest.approx(np.clip(wanted, 20, 100))
 
 
 def test_probabilities_decay_as_the_effective_sample_size_does():

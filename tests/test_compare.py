@@ -81,6 +81,8 @@ def test_scores_and_their_players(tmp_path):
     assert compare.summary(tmp_path, "score") == compare.summary(tmp_path) | {"last": -150, "final": -150, "peak": -50}
     assert compare.summary(tmp_path)["last"] == pytest.approx(0.1)
     assert compare.summary(tmp_path)["peak"] == pytest.approx(0.3)
+    compare.figure(tmp_path / "figure.png", {"per": [compare.read(tmp_path, "metrics.csv")]}, "", found, "score")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_methods_have_the_paper_s_colors():
