@@ -1,7 +1,7 @@
 """A sum segment tree: draw i with probability proportional to its value, in O(log N).
 
-Paper: section 3.5, "Proportional Sampling". Leaf i holds p_i^alpha (eq. per_sampling), every
-other node the sum of its two children, so that the root holds the total mass S = sum_k p_k^alpha:
+Paper: section 3.5, "Proportional Sampling". Leaf i holds p_i^alpha (eq. 2), every other node the sum of its two
+children, so the root holds the total mass S = sum_k p_k^alpha:
 
                  [1] 10                 node 1 is the root
                /        \\
@@ -9,13 +9,12 @@ other node the sum of its two children, so that the root holds the total mass S 
           /   \\          /   \\
        [4] 1  [5] 3   [6] 0  [7] 6      leaf i is node  size + i   (here size = 4)
 
-To draw, pick a mass in [0, S) and walk down: left if the mass lies below the left child's sum,
-otherwise subtract that sum and go right. Mass 3.5 -> node 2 -> node 5 -> leaf 1.
+To draw, pick a mass in [0, S) and walk down: left if the mass lies below the left child's sum, otherwise subtract that
+sum and go right. Mass 3.5 -> node 2 -> node 5 -> leaf 1.
 
-Differences from the paper's text: none in what is drawn. All operations work on whole arrays, one
-numpy call a level, because a Python loop over 50,000 leaves would cost more than the gradient step; the
-top nine levels of a walk are taken in one step, by the cumulative sums over the 512 nodes below them.
-A parent is always *recomputed* from its children (never `+= change`), so no rounding error gathers.
+All operations work on whole arrays, one numpy call per level; the top nine levels of a walk are one step, by the
+cumulative sums of the 512 nodes below them. A parent is always recomputed from its children (never `+= change`), so
+rounding errors do not accumulate.
 
 Exercise: fill the tree with `[1, 3, 0, 6]` and find the masses 0, 0.99, 1, 3.99, 4, 9.99 by hand.
 """
@@ -24,7 +23,8 @@ import numpy as np
 
 
 class SumTree:
-    """`capacity` non-negative float64 leaves, all zero at first."""
+    """`capacity` non-negative float64 leaves, all zero at first. Raises ValueError on an index out of range, on values
+    that are negative, NaN or infinite, and on a draw if the total is zero or not finite."""
 
     def __init__(self, capacity: int):
         if capacity < 1:
@@ -35,19 +35,15 @@ class SumTree:
         self.nodes = np.zeros(2 * self.size)  # node 0 is unused
 
     def __getitem__(self, i: int | np.ndarray) -> np.ndarray:
-        """The value of leaf i (or of an array of leaves)."""
+        """Return the value of leaf i, or of an array of leaves."""
         return self.nodes[self.size + self._checked_indices(i)]
 
     def total(self) -> float:
-        """S, the sum over all leaves."""
+        """Return S, the sum over all leaves."""
         return float(self.nodes[1])
 
     def set(self, indices: np.ndarray, values: np.ndarray) -> None:
-        """Write leaves [n] and mend the path from each of them to the root: O(n log N).
-
-        Where an index occurs twice the last value counts, as in numpy.
-        Raises ValueError on an index out of range or a value that is negative, NaN or infinite.
-        """
+        """Write leaves [n] and recompute their paths to the root: O(n log N). Of equal indices the last one counts."""
         node = self.size + self._checked_indices(indices)
         self.nodes[node] = self._checked_values(values)
         node = np.atleast_1d(node)
@@ -56,7 +52,7 @@ class SumTree:
             self.nodes[node] = self.nodes[2 * node] + self.nodes[2 * node + 1]
 
     def fill(self, values: np.ndarray) -> None:
-        """Write leaves 0..len-1, zero the rest, and rebuild every sum: O(N), a level at a time."""
+        """Write leaves 0..len-1, zero the rest, and recompute every sum: O(N), a level at a time."""
         values = self._checked_values(values)
         if len(values) > self.capacity:
             raise ValueError(f"{len(values)} values do not fit a capacity of {self.capacity}")
@@ -68,11 +64,8 @@ class SumTree:
             np.add(children[0::2], children[1::2], out=self.nodes[1 << level : 2 << level])
 
     def find(self, masses: np.ndarray) -> np.ndarray:
-        """For each mass in [0, S) the smallest i whose cumulative sum exceeds it. [n] -> int64 [n].
-
-        A leaf of value zero is never returned, whatever the rounding. Raises ValueError where the
-        total is zero or not finite, or a mass lies outside [0, S).
-        """
+        """Return, for each mass in [0, S), the smallest i whose cumulative sum exceeds it. [n] -> int64 [n]. Never a
+        leaf of value zero, whatever the rounding. Raises ValueError if a mass lies outside [0, S)."""
         total = self._sampling_total()
         masses = np.array(masses, dtype=np.float64, ndmin=1)
         if not (masses.min(initial=0.0) >= 0.0 and masses.max(initial=0.0) < total):  # NaN fails too
@@ -80,14 +73,11 @@ class SumTree:
         return self._descend(masses)
 
     def stratified_sample(self, batch_size: int, rng: np.random.Generator) -> np.ndarray:
-        """One leaf from each of B equal segments of the mass S ("stratified sampling", section 3.5).
-
-        Segment b is [b S/B, (b+1) S/B) and the mass is uniform in it. Returns int64 [B], in the order
-        of the segments. Raises ValueError where the total is zero or not finite.
-        """
+        """Draw one leaf from each of B equal segments of the mass S ("stratified sampling", section 3.5). Returns
+        int64 [B], in the order of the segments; in each the mass is uniform."""
         total = self._sampling_total()
         masses = np.arange(batch_size) + rng.random(batch_size)  # [B], one in each [b, b + 1)
-        masses /= batch_size  # before multiplying: (b + u) * S overflows when S is near the largest float
+        masses /= batch_size  # before multiplying: (b + u) * S overflows if S is near the largest float
         masses *= total
         return self._descend(masses)
 
@@ -112,12 +102,11 @@ class SumTree:
             go_right = masses >= left
             masses -= left * go_right
             node += go_right
-        # Rounding can push a mass past the end of its subtree, onto a zero leaf. Such a mass belongs
-        # to the last leaf before it that is not zero; there is one, since the total is positive.
         leaf = node - self.size
-        if not nodes.take(node).all():
-            for k in np.flatnonzero(nodes.take(node) == 0.0):
-                leaf[k] = np.flatnonzero(nodes[self.size : self.size + leaf[k]])[-1]
+        # Rounding can push a mass past the end of its subtree, onto a zero leaf. It belongs to the last leaf before it
+        # that is not zero.
+        for k in np.flatnonzero(nodes.take(node) == 0.0):
+            leaf[k] = np.flatnonzero(nodes[self.size : self.size + leaf[k]])[-1]
         return leaf
 
     def _checked_indices(self, indices: int | np.ndarray) -> np.ndarray:

@@ -1,120 +1,107 @@
 """FreshPER training: Algorithm 1 of the paper, line by line.
 
-    python train.py --env frozenlake_vlm                 a picture task, on a laptop, in minutes
+    python train.py --env frozenlake_vlm                 an image task, on a laptop, in minutes
     python train.py --env frozenlake --method on_policy  the baseline without replay
 
-Each line of the algorithm is one call; open the module behind it to see how it works. Where we differ from
-the paper or from the authors' code, and why, stands at the head of that module and in the README's table.
+Each line of the algorithm is one call; open the module behind it to see how it works. Where we differ from the paper or
+from the authors' code is said at the head of that module and in docs/differences.md.
 """
 
+import os
 import sys
+
+from freshper.config import Config
+from freshper.flags import parse_args
+
+if __name__ == "__main__":
+    parse_args()  # before torch is imported: --help and a wrong flag answer at once
 
 import torch
 from transformers import set_seed
 
-from envs.base import EVAL_SEEDS
-from freshper.backends import BackendError, TrainingEngine, backends, check, join, serve
+from freshper.backends import backends, choose_backend, load, make_trainer
 from freshper.buffer import ReplayBuffer
-from freshper.config import Config, parse_args
-from freshper.episode import NonFiniteError
-from freshper.is_weights import annealed_beta, importance_weights
-from freshper.load import load
+from freshper.checkpoint import RunState, StopSignals
+from freshper.engine_hf import HFEngine
+from freshper.errors import BackendError, Interrupted, NonFiniteError
+from freshper.is_weights import importance_weights
+from freshper.malloc import keep_freed_memory
 from freshper.models import Policy
 from freshper.reinforce import ReplayBaseline
 from freshper.report import Report
-from freshper.resume import Interrupted, RunState, StopSignals
 from freshper.rollout import rollout, training_seeds
-from freshper.trainer import TorchTrainer, keep_freed_memory
+from freshper.trainer import TorchTrainer
 
 
 def train(
-    config: Config, policy: Policy, report: Report, signals: StopSignals, trainer: TorchTrainer, engine: TrainingEngine
+    config: Config, policy: Policy, trainer: TorchTrainer, engine: HFEngine, report: Report, signals: StopSignals
 ) -> None:
-    """Run Algorithm 1, from its start or a checkpoint on. Raises NonFiniteError where log-probs, loss or gradient
-    stop being numbers, OSError where the disk fails or an environment hangs, BackendError where vLLM or DeepSpeed does,
-    Interrupted after a signal."""
+    """Run Algorithm 1, from its start or from a checkpoint. Raises NonFiniteError if log-probs, loss or gradient stop
+    being numbers, OSError if the disk fails, BackendError if vLLM or DeepSpeed does, Interrupted after a signal."""
     envs = [config.make_env() for _ in range(max(config.rollout_batch_size, config.eval_episodes))]
-    decay = config.decay_function()
-    buffer = ReplayBuffer(config.capacity, config.alpha, decay, config.eviction, config.seed, config.decay_by())
-    baseline = ReplayBaseline(config.replay_advantage, config.baseline_window)
-
-    def collect(seeds: list[int]) -> list:
-        players, limits = envs[: len(seeds)], (config.max_tokens, config.max_new_tokens)
-        return rollout(engine, policy, players, seeds, *limits, trainer.step, config.env, config.env_timeout)
-
-    def age_clock(updates_ahead: int = 0) -> int:
-        return trainer.step + updates_ahead if config.age_unit == "step" else iteration
-
-    run = RunState(config, policy, report, signals, engine=engine, trainer=trainer, buffer=buffer, baseline=baseline)
-    if config.decay == "auto":
-        run.parts["tau"] = decay
+    buffer = ReplayBuffer(config.capacity, config.alpha, config.decay_function(), config.eviction, config.seed)
+    baseline = ReplayBaseline(config)
+    run = RunState(config, policy, report, signals, trainer=trainer, engine=engine, buffer=buffer, baseline=baseline)
     run.restore()
-    for iteration in report.progress():  # Algorithm 1, line 1
+    report.evaluate_if_due(engine, policy, envs)
+    for iteration in report.iterations():  # Algorithm 1, line 1
         # 2: roll out pi_mu in E to collect episodes {e_j} with rewards {r_j}
-        n = config.rollout_batch_size // config.group_size
-        seeds = [s for s in training_seeds(config.seed, iteration * n, n) for _ in range(config.group_size)]
-        episodes = collect(seeds)
-        # 3: compute behaviour log-probs log pi_mu(e_j), before training
-        report.add(trainer.record_behavior_logprobs(episodes))
+        seeds = training_seeds(config, iteration)
+        players = envs[: len(seeds)]
+        episodes = rollout(engine, policy, players, seeds, config.max_tokens, config.max_new_tokens, trainer.step)
+        # 3: compute behavior log-probs log pi_mu(e_j), before training
+        mismatch = trainer.record_behavior_logprobs(episodes)
         baseline.observe(episodes)
         # 4: store each e_j into B with base priority p_j^base and log pi_mu
-        buffer.add(episodes, trainer.base_priorities(episodes), step=age_clock())
+        buffer.add(episodes, trainer.base_priorities(episodes, baseline.moments()), step=trainer.step)
         # 6: refresh priorities p_i <- p_i^base * exp(-Delta_i / tau), on a CPU thread while line 5 trains
-        refresh = buffer.refresh_async(age_clock(updates_ahead=config.ppo_epochs))
+        buffer.refresh_async(step=trainer.step + config.ppo_epochs)
         # 5: train pi_theta on the fresh batch {e_j}
-        for _ in range(config.ppo_epochs):
-            report.add(trainer.update(episodes)[0])
-        refresh.result()
+        fresh = [trainer.update(episodes) for _ in range(config.ppo_epochs)]
         # 7: for k = 1, ..., K
+        replays = []
         for _ in range(config.replay_ratio):
             # 8: sample batch S from B with P(i) ~ p_i^alpha, stratified
-            replay = buffer.sample(config.batch_size, age_clock())
-            # 9: compute IS weights w_i (beta = 0 gives 1 everywhere)
-            progress = iteration / max(1, config.iterations - 1)
-            beta = annealed_beta(config.beta, progress) if config.is_correction else 0.0
-            weights = importance_weights(replay.probabilities, len(buffer), beta)
+            drawn = buffer.sample(config.batch_size, step=trainer.step)
+            # 9: compute IS weights w_i (beta = 0: all 1)
+            weights = importance_weights(drawn.probabilities, len(buffer), config.beta_at(iteration))
             # 10: train pi_theta on S with the IS-weighted policy gradient
-            stats, drift = trainer.update(replay.episodes, weights, baseline.moments(replay.episodes))
-            report.add_replay(replay, stats, drift)
-            # section 3.5, "Priority Update": a base priority that depends on the policy is computed again
-            buffer.update_base_priorities(replay.indices, trainer.base_priorities(replay.episodes))
-            if config.decay == "auto":
-                decay.observe(replay.ages, drift["kl"] / [len(e.turn_rewards) for e in replay.episodes])
-                report.add({"tau": decay.tau})
+            replayed = trainer.update(drawn.episodes, weights, baseline.moments())
+            # section 3.5, "Priority Update": a base priority that depends on the policy or the baseline is recomputed
+            buffer.update_base_priorities(drawn.indices, trainer.base_priorities(drawn.episodes, baseline.moments()))
+            buffer.observe_drift(drawn, replayed.drift["kl"])
+            replays.append((drawn, replayed))
         # 12: sync the inference engine, pi_mu <- pi_theta
-        report.add(engine.sync(trainer))
+        sync = engine.sync(trainer)
 
-        if report.evaluation_due():
-            report.evaluated(collect([EVAL_SEEDS + k for k in range(config.eval_episodes)]))
-            engine.sync(trainer)
-        report.end_iteration(trainer, episodes, buffer)
+        report.log(episodes, mismatch, fresh, replays, sync, trainer=trainer, buffer=buffer)
+        report.evaluate_if_due(engine, policy, envs)
         run.save_if_due()
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 done, 1 something went wrong on the way, 2 bad input, 130 Ctrl-C, 143 SIGTERM."""
+    """Return the exit status: 0 done, 1 something failed on the way, 2 bad input, 130 Ctrl-C, 143 SIGTERM."""
     config = parse_args(argv)
     keep_freed_memory()
+    if config.tiny and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # a tiny model gains nothing from more
     set_seed(config.seed)  # Python's, numpy's and torch's generators
-    torch.set_num_threads(config.threads)
-    with StopSignals() as signals:
-        try:
-            try:
-                rank = join(config)
-                policy = load(config)
-                check(policy, config)
-                if rank:  # rank 0 runs the algorithm; the others do their share of its updates
-                    return serve(policy, config)
-                report = Report(config, policy)
-            except ValueError as error:
-                print(f"train.py: error: {error}", file=sys.stderr)
-                return 2
-            with report, backends(policy, config) as (trainer, engine):
-                train(config, policy, report, signals, trainer, engine)
-        except Interrupted as stop:
-            return stop.status
-        except (NonFiniteError, OSError, BackendError):  # the report has said what it was
-            return 1
+    try:
+        rank = choose_backend(config)
+        policy = load(config, training_seeds(config, 0))
+        report = Report(config, policy) if rank == 0 else None
+    except ValueError as error:
+        print(f"train.py: error: {error}", file=sys.stderr)
+        return 2
+    if report is None:  # rank 0 runs the algorithm; the others compute their share of its updates
+        return make_trainer(policy, config).serve()
+    try:
+        with StopSignals() as signals, report, backends(policy, config) as (trainer, engine):
+            train(config, policy, trainer, engine, report, signals)
+    except Interrupted as stop:
+        return stop.status
+    except (NonFiniteError, OSError, BackendError):  # the report has printed it
+        return 1
     return 0
 
 

@@ -1,123 +1,57 @@
-"""Which engine and which trainer a run uses: the embedded ones, or vLLM and DeepSpeed, imported only when asked for.
+"""Which model, engine and trainer a run uses. vLLM and DeepSpeed are imported only if chosen.
 
-    --engine hf     --trainer torch        one process, a CPU or one GPU; needs requirements.txt only
-    --engine vllm   --trainer deepspeed    the paper's (ROLL with vLLM and DeepSpeed); requirements-gpu.txt
+    hf+torch          one process, a CPU or one GPU; needs requirements.txt only
+    vllm+deepspeed    the paper's (section 4.1: ROLL with vLLM and DeepSpeed); needs requirements-gpu.txt
 
-Any pairing works but one: the embedded engine runs on the trainer's own model, which ZeRO-3 has cut into pieces.
+Numbers and backends are two things: the preset follows from the model, the backend from what is installed.
 """
 
 import contextlib
 import importlib.util
 import os
-import socket
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from jinja2 import TemplateError
+from safetensors import SafetensorError
+
+from envs.base import EVAL_SEEDS, Observation
+from freshper.checkpoint import newest
 from freshper.config import Config
 from freshper.engine_hf import HFEngine, Sampling
-from freshper.models import Policy
-from freshper.rollout import Engine
-from freshper.time_limit import alarm
+from freshper.flags import check_used
+from freshper.models import Policy, load_policy
+from freshper.rollout import Conversation
+from freshper.tiny import tiny_model
 from freshper.trainer import TorchTrainer
 
-
-class BackendError(RuntimeError):
-    """vLLM or DeepSpeed failed, or did not answer in time. Names the phase."""
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}  # of a logit
 
 
-GRACE = 10.0  # seconds, for an error to be raised by the one who waits
-
-
-class TrainingEngine(Engine, Protocol):
-    """Generation with the trainer's weights."""
-
-    def sync(self, trainer: TorchTrainer) -> dict[str, float]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-@contextlib.contextmanager
-def deadline(phase: str, seconds: float, processes: Sequence[int] = ()) -> Iterator[None]:
-    """Raise BackendError, naming the phase, in the main thread if the block takes longer, or if one of these processes
-    has died (vLLM waits for ever for an answer of its own)."""
-    end = time.monotonic() + seconds
-
-    def problem() -> str:
-        if time.monotonic() >= end:
-            return f"{phase} took longer than --timeout {seconds:g} s"
-        dead = [pid for pid in processes if not alive(pid)]
-        return f"vLLM died in {phase} (process {dead[0]}); if it said why, that stands above" if dead else ""
-
-    def look(*_: object) -> None:
-        if text := problem():
-            raise BackendError(text)
-
-    with last_resort(problem), alarm(look, min(1.0, seconds), every=min(1.0, seconds)):
-        yield
-
-
-@contextlib.contextmanager
-def last_resort(problem: Callable[[], str]) -> Iterator[None]:
-    """End the process where the block goes on for GRACE seconds although there is a problem (a sentence, or ""). While
-    NCCL, or DeepSpeed's shared memory on a CPU, waits for another process, no signal handler runs and nothing can be
-    raised. vLLM and the other ranks notice that they are alone."""
-    over = threading.Event()
-
-    def watch() -> None:
-        while not over.wait(1.0):
-            if (text := problem()) and not over.wait(GRACE):
-                print(f"\nstopped: {text}", file=sys.stderr, flush=True)
-                os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs, and is not only waiting to be buried by its parent."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def free_port() -> int:
-    """A port of the loopback interface that no one listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def join(config: Config) -> int:
-    """Before anything is loaded: check the packages, meet the other ranks. Returns this process's rank.
-
-    Raises ValueError with one sentence where a package is missing or the settings do not go together.
-    """
-    wanted = {"engine": ("vllm", config.engine), "trainer": ("deepspeed", config.trainer)}
-    for flag, (package, chosen) in wanted.items():
-        if chosen == package and importlib.util.find_spec(package) is None:
+def choose_backend(config: Config) -> int:
+    """Replace `--backend auto` by a concrete one, say why, meet the other ranks, and return this one's number. Raises
+    ValueError if a package is missing or the flags do not go together."""
+    missing = [package for package in ("vllm", "deepspeed") if importlib.util.find_spec(package) is None]
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if config.backend == "auto":
+        if config.device == "cpu":
+            why = "the tiny model runs on the CPU" if config.tiny else "torch finds no GPU"
+        else:
+            why = f"{missing[0]} is not installed" if missing else ""
+        config.backend = "hf+torch" if why else "vllm+deepspeed"
+        config.backend_reason = f"backend {config.backend}: {why or 'there is a GPU, with vLLM and DeepSpeed'}"
+    for package in missing:
+        if package in config.backend:
             raise ValueError(
-                f"--{flag} is {package}, but the package {package} is not installed; see requirements-gpu.txt"
+                f"--backend is {config.backend}, but {package} is not installed; requirements-gpu.txt has it"
             )
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
     if config.trainer == "torch" and ranks > 1:
-        raise ValueError(f"--trainer is torch, but {ranks} ranks were started; only deepspeed uses more than one")
-    if config.engine == "vllm" and config.device == "cuda" and ranks > 1 and not config.rollout_gpus:
-        raise ValueError(f"--rollout_gpus is 0, but must be above 0 where {ranks} ranks train")
-    layout = config.rollout_gpus if config.preset == "paper" else 0
-    if layout > 1 and ranks == 1:
-        print(f"one rank trains; the paper's layout has {layout}: torchrun --nproc_per_node {layout} train.py ...")
+        raise ValueError(f"--backend is {config.backend}, but must train with deepspeed on the {ranks} ranks started")
+    check_used(config)
     if config.trainer == "torch":
         return 0
     if config.device == "cpu":
@@ -127,16 +61,85 @@ def join(config: Config) -> int:
     return join_ranks(config)
 
 
-def check(policy: Policy, config: Config) -> None:
-    """Before anything is written: raises ValueError where the engine cannot run this model."""
+def model_folder(config: Config) -> str:
+    """Return what the policy is loaded from: the newest checkpoint of --resume, a tiny model, or --model. Raises
+    ValueError if no checkpoint of an earlier run can be read."""
+    saved = newest(Path(config.resume)) if config.resume else None
+    return str(saved or (tiny_model(config.env) if config.model == "tiny" else config.model))
+
+
+def load(config: Config, seeds: list[int]) -> Policy:
+    """Load the policy of a run and check it on the first prompts of `seeds`.
+
+    Raises ValueError if it is no chat model, cannot read --env's images, or has no room for the first turn.
+    """
+    name, env = model_folder(config), config.make_env()
+    observations = [env.reset(seed=seed)[0] for seed in (*seeds, EVAL_SEEDS)]
+    # plain torch keeps float32 master weights and computes in --dtype; DeepSpeed keeps its own
+    mixed = config.dtype == "bfloat16" and config.trainer == "torch"
+    dtype = torch.float32 if mixed else getattr(torch, config.dtype)
+    try:
+        policy = load_policy(name, config.device, dtype, freeze_vision=config.tiny)
+        policy.mixed = mixed
+        longest = check_chat(policy, observations)
+        check_forward(policy, config)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, TemplateError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"--model is {name}, but must be a chat model that can be loaded: {reason}") from error
+    if any(o.images for o in observations) and not policy.image_processor:
+        raise ValueError(f"--model is {name}, which reads text only, but --env {config.env} shows images")
+    needed = longest + config.max_new_tokens
+    if needed > config.max_tokens:
+        raise ValueError(
+            f"--max_tokens is {config.max_tokens}, but must be at least {needed}: the first turn takes a prompt of "
+            f"{longest} and --max_new_tokens {config.max_new_tokens}"
+        )
     if config.engine == "vllm":
-        from freshper.vllm_processes import check_vllm
+        from freshper.engine_vllm import check_vllm
 
         check_vllm(policy, config)
+    return policy
 
 
-def make_trainer(policy: Policy, config: Config) -> TorchTrainer:
-    """The trainer behind --trainer. With several ranks, each makes one."""
+def check_chat(policy: Policy, observations: list[Observation]) -> int:
+    """Return the length of the longest first prompt. Raises ValueError if model and tokenizer cannot hold a
+    conversation."""
+    if not (hasattr(policy.model, "model") and hasattr(policy.model, "lm_head")):
+        raise ValueError(f"a {type(policy.model).__name__} is not a decoder with a `model` and an `lm_head`")
+    if policy.image_processor is None:  # text-only model: images are ignored here; `load` rejects the task
+        observations = [Observation(o.text) for o in observations]
+    lengths = [len(policy.first_prompt(o)) for o in observations]
+    vocabulary = policy.model.get_input_embeddings().num_embeddings
+    if not policy.tokenizer.encode("text", add_special_tokens=False) or len(policy.tokenizer) > vocabulary:
+        raise ValueError(f"the tokenizer, of {len(policy.tokenizer)} tokens, does not belong to it ({vocabulary})")
+    return max(lengths)
+
+
+@torch.no_grad()
+def check_forward(policy: Policy, config: Config) -> None:
+    """Compare trainer and engine with the model's own forward, on a text as long as a conversation may get.
+
+    Raises ValueError if the logits differ: the embedded engine knows no sliding windows, for example.
+    """
+    text = policy.first_prompt(Observation("Is this computed right? " * config.max_tokens))[: config.max_tokens]
+    tokens = torch.tensor([text], device=policy.device)
+    own = policy.model(input_ids=tokens, logits_to_keep=1).logits[0, -1].float()  # [V]
+    positions = torch.from_numpy(policy.positions(np.array(text), []))[:, None].to(policy.device)
+    found = {"the trainer": policy.logits(policy.hidden(tokens, positions, [])[:, -1])[0]}
+    if config.engine == "hf":
+        engine = HFEngine(policy, Sampling(temperature=1.0), seed=0)
+        found["the embedded engine"] = engine.logits(Conversation(text))
+    for name, logits in found.items():
+        difference = (own - logits)[logits.isfinite()].abs().max().item()
+        if not difference <= TOLERANCE[config.dtype]:
+            raise ValueError(
+                f"{name} computes other logits than a {type(policy.model).__name__} itself, by {difference:.2g} after "
+                f"{len(text)} tokens; with a smaller --max_tokens they may agree"
+            )
+
+
+def make_trainer(policy: Policy, config: Config) -> Any:
+    """Make this rank's trainer."""
     updates = config.iterations * (config.ppo_epochs + config.replay_ratio)
     if config.trainer == "torch":
         return TorchTrainer(policy, config, updates)
@@ -145,8 +148,8 @@ def make_trainer(policy: Policy, config: Config) -> TorchTrainer:
     return DeepSpeedTrainer(policy, config, updates)
 
 
-def make_engine(policy: Policy, config: Config, trainer: TorchTrainer) -> TrainingEngine:
-    """The engine behind --engine, with the trainer's weights."""
+def make_engine(policy: Policy, config: Config, trainer: TorchTrainer) -> Any:
+    """Make the engine, with the trainer's weights."""
     if config.engine == "hf":
         return HFEngine(policy, Sampling(config.temperature, config.top_k, config.top_p), config.seed)
     from freshper.engine_vllm import VLLMEngine
@@ -156,15 +159,9 @@ def make_engine(policy: Policy, config: Config, trainer: TorchTrainer) -> Traini
 
 @contextlib.contextmanager
 def backends(policy: Policy, config: Config) -> Iterator[tuple[TorchTrainer, Any]]:
-    """Trainer and engine of rank 0. Afterwards what they started is gone, also where one of them failed."""
+    """Yield rank 0's trainer and engine; whatever happens, the processes they started end afterwards."""
     with (
         contextlib.closing(make_trainer(policy, config)) as trainer,
         contextlib.closing(make_engine(policy, config, trainer)) as engine,
     ):
         yield trainer, engine
-
-
-def serve(policy: Policy, config: Config) -> int:
-    """The whole run of a rank other than 0. Returns its exit status."""
-    trainer: Any = make_trainer(policy, config)  # DeepSpeed's: plain torch has one process
-    return trainer.serve()

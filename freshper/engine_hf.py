@@ -1,17 +1,16 @@
 """The embedded engine: batched sampling from a transformers model, with the KV cache kept across turns.
 
-Paper: Algorithm 1 lines 2 and 12; appendix F, "Common Settings" (temperature 0.99, top-k 100, top-p 0.99).
-It plays vLLM's part where there is no vLLM, on a CPU or one GPU.
+Paper: Algorithm 1 lines 2 and 12; appendix F (sampling). It replaces vLLM on a CPU or on one GPU.
 
-A turn costs its new tokens only: the bridge is fed in one pass, then a token at a time, all episodes together.
-Rows of a batch are ragged, so a chunk is padded on the left and the cache has holes:
+A turn costs its new tokens only: the bridge is fed in one pass, then one token at a time, all episodes together. Rows
+of a batch are ragged, so a chunk is padded on the left and the cache has holes:
 
     slots    0 1 2 3 4 | 5 | 6 | 7 8 9 ...
     row 0    a b c d e | f | g | h i j          every row writes the same slots;
     row 1    . . k l m | n | . | . o p          "." is a hole that no other slot ever attends to
 
-Positions count real tokens only, so a row computes the same numbers as it would alone. Trainer and engine
-share one model object: after an update the engine already has the new weights, and `sync` drops the cache.
+Positions count real tokens only, so a row computes the same numbers as it would alone. Trainer and engine share one
+model object: after an update the engine already has the new weights, and `sync` drops the cache.
 """
 
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from freshper.episode import NonFiniteError
+from freshper.errors import NonFiniteError
 from freshper.models import Policy
 from freshper.rollout import Conversation, Reply
 
@@ -34,10 +33,8 @@ class Sampling:
 
 
 class KVCache:
-    """Keys and values of all layers, in buffers that grow by doubling instead of being copied every token.
-
-    Stands in for a transformers `Cache`: attention layers call `update` and nothing else.
-    """
+    """Keys and values of all layers, in buffers that grow by doubling instead of being copied every token. Replaces a
+    transformers `Cache`: attention layers call `update` and nothing else."""
 
     def __init__(self) -> None:
         self.layers: list[list[torch.Tensor]] = []  # per layer: keys, values [B, heads, capacity, head_dim]
@@ -72,30 +69,32 @@ class HFEngine:
         self.sync()
 
     def sync(self, trainer: object | None = None) -> dict[str, float]:
-        """Line 12, pi_mu <- pi_theta: forget every key and value that older weights computed. Nothing to log."""
-        self.rows: list[Conversation] = []
-        self.cache = KVCache()
-        self.visible = torch.zeros(0, 0, dtype=torch.bool)  # [B, slots]: False in the holes
-        self.fed = np.zeros(0, dtype=np.int64)  # tokens of each conversation that the cache holds
-        self.images_fed = np.zeros(0, dtype=np.int64)
-        self.position = np.zeros(0, dtype=np.int64)  # the next position id
+        """Drop every key and value that older weights computed (line 12, pi_mu <- pi_theta)."""
+        self._start([])
         return {}
 
+    def _start(self, conversations: list[Conversation]) -> None:
+        n, device = len(conversations), self.policy.device
+        self.rows, self.cache = list(conversations), KVCache()
+        self.visible = torch.zeros(n, 0, dtype=torch.bool, device=device)  # [B, slots]: False in the holes
+        # [B]: tokens and images of each conversation that the cache holds, and its next position id
+        self.fed, self.images_fed, self.position = np.zeros((3, n), dtype=np.int64)
+
     def close(self) -> None:
-        """The end of the run: nothing to do for an engine in this process."""
+        """End the run: nothing to do for an engine in this process."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """What shapes future replies, once `sync` has dropped the cache: the generator they are drawn with."""
+        """Return what shapes future replies: the random generator."""
         return {"generator": self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """The inverse; conversations are read again from their start."""
+        """Restore the generator. Conversations are read again from their start."""
         self.generator.set_state(state["generator"])
         self.sync()
 
     @torch.inference_mode()
     def generate(self, conversations: list[Conversation], max_new_tokens: int) -> list[Reply]:
-        """One reply to each conversation. Those seen in the last call go on from the cache."""
+        """Return one reply to each conversation. Those seen in the last call go on from the cache."""
         self.policy.model.eval()
         self._keep(conversations)
         replies = [Reply([], []) for _ in conversations]
@@ -120,39 +119,41 @@ class HFEngine:
                 chunks[i] = [tokens[i]]
             images = [[]] * len(replies)
 
+    @torch.inference_mode()
+    def logits(self, conversation: Conversation) -> torch.Tensor:
+        """Return the next-token logits of one conversation, [V], read in two chunks: the second uses the cache."""
+        self._keep([conversation])
+        cut = len(conversation.tokens) - 3
+        self._feed([conversation.tokens[:cut]], [[]])
+        return self._feed([conversation.tokens[cut:]], [[]])[0]
+
     def _keep(self, conversations: list[Conversation]) -> None:
-        """Drop the rows of episodes that have ended; start anew where a conversation is not in the cache."""
+        """Drop the rows of episodes that have ended; start anew if a conversation is not in the cache."""
         known = {id(c): row for row, c in enumerate(self.rows)}
         rows = [known[id(c)] for c in conversations if id(c) in known]
         if len(rows) < len(conversations):
-            self.sync()
-            n = len(conversations)
-            self.visible = torch.zeros(n, 0, dtype=torch.bool, device=self.policy.device)
-            self.fed, self.images_fed, self.position = np.zeros((3, n), dtype=np.int64)
+            self._start(conversations)
         elif rows != list(range(len(self.rows))):
             self.cache.select(rows)
-            self.visible, self.fed = self.visible[rows], self.fed[rows]
+            self.rows, self.visible, self.fed = list(conversations), self.visible[rows], self.fed[rows]
             self.images_fed, self.position = self.images_fed[rows], self.position[rows]
-        self.rows = list(conversations)
 
     def _feed(self, chunks: list[list[int]], images: list[list[np.ndarray]]) -> torch.Tensor:
-        """Run new tokens through the model; the logits after the last one of each row, [B, V].
-
-        A row without new tokens gets a hole, and a meaningless row of logits.
-        """
+        """Run new tokens through the model and return the logits after the last one of each row, [B, V]. A row without
+        new tokens gets a hole, and a meaningless row of logits."""
         lengths = np.array([len(chunk) for chunk in chunks])
         width = lengths.max()
         real = np.arange(width) >= width - lengths[:, None]  # [B, width]: False in the holes
         tokens = np.zeros((len(chunks), width), dtype=np.int64)
         tokens[real] = np.concatenate(chunks)
         positions = np.repeat((self.position[:, None] + real.cumsum(1) - 1)[None], 3, axis=0)  # [3, B, width]: of text
-        for row, pictures in enumerate(images):
-            if pictures:
-                found = self.policy.positions(np.array(chunks[row]), pictures, self.position[row])
+        for row, new_images in enumerate(images):
+            if new_images:
+                found = self.policy.positions(np.array(chunks[row]), new_images, self.position[row])
                 positions[:, row, -lengths[row] :] = found
         self.position = np.where(lengths > 0, positions.max((0, 2)) + 1, self.position)
         self.fed += lengths
-        self.images_fed += [len(pictures) for pictures in images]
+        self.images_fed += [len(new_images) for new_images in images]
         device = self.policy.device
         self.visible = torch.cat([self.visible, torch.from_numpy(real).to(device)], dim=1)  # [B, slots]
         # what is added to the attention scores, [B, width, slots]: -inf where a query must not look
@@ -164,7 +165,7 @@ class HFEngine:
         hidden = self.policy.hidden(
             torch.from_numpy(tokens).to(device),
             torch.from_numpy(positions).to(device),
-            [picture for pictures in images for picture in pictures],
+            [image for new_images in images for image in new_images],
             mask[:, None],
             self.cache,
         )
@@ -172,7 +173,7 @@ class HFEngine:
         return self.policy.logits(hidden[:, -1])
 
     def _sample(self, logits: torch.Tensor) -> tuple[list[int], list[float]]:
-        """Draw a token a row; its log-prob is at the sampling temperature, before truncation."""
+        """Draw one token per row; its log-prob is at the sampling temperature, before truncation."""
         logprobs = (logits / self.sampling.temperature).log_softmax(-1)
         probabilities = truncated(logprobs.exp(), self.sampling.top_k, self.sampling.top_p)
         # the smallest token whose cumulative probability exceeds a uniform draw; in float64 it cannot miss the last
@@ -183,10 +184,8 @@ class HFEngine:
 
 
 def truncated(probabilities: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """Zero all but the top_k most probable, then all but the fewest of those that hold a share top_p. [B, V].
-
-    Top-p counts shares of what top-k left, as vLLM does. The result is not normalised.
-    """
+    """Zero all but the top_k most probable entries, then all but the fewest that hold a share top_p of what top-k left,
+    as vLLM does. [B, V] -> [B, V], not normalized."""
     if top_p == 1.0 and not 0 < top_k < probabilities.shape[-1]:
         return probabilities
     largest, ids = probabilities.topk(top_k if 0 < top_k < probabilities.shape[-1] else probabilities.shape[-1])

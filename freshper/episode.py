@@ -1,84 +1,97 @@
-"""`Episode`, the one data type of this project, and how a list of them becomes a padded batch.
+"""`Episode`, the one data type of this project, and the padded batch that a list of episodes becomes.
 
-Paper: section 3.1 (states are conversations, actions are assistant turns), appendix A.1 (an entry of the
-buffer is a complete episode with its behaviour log-probs, reward and collection step t_i).
+Paper: section 3.1 (states are conversations, actions are replies); appendix A.1 (what an entry of the buffer holds).
 
     tokens             <prompt ......><reply><bridge ......><reply><bridge ......><reply>
     action_mask        0 0 0 0 0 0 0 0 1 1 1 0 0 0 0 0 0 0 0 1 1 1 0 0 0 0 0 0 0 0 1 1 1
     behavior_logprobs  0 0 0 0 0 0 0 0 x x x 0 0 0 0 0 0 0 0 x x x 0 0 0 0 0 0 0 0 x x x
     turn_rewards                     r_1                 r_2                 r_3
 
-Tokens are those the engine sampled, never re-encoded text: token in, token out. Masks are positions,
-never comparisons with a pad or eos id. Storage is compact: no padding, one uint8 copy of each picture
-(freshper/buffer.py shares equal ones), and pixel values are made again when a batch needs them.
+Tokens are those the engine sampled, never re-encoded text. Masks are positions, never comparisons with a pad or eos id.
 """
 
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-PADDING = 0.15  # a batch of episodes alike in length has less than this share of padding
-
-
-class NonFiniteError(ArithmeticError):
-    """A log-prob, loss or gradient stopped being a number. Names the phase and the seed of the episode."""
+PADDING = 0.15  # the largest share of padding in a micro-batch
 
 
 @dataclass(eq=False)
 class Episode:
-    """One trajectory e_j of Algorithm 1. T tokens, of which the action tokens were sampled in n turns."""
+    """One trajectory e_j of Algorithm 1: T tokens, of which the action tokens were sampled in n turns."""
 
     tokens: np.ndarray  # int32 [T]: the whole conversation, image placeholders expanded
-    action_mask: np.ndarray  # bool [T]: True where the policy sampled the token
+    action_mask: np.ndarray  # bool [T]: True if the policy sampled the token
     behavior_logprobs: np.ndarray  # float32 [T]: log pi_mu of the action tokens, 0 elsewhere
-    reward: float  # the episode's return, the sum of turn_rewards (gamma = 1)
+    reward: float  # r_i, the return: the sum of turn_rewards (gamma = 1)
     turn_rewards: np.ndarray  # float32 [n]
     images: list[np.ndarray] = field(default_factory=list)  # uint8 [H, W, 3], in the order of their placeholders
-    step: int = 0  # t_i: when it was collected, in optimizer steps (or iterations, --age_unit)
-    env: str = ""
-    seed: int = 0  # what the environment was reset with
-    info: dict = field(default_factory=dict)  # success, invalid replies, replies as text, ...
+    step: int = 0  # t_i: the optimizer step at which it was collected
+    seed: int = 0  # of the environment
+    success: bool = False
+    invalid: int = 0  # replies that the environment could not read
+    truncated: bool = False  # ended because the next turn would not fit max_tokens
+    metrics: dict[str, float] = field(default_factory=dict)  # the environment's own, of the last turn
+    ref_logprobs: np.ndarray | None = None  # float32 [T]: log pi_ref, with a KL term
+    engine_weights: np.ndarray | None = None  # float32 [T]: min(pi_trainer / pi_engine, cap), with --truncated_is
 
     def turn_ends(self) -> np.ndarray:
-        """Positions of the last action token of each turn, int64 [n]. Bridges keep the turns apart."""
+        """Return the position of the last action token of each turn, int64 [n]. Bridges keep the turns apart."""
         following = np.append(self.action_mask[1:], False)
         return np.flatnonzero(self.action_mask & ~following)
 
 
-def picture_key(image: np.ndarray) -> bytes:
-    """What equal pictures have in common: SHA-256 of shape and content."""
+def image_key(image: np.ndarray) -> bytes:
+    """Return the SHA-256 of an image's shape and pixels: equal images have equal keys."""
     return hashlib.sha256(repr(image.shape).encode() + image.tobytes()).digest()
 
 
 class Batch(NamedTuple):
-    """B episodes padded on the right to T tokens. Right padding needs no attention mask: under a causal
-    mask no real token ever sees what comes after it."""
+    """B episodes padded on the right to T tokens. Right padding needs no attention mask: under a causal mask no real
+    token attends to what comes after it. `training_batch` (freshper/reinforce.py) adds advantages and weights."""
 
-    tokens: torch.Tensor  # int64 [B, T], 0 where padded
-    action_mask: torch.Tensor  # bool [B, T], False where padded
+    tokens: torch.Tensor  # int64 [B, T], 0 at padding
+    action_mask: torch.Tensor  # bool [B, T], False at padding
     behavior_logprobs: torch.Tensor  # float32 [B, T]
     rewards: torch.Tensor  # float32 [B, T]: each turn's reward on its last action token
     images: list[list[np.ndarray]]  # per episode
     lengths: list[int]  # tokens of each episode before padding
+    ref_logprobs: Any = None  # float32 [B, T], like the fields below None if not needed
+    engine_weights: Any = None  # float32 [B, T]
+    advantages: Any = None  # A_t, float32 [B, T]
+    weights: Any = None  # w_i, float32 [B]
 
     def rows(self, indices: list[int]) -> "Batch":
-        """The batch of these rows alone, trimmed to the longest of them (a micro-batch)."""
+        """Return these rows alone, trimmed to the longest of them: a micro-batch."""
         lengths = [self.lengths[i] for i in indices]
-        tokens, mask, logprobs, rewards = (tensor[indices, : max(lengths)] for tensor in self[:4])
-        return Batch(tokens, mask, logprobs, rewards, [self.images[i] for i in indices], lengths)
+        cut: dict[str, Any] = {
+            name: value[indices][:, : max(lengths)] if value.dim() == 2 else value[indices]
+            for name, value in self._asdict().items()
+            if isinstance(value, torch.Tensor)
+        }
+        return self._replace(**cut, images=[self.images[i] for i in indices], lengths=lengths)
+
+    def to(self, device: torch.device) -> "Batch":
+        """Return the batch with its tensors on a device."""
+        moved: Any = {
+            name: value.to(device) for name, value in self._asdict().items() if isinstance(value, torch.Tensor)
+        }
+        return self._replace(**moved)
 
     def micro_batches(self, most: int) -> Iterator[tuple[list[int], "Batch"]]:
-        """(row numbers, batch of these rows) for the groups of `alike`."""
+        """Yield (row numbers, batch of these rows) for the groups of `alike`."""
         return ((rows, self.rows(rows)) for rows in alike(self.lengths, most))
 
 
 def alike(lengths: list[int], most: int) -> list[list[int]]:
-    """Row numbers in groups of at most `most` that are alike in length, the shortest first: less than PADDING of the
-    tokens of each are padding. A game may end after one turn or after ten; the gradient does not depend on groups.
+    """Group row numbers by length: groups of at most `most`, each with less than PADDING of padding, shortest first.
+
+    An episode may end after one turn or after ten. The gradient does not depend on the grouping.
 
     >>> alike([9, 2, 10, 10, 2], most=4)
     [[4, 1], [0, 3, 2]]
@@ -95,26 +108,23 @@ def alike(lengths: list[int], most: int) -> list[list[int]]:
 
 
 def collate(episodes: list[Episode]) -> Batch:
-    """Pad episodes into a batch. Raises ValueError where an episode's fields do not fit together."""
+    """Pad episodes into a batch. Raises ValueError if an episode's fields do not fit together."""
     lengths = [len(e.tokens) for e in episodes]
-    shape = (len(episodes), max(lengths))
-    batch = Batch(
-        torch.zeros(shape, dtype=torch.long),
-        torch.zeros(shape, dtype=torch.bool),
-        torch.zeros(shape),
-        torch.zeros(shape),
-        [e.images for e in episodes],
-        lengths,
-    )
+
+    def padded(name: str, dtype: torch.dtype) -> Any:
+        values = [getattr(e, name) for e in episodes]
+        if any(value is None for value in values):
+            return None
+        rows = [torch.from_numpy(value).to(dtype) for value in values]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+    rewards = torch.zeros(len(episodes), max(lengths))
     for row, (e, n) in enumerate(zip(episodes, lengths, strict=True)):
         ends = e.turn_ends()
         if not len(e.action_mask) == len(e.behavior_logprobs) == n or len(ends) != len(e.turn_rewards):
-            raise ValueError(
-                f"episode of seed {e.seed}: {n} tokens, {len(e.action_mask)} mask entries, "
-                f"{len(e.behavior_logprobs)} log-probs, {len(ends)} turns, {len(e.turn_rewards)} rewards"
-            )
-        batch.tokens[row, :n] = torch.from_numpy(e.tokens.astype(np.int64))
-        batch.action_mask[row, :n] = torch.from_numpy(e.action_mask)
-        batch.behavior_logprobs[row, :n] = torch.from_numpy(e.behavior_logprobs)
-        batch.rewards[row, ends] = torch.from_numpy(e.turn_rewards)
-    return batch
+            raise ValueError(f"the fields of the episode of seed {e.seed} have different lengths")
+        rewards[row, ends] = torch.from_numpy(e.turn_rewards)
+    tokens, mask = padded("tokens", torch.long), padded("action_mask", torch.bool)
+    optional = {name: padded(name, torch.float32) for name in ("ref_logprobs", "engine_weights")}
+    logprobs = padded("behavior_logprobs", torch.float32)
+    return Batch(tokens, mask, logprobs, rewards, [e.images for e in episodes], lengths, **optional)

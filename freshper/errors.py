@@ -1,0 +1,82 @@
+"""The errors that end a run with one sentence. Anything else is a defect and keeps its traceback."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+TIMEOUT = float(os.environ.get("FRESHPER_TIMEOUT", "1800"))  # seconds: the longest wait for vLLM or another rank
+GRACE = 10.0  # seconds between an error that could not be raised and the end of the process
+
+
+class NonFiniteError(ArithmeticError):
+    """A log-prob, loss, gradient or reward stopped being a number. Names the phase and the episode's seed."""
+
+
+class BackendError(RuntimeError):
+    """vLLM or DeepSpeed failed, or did not answer in time. Names the phase."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM. `status` is the exit status that a shell expects: 130 or 143."""
+
+    def __init__(self, number: int):
+        super().__init__(f"interrupted by {signal.Signals(number).name}")
+        self.status = 128 + number
+
+
+@contextlib.contextmanager
+def watched(
+    phase: str, processes: Mapping[int, str] | None = None, errors: type[Exception] = RuntimeError
+) -> Iterator[None]:
+    """Raise BackendError, naming the phase, if the block raises one of `errors` or takes longer than TIMEOUT, or if one
+    of `processes` (id -> name) dies. In the main thread only.
+
+    A thread watches and sends the main thread a signal. No signal handler runs while NCCL, or DeepSpeed's shared memory
+    on a CPU, waits for another process: if the block has not ended GRACE seconds later, this process prints the
+    sentence and exits.
+    """
+    end, over, problem = time.monotonic() + TIMEOUT, threading.Event(), ""
+
+    def death() -> str:
+        dead = [f"{name} (process {pid})" for pid, name in (processes or {}).items() if not alive(pid)]
+        return f"{dead[0]} died in {phase}; if it said why, that stands above" if dead else ""
+
+    def watch() -> None:
+        nonlocal problem
+        while not problem and not over.wait(0.5):
+            late = f"{phase} took longer than FRESHPER_TIMEOUT, {TIMEOUT:g} s" if time.monotonic() > end else ""
+            problem = death() or late
+        if problem:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+            if not over.wait(GRACE):
+                print(f"\nstopped: {problem}", file=sys.stderr, flush=True)
+                os._exit(1)
+
+    def interrupt(*_: object) -> None:
+        if not over.is_set():
+            raise BackendError(problem)
+
+    signal.signal(signal.SIGUSR1, interrupt)  # it stays: after the block it does nothing
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    except BackendError:
+        raise
+    except errors as error:
+        reason = " ".join(str(error).split())[:300]
+        raise BackendError(death() or f"{phase} failed: {type(error).__name__}: {reason}") from error
+    finally:
+        over.set()
+
+
+def alive(pid: int) -> bool:
+    """Return whether the process exists and is not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
