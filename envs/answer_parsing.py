@@ -1,0 +1,216 @@
+r"""Read the answer in a reply, for GSM8K, AIME and GeoQA. Exact fractions, no eval, linear in the reply's length.
+
+Paper: appendix D gives a right answer 1 and any other 0, and does not say how it is read. Our rule: what a fair human
+grader would accept earns 1 (tests/data/answers.csv has examples). An answer is one value in one place. Several
+candidates (72 or 73), words that change the value (72 squared) and work left undone (36+36, √1600) are no answer.
+
+The place is between <answer> tags, else inside \boxed{}. Full prompts also accept a reply without either if it
+announces its answer, as in `#### 72` or "The answer is 72 apples.", or is nothing else: `72`, `x = 72`. No other number
+counts, so a reply that was cut is not paid for a step of its reasoning ("so 36 + 36 = 72.") or the "2." of a list. The
+text cannot show whether it was cut inside the very number that it announces.
+"""
+
+import ast
+import math
+import operator
+import re
+from fractions import Fraction
+from itertools import accumulate
+from typing import NamedTuple
+
+from envs.base import outside_think, split_tags
+
+MAX_ANSWER = 100  # characters of an answer and the words around it
+
+# -- where the answer stands -----------------------------------------------------------------------------------
+
+_ANNOUNCED = re.compile(r"(?:####|\banswer\b[^\n.]{0,60}?(?:\bis\b|\bbe\b|\bwas\b|[:=]))[\s*:]*([^\n]*)", re.I)
+
+
+def final_answer(reply: str, untagged: bool) -> str | None:
+    r"""Return the text between <answer> tags, else in \boxed{}, else, with `untagged`, the one that is announced.
+
+    Returns None if there is none, if several differ, or if it is longer than MAX_ANSWER. <think> is not read.
+    """
+    spoken = outside_think(reply) or ""
+    parts = split_tags(spoken, "answer")
+    texts = [spoken]
+    if len(parts) > 1:
+        texts = parts[2::4] if parts[1::2] == ["", "/"] * (len(parts) // 4) else []
+    elif "\\boxed" not in spoken:
+        texts = [_announced(spoken)] if untagged else []
+    texts = [found for text in texts for found in (_boxes(text) if "\\boxed" in text else [text])]
+    answer = texts[0].strip() if len({text.strip() for text in texts}) == 1 else ""
+    return answer if 0 < len(answer) <= MAX_ANSWER else None
+
+
+def _boxes(text: str) -> list[str]:
+    r"""Return the contents of each \boxed{...}, whose braces may be nested; "" if one is not closed."""
+    contents = []
+    for piece in text.split("\\boxed")[1:]:
+        open_braces = accumulate((c == "{") - (c == "}") for c in piece[: MAX_ANSWER + 2])
+        contents.append(piece[1 : next((k for k, number in enumerate(open_braces) if number == 0), 0)])
+    return contents
+
+
+def _announced(text: str) -> str:
+    """Return what a reply without tags and boxes announces as its answer, to the end of the sentence, or ""."""
+    if found := _ANNOUNCED.findall(text):
+        return re.split(r"(?<!\b[A-F])[.!](?:\s|$)", found[-1])[0]
+    alone = text.strip()
+    number = re.match("(?:[^0-9=]{0,20}=)?[^A-Za-z=]*[0-9][^=]*$", alone) and read_number(alone)
+    return alone if number or read_choice(alone) else ""
+
+
+# -- what it says ----------------------------------------------------------------------------------------------
+
+_MARK = "\x00"  # of LaTeX, Markdown or a currency; no number goes on behind it: 12$50 is not 1250
+_SPELLINGS = {
+    "\\!": "", "\\,": " ", "\\;": " ", "\\:": " ", "\\ ": " ", "~": " ", "\u00a0": " ", "\u2009": " ",
+    "\u202f": " ", "\\left": "", "\\right": "", "\\%": "%", "\\$": _MARK, "$": _MARK, "€": _MARK, "£": _MARK,
+    "¥": _MARK, "₹": _MARK, "**": _MARK, "__": _MARK, "`": _MARK, "\\(": _MARK, "\\)": _MARK, "\\[": _MARK,
+    "\\]": _MARK, "−": "-", "–": "-", "^{\\circ}": "°", "^\\circ": "°", "\\circ": "°", "\\degree": "°", "^°": "°",
+    "˚": "°", "º": "°", "^{2}": "²", "^{3}": "³", "^2": "²", "^3": "³", "\\dfrac": "\\frac", "\\tfrac": "\\frac",
+    "\\cdot": "*", "\\times": "*", "×": "*", "·": "*", "÷": "/", "\\angle": "∠", "\\approx": "=", "≈": "=",
+    "\\pi": "π", "\\sqrt": "√", "sqrt": "√", "½": "\\frac12", "¼": "\\frac14", "¾": "\\frac34", "⅓": "\\frac13",
+}  # fmt: skip
+_SPELLING = re.compile("|".join(re.escape(written) for written in sorted(_SPELLINGS, key=len, reverse=True)))
+_FRACTION = re.compile(r"\\frac\s*(?:\{([^{}]*)\}|([0-9]))\s*(?:\{([^{}]*)\}|([0-9]))")
+_GROUPS = r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?: [0-9]{3})+(?![0-9]|\s*/)"  # 1,250 and 1 250
+_DECIMAL = rf"(?:(?:{_GROUPS}|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+_MIXED = r"([0-9]+) +([0-9]+) */ *([0-9]+)"  # 3 1/2
+_NUMBER = re.compile(rf"[-+]?[\s\0]*(?:{_MIXED}|{_DECIMAL}(?: */ *{_DECIMAL})?)(?![0-9])")
+_SURD = re.compile(r"(?:[-+*/().0-9√π]|[\s\0](?=[\s\0]*[-+*/(.0-9√π]))*")
+_ARITHMETIC = r"[-0-9\s\0.,+*/x()²³√π%°]*"
+# what may stand before the = of an equation: a name or the work that leads to a value, but no other number
+_WORK = re.compile(rf"{_ARITHMETIC}(?:[√π]|[0-9)²³%°][\s\0]*[-+*/x][\s\0]*[-(0-9.]){_ARITHMETIC}|[^0-9]*")
+_BEFORE = re.compile(r"((?:[A-Za-z',:∠△\s\0]|\.(?![0-9]))*)(.*)", re.S)  # words before a number, and the rest
+_DENIED = re.compile(  # beside a number: words that deny it or offer another
+    r"≠|n't|\b(?:not|cannot|never|none|neither|n?or|if|unless|but|except|either|maybe|perhaps|possibly|versus|vs|wrong)\b",
+    re.I,
+)
+_SCALES = (
+    r"k|[mbt]n|mil|bil|grand|hundred|thousand|[mbtr]+illion|dozen|lakh|crore|gross|half|third|quarter|fold|itself|"
+    r"(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)th|halve|twice|double|triple|root|power|factorial"
+)
+_SCALED_BEFORE = re.compile(
+    rf"\b(?:{_SCALES}|(?<!total )of|than|at least|at most|up to|over|under|above|below|between|no|log|ln)[\s\0]*$", re.I
+)
+_SCALED_BEHIND = re.compile(
+    rf"^\W*(?:squared|cubed)|\bso\W*$|\b(?:(?:{_SCALES})[ds]?|at least|at most|plus|minus|divided|multiplied|rads?|"
+    r"radians?|pi|nan|inf|(?:times|over|by) (?:one|two|three|four|five|six|seven|eight|nine|ten|itself|[xyn]))\b",
+    re.I,
+)
+_UNIT = re.compile(r"(?<![A-Za-z])[cdkm]?m[23]|[A-Za-z]+[²³]?")
+_LETTERS = frozenset("mglLshtAVWNJCFpcd")  # units of one letter
+_CHOICE = re.compile(  # words before it, letter, delimiter, remainder
+    r"(?:([^0-9]*)\b(?:is|be|answer|option|choice)[\s\0:]+)?[(\[]?([A-F])(?![A-Z])[)\]]?[\s\0]*([.:)]?)[\s\0]*(.*)",
+    re.S | re.I,
+)
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
+
+class Number(NamedTuple):
+    """A number as written: a float if a root or π stands in it, the digits after its point, the word behind it."""
+
+    value: Fraction | float
+    decimals: int
+    unit: str
+
+
+def plain(text: str) -> str:
+    r"""Return a text without LaTeX, Markdown and outer brackets: `**\(x = \frac72\)**` becomes `x =  7/2`."""
+
+    def fraction(found: re.Match) -> str:
+        top, bottom = found[1] or found[2], found[3] or found[4]
+        return f" {top}/{bottom}{_MARK}" if f"{top}{bottom}".lstrip("-").isdigit() else f"(({top})/({bottom}))"
+
+    text = text.replace(_MARK, "?").replace("{,}", ",")
+    text = re.sub(r"\\(?:text|math|mbox)[a-z]*\s*\{([^{}]*)\}", rf"{_MARK}\1{_MARK}", text)
+    text = _SPELLING.sub(lambda found: _SPELLINGS[found[0]], text.replace(f"{_MARK}^", "^"))
+    for _ in range(3):  # from the inside out
+        text = _FRACTION.sub(fraction, re.sub(r"√\s*\{([^{}]*)\}", r"√(\1)", text))
+    text = re.sub(r"(?<![A-Za-z])pi(?![A-Za-z])", "π", text)
+    return _bare(re.sub(r"\b(?:minus|negative)\s+(?=[0-9])", "-", text, flags=re.I))
+
+
+def _bare(text: str) -> str:
+    text = text.strip(" \t\r\n*_\"'\0").rstrip(" \t\r\n*_\"'\0.,;:")
+    inside = re.fullmatch(r"\(([^()]*)\)|\[([^\[\]]*)\]|\{([^{}]*)\}", text)
+    return _bare(inside[inside.lastindex or 0]) if inside else text
+
+
+def read_number(text: str) -> Number | None:
+    r"""Return the number that a text states, or None if it is not one number.
+
+    Read are integers (1,250 or 1 250), decimals, fractions (7/2, \frac72), mixed numbers (3 1/2), roots and multiples
+    of π (\frac{2\sqrt3}{3}, 9π), with a sign, a currency or unit, and words or an equation that lead to them.
+
+    >>> read_number("$1,250.50").value, read_number("x = 3 1/2 cups").value, read_number("6*7"), read_number("72 or 73")
+    (Fraction(2501, 2), Fraction(7, 2), None, None)
+    """
+    left, _, right = plain(text).rpartition("=") if len(text) <= MAX_ANSWER else ("", "", "")
+    *names, work = re.sub(r"(?:_\{?|∠)\s*[0-9A-Za-z]{1,3}\}?", "", left).split("=")
+    if re.search("[0-9]", "".join(names)) or _DENIED.search(left) or not _WORK.fullmatch(work):
+        return None
+    words, body = _BEFORE.match(_bare(right)).groups()  # type: ignore[union-attr]
+    surd = re.search("[√π]", body)
+    found = (_SURD if surd else _NUMBER).match(body)
+    if not found or _DENIED.search(words) or _SCALED_BEFORE.search(words):
+        return None
+    value, unit = _evaluate(found[0]), _unit(body[found.end() :])
+    if value is None or unit is None:
+        return None
+    if surd and math.isclose(value, Fraction(value).limit_denominator(1000), rel_tol=1e-12):
+        return None  # √1600 is work left undone
+    decimals = "" if surd or "/" in found[0] else found[0].partition(".")[2]
+    return Number(value, len(decimals), unit)
+
+
+def _unit(rest: str) -> str | None:
+    """Return the first word behind a number, without exponent and in lower case, or None if this is no unit."""
+    words = [word.rstrip("23²³") for word in _UNIT.findall(rest)]
+    marks = r"[\s\0]*[%°]?[\s\0().,/'!-]*" if words else r"[\s\0]*[%°]?[\s\0]*"
+    if not re.fullmatch(marks, _UNIT.sub("", rest)) or _DENIED.search(rest) or _SCALED_BEHIND.search(rest):
+        return None
+    letters = [word for k, word in enumerate(words) if len(word) == 1 and not (k and word == "a")]  # 540 m a week
+    return "".join(words[:1]).lower() if len(words) <= 6 and _LETTERS.issuperset(letters) else None
+
+
+def _evaluate(source: str) -> Fraction | float | None:
+    """Return the value of an expression of numbers, + - * /, √ and π, or None if it is not well formed."""
+    if (mixed := re.search(_MIXED, source)) and int(mixed[2]) >= int(mixed[3]):
+        return None
+    source = re.sub(_MIXED, r"(\1+\2/\3)", source)
+    source = re.sub(r"√[\s\0]*([0-9.]+|π)", r"√(\1)", source)
+    source = re.sub(r"(?<=[0-9)π])[\s\0]*(?=[√π(])", "*", source)  # 2√3
+    source = re.sub(r"[\s\0,]+", "", source).lstrip("+").replace("√", "sqrt").replace("π", "pi")
+    source = re.sub(r"(?<![0-9.])0+(?=[0-9])", "", source)
+    try:
+        return _value(ast.parse(source, mode="eval").body)
+    except (SyntaxError, ValueError, ArithmeticError):  # the last two: the root of -1, a division by 0
+        return None
+
+
+def _value(node: ast.AST) -> Fraction | float:
+    match node:
+        case ast.Constant(value=value):
+            return Fraction(str(value))
+        case ast.Name(id="pi"):
+            return math.pi
+        case ast.Call(func=ast.Name(id="sqrt"), args=[argument]):
+            return math.sqrt(_value(argument))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
+            return _OPERATORS[type(sign)](_value(left), _value(right))
+    raise ValueError("not a sum of products with roots and π")
+
+
+def read_choice(text: str) -> tuple[str, str] | None:
+    """Return letter and remainder of a choice, such as `B`, `(B)`, `Option B` or `B. 145°`, or None."""
+    found = _CHOICE.fullmatch(plain(text)) if len(text) <= MAX_ANSWER else None
+    if not found or _DENIED.search(f"{found[1] or ''} {found[4]}"):
+        return None
+    named = found[3] and re.fullmatch("[A-Za-z]{2}[A-Za-z -]*", found[4])  # as in `B. a rectangle`
+    return (found[2].upper(), found[4]) if not found[4] or named or read_number(found[4]) else None
