@@ -1,13 +1,12 @@
-"""Saving a full replay buffer: our checkpoint against torch.save of the same objects, in the same run.
+"""Saving and loading a full replay buffer: our checkpoint against torch.save of the same objects, in the same run.
 
-    python benchmarks/checkpoint.py                       50,000 text episodes of about 130 tokens
-    python benchmarks/checkpoint.py --tokens 1000         long ones
-    python benchmarks/checkpoint.py --pictures 20000      with pictures, of which each stands in many episodes
+    python benchmarks/checkpoint.py                      50,000 text episodes of 130 tokens
+    python benchmarks/checkpoint.py --tokens 1000        long ones
+    python benchmarks/checkpoint.py --images 20000       with images, each of them in many episodes
 
-torch.save pickles every array of every episode on its own. Ours joins them, so that a handful of large arrays is
-written, and packs at the next save only what is new; it also computes and stores the SHA-256 of each file and flushes
-it to the disk, which torch.save does not: its seconds are given with an fsync as well. The tiny model (0.5 MB) is part
-of ours only.
+torch.save pickles every array of every episode on its own. A checkpoint joins them, so that it writes a handful of
+large arrays. It also flushes them to disk, and checks their CRC-32 before they are loaded; it can be read without
+running code, where torch.load needs `weights_only=False`. The tiny model (0.5 MB) is part of the checkpoint only.
 """
 
 import argparse
@@ -16,6 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -23,90 +23,84 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from envs import ENVS
-from freshper import checkpoint
 from freshper.buffer import ReplayBuffer
+from freshper.checkpoint import RunState, StopSignals, newest
 from freshper.episode import Episode
-from freshper.episode_files import EpisodeFiles
 from freshper.tiny import build_policy
 
 
-def full_buffer(capacity, tokens, pictures):
-    """Episodes of ten turns of six action tokens, as FrozenLake's are; ten pictures each, drawn from `pictures`."""
+def full_buffer(capacity, tokens, images):
+    """Return a buffer of episodes of ten turns with six action tokens, and ten images each, drawn from `images`."""
     rng = np.random.default_rng(0)
-    shown = list(rng.integers(0, 256, (pictures, 56, 56, 3), dtype=np.uint8)) if pictures else []
+    shown = list(rng.integers(0, 256, (images, 56, 56, 3), dtype=np.uint8)) if images else []
     mask = np.zeros(tokens, dtype=bool)
     for turn in range(10):
         end = (turn + 1) * tokens // 10
         mask[end - 6 : end] = True
-    episodes = []
-    for k in range(capacity):
-        episodes.append(
-            Episode(
-                tokens=rng.integers(0, 280, tokens).astype(np.int32),
-                action_mask=mask.copy(),
-                behavior_logprobs=np.where(mask, -rng.random(tokens), 0.0).astype(np.float32),
-                reward=float(k % 2),
-                turn_rewards=np.zeros(10, np.float32),
-                images=[shown[i] for i in rng.integers(0, pictures, 10)] if pictures else [],
-                env="frozenlake",
-                seed=k,
-                info={"success": bool(k % 2), "invalid": 0, "moments": (0.5, 0.5)},
-            )
+    episodes = [
+        Episode(
+            tokens=rng.integers(0, 280, tokens).astype(np.int32),
+            action_mask=mask.copy(),
+            behavior_logprobs=np.where(mask, -rng.random(tokens), 0.0).astype(np.float32),
+            reward=float(k % 2),
+            turn_rewards=np.zeros(10, np.float32),
+            images=[shown[i] for i in rng.integers(0, images, 10)] if images else [],
+            seed=k,
+            success=bool(k % 2),
         )
+        for k in range(capacity)
+    ]
     buffer = ReplayBuffer(capacity, 0.6, None)
     buffer.add(episodes, np.ones(capacity), step=0)
     return buffer
 
 
-def timed(what):
+def run_state(out, buffer, policy):
+    """Return the state of a run that has nothing but a buffer and a policy."""
+    nothing = {"state_dict": dict, "load_state_dict": lambda state: None}
+    trainer = SimpleNamespace(whole_policy=lambda: policy, **nothing)
+    report = SimpleNamespace(folder=out, done=1, best=int, say=lambda line: None, **nothing)
+    config = SimpleNamespace(resume=str(out), save_every=1, iterations=2)
+    return RunState(config, policy, report, StopSignals(), trainer=trainer, buffer=buffer)
+
+
+def timed(call):
     began = time.perf_counter()
-    result = what()
-    return time.perf_counter() - began, result
+    call()
+    return time.perf_counter() - began
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=50_000)
     parser.add_argument("--tokens", type=int, default=130)
-    parser.add_argument("--new", type=int, default=2560, help="between two saves: 20 iterations of 128")
-    parser.add_argument("--pictures", type=int, default=0, help="different ones; 0: a text task")
+    parser.add_argument("--images", type=int, default=0, help="different ones; 0: a text task")
     args = parser.parse_args()
-    buffer = full_buffer(args.episodes, args.tokens, args.pictures)
+    buffer = full_buffer(args.episodes, args.tokens, args.images)
     policy = build_policy(ENVS["frozenlake"]())
-    print(f"{args.episodes:,} episodes of {args.tokens} tokens, {args.pictures:,} different pictures")
-
-    files = EpisodeFiles()
-
-    def save_ours(out, done):
-        state = buffer.state_dict()
-        episodes = state.pop("episodes")
-        checkpoint.save(out, done, policy, {"buffer": state}, 0, 1, episodes, files)
-
-    def load_ours(out):
-        found, problems = checkpoint.find(out)
-        assert not problems
-        return checkpoint.read_state(found)["episodes"]
-
-    def save_theirs(path):
-        with path.open("wb") as file:
-            torch.save(buffer.state_dict(), file)
-            file.flush()
-            os.fsync(file.fileno())
+    print(f"{args.episodes:,} episodes of {args.tokens} tokens, {args.images:,} different images")
 
     with tempfile.TemporaryDirectory() as folder:
-        out, path = Path(folder), Path(folder) / "state.pt"
-        seconds, _ = timed(lambda: save_ours(out, 1))
-        buffer.add(buffer.episodes[: args.new], np.ones(args.new), step=1)  # copies: new episodes to the buffer
-        increment, _ = timed(lambda: save_ours(out, 2))
+        out, path = Path(folder), Path(folder) / "pickled.pt"
+        loaded = ReplayBuffer(args.episodes, 0.6, None)
+        saving = timed(run_state(out, buffer, policy).save_if_due)
         size = sum(p.stat().st_size for p in (out / "checkpoint").iterdir()) / 1e6
-        loading, episodes = timed(lambda: load_ours(out))
-        print(f"this project: {seconds:6.2f} s to save, {loading:6.2f} s to check and load, {size:8.1f} MB")
-        print(f"              {increment:6.2f} s to save again with {args.new} new episodes")
-        assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(episodes, buffer.episodes, strict=True))
-        seconds, _ = timed(lambda: save_theirs(path))
-        size = path.stat().st_size / 1e6
-        loading, _ = timed(lambda: torch.load(path, weights_only=False))
-        print(f"torch.save:   {seconds:6.2f} s to save, {loading:6.2f} s to load,           {size:8.1f} MB")
+        checking = timed(lambda: newest(out))
+        loading = timed(run_state(out, loaded, policy).restore) - checking  # restore checks it once more
+        print(
+            f"checkpoint:  {saving:5.2f} s to save, {loading:5.2f} s to load, {checking:4.2f} s to check, {size:.1f} MB"
+        )
+        assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(loaded.episodes, buffer.episodes, strict=True))
+
+        def pickle():
+            with path.open("wb") as file:
+                torch.save(buffer.state_dict(), file)
+                file.flush()
+                os.fsync(file.fileno())
+
+        saving = timed(pickle)
+        loading = timed(lambda: torch.load(path, weights_only=False))
+        print(f"torch.save:  {saving:5.2f} s to save, {loading:5.2f} s to load, {path.stat().st_size / 1e6:6.1f} MB")
 
 
 if __name__ == "__main__":

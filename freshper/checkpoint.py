@@ -1,221 +1,214 @@
-"""A checkpoint on disk: what is in it, how it is written, and how a whole one is told from a damaged one.
+"""Checkpoints: everything that shapes the rest of a run, saved between two iterations and put back by --resume.
 
-Nothing here is in the paper; a run of its length (400 iterations, a buffer of 50,000 episodes) needs it.
+    out/checkpoint/          the newest: a Hugging Face folder, which `--model` and `from_pretrained` take, and state.pt
+    out/checkpoint-before/   the one before it, used if the newest cannot be read
+    out/checkpoint-best/     the model alone, of the evaluation with the highest success so far
 
-    out/checkpoint/            the newest, in the Hugging Face format: `--model` and `from_pretrained` take it
-        config.json, model.safetensors, tokenizer.json, ...   model, tokenizer, image processor
-        episodes-*.safetensors the episodes of the replay buffer (freshper/episode_files.py)
-        state.safetensors      every other array: optimizer, priorities, random number generators
-        state.json             everything else, with {"__torch__": name} or {"__numpy__": name} where an array was
-                               (freshper/packing.py)
-        manifest.json          format, version, iterations done; size and SHA-256 of each file and of the rest of
-                               the manifest itself
-    out/checkpoint-000040/     an older one, after 40 iterations (the last few and the best are kept)
+state.pt holds tensors, numbers and strings, checked by the CRC-32 of its zip format and read with
+`torch.load(weights_only=True)`: a file from someone else cannot run code. Environments need no state, since each
+episode is reset with a seed of its own. On a CPU, with the same number of threads, a resumed run is bitwise identical
+to one that never stopped. Not in the paper.
 
-Nothing is pickled, so a checkpoint from someone else can be read without running their code.
-
-A checkpoint is written under another name, flushed to the disk, and renamed, manifest last. Whatever the moment
-of a crash, some folder holds a whole one: `checkpoint`, `checkpoint-*`, or the new one before its renaming.
+A checkpoint is written to .checkpoint-new and flushed to disk. Then checkpoint-before is removed, checkpoint becomes
+checkpoint-before, and .checkpoint-new becomes checkpoint. A kill can leave an unfinished .checkpoint-new or
+checkpoint-before beside a whole checkpoint, or, between the two renames, a whole checkpoint-before and no checkpoint.
+Reading takes checkpoint, then checkpoint-before, and nothing else. A run killed in its first save starts again.
 """
 
-import hashlib
-import json
+import dataclasses
 import os
+import random
 import shutil
+import signal
+import sys
+import zlib
 from pathlib import Path
-from typing import Any, NamedTuple
+from pickle import UnpicklingError
+from types import FrameType
+from typing import Any
+from zipfile import BadZipFile, ZipFile
 
+import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+import transformers
+from safetensors import SafetensorError, safe_open
 
+from freshper.config import Config
 from freshper.episode import Episode
-from freshper.episode_files import EpisodeFiles, describe
+from freshper.errors import Interrupted
 from freshper.models import Policy
-from freshper.packing import flatten, unflatten
-
-FORMAT, VERSION = "freshper checkpoint", 4
-UNFINISHED, DAMAGED = ".checkpoint-unfinished", "damaged-checkpoint"
-NUMBERED = "checkpoint-" + "[0-9]" * 6  # what else stands in the folder is its owner's
+from freshper.report import Report
 
 
-class Checkpoint(NamedTuple):
-    """A checkpoint that was found whole."""
+class StopSignals:
+    """A context manager in which Ctrl-C and SIGTERM raise `Interrupted`. While `graceful`, the first one is only noted
+    in `received`."""
 
-    folder: Path
-    done: int  # iterations
-    state: dict[str, Any]
-    files: dict[str, dict[str, Any]]  # of the manifest
+    def __init__(self) -> None:
+        self.graceful, self.received = False, 0
+
+    def __enter__(self) -> "StopSignals":
+        self.before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self.graceful or self.received:
+            raise Interrupted(number)
+        self.received = number
+        # not print: the signal may have come in the middle of one
+        os.write(2, b"\nstopping after this iteration, with a checkpoint; once more stops at once, without\n")
 
 
-# -- writing -------------------------------------------------------------------------------------------------
+class RunState:
+    """Saves and restores a run. `parts` are the objects with `state_dict` and `load_state_dict`, by name."""
+
+    def __init__(self, config: Config, policy: Policy, report: Report, signals: StopSignals, **parts: Any):
+        self.config, self.policy, self.report, self.signals = config, policy, report, signals
+        self.parts = parts | {"report": report}
+        transformers.utils.logging.disable_progress_bar()  # of every save, across ours
+
+    def restore(self) -> None:
+        """Load the state of --resume, if there is one. From here on a first Ctrl-C waits for the iteration to end."""
+        folder = newest(self.report.folder, quiet=True) if self.config.resume else None
+        if folder:
+            state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+            arrays = {name: x.numpy() for name, x in state["buffer"].items() if isinstance(x, torch.Tensor)}
+            state["buffer"] |= arrays | {"episodes": unpack_episodes(state["buffer"]["episodes"])}
+            for name, part in self.parts.items():
+                part.load_state_dict(state[name])
+            self.policy._features.update({key: x.to(self.policy.device) for key, x in state["features"].items()})
+            random.setstate(state["python"])
+            np.random.set_state(state["numpy"])
+            torch.set_rng_state(state["torch"])
+            torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
+            if folder.name != "checkpoint":  # a damaged one must not replace the one before it at the next save
+                shutil.rmtree(folder.with_name("checkpoint"), ignore_errors=True)
+            self.report.say(f"resuming from {folder}, after iteration {self.report.done} of {self.config.iterations}")
+        self.signals.graceful = True
+
+    def save_if_due(self) -> None:
+        """Save every `save_every` iterations, at a new best evaluation, at the end, and after a signal.
+
+        Raises Interrupted after a signal, having saved, and OSError if the checkpoint cannot be written.
+        """
+        done, out, every = self.report.done, self.report.folder, self.config.save_every
+        best, finished = self.report.best() == done, done == self.config.iterations
+        if best or finished or self.signals.received or (every and done % every == 0):
+            policy, state = self.parts["trainer"].whole_policy(), self._state()
+            try:
+                if best:  # first: a run that is killed after this comes to the same evaluation again
+                    _write(out / "checkpoint-best", policy)
+                _write(out / "checkpoint", policy, state)
+            except (OSError, RuntimeError, SafetensorError) as error:
+                shutil.rmtree(out / ".checkpoint-new", ignore_errors=True)
+                reason = error.__context__ or error  # torch.save raises a RuntimeError after an OSError
+                raise OSError(f"the checkpoint after iteration {done} was not written to {out}: {reason}") from error
+        if self.signals.received and not finished:
+            raise Interrupted(self.signals.received)
+
+    def _state(self) -> dict[str, Any]:
+        """Return what state.pt holds. Features of a frozen vision tower are in it, because their last bit can depend on
+        the other images of the batch in which they were computed."""
+        state = {name: part.state_dict() for name, part in self.parts.items()} | {"features": self.policy._features}
+        state["buffer"] |= {"episodes": pack_episodes(state["buffer"]["episodes"])}
+        state |= {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
+        return plain(state | {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()})
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file that is there as a whole or not at all."""
-    new = path.with_name(f".{path.name}.new")
-    try:
-        new.write_text(text, encoding="utf-8", newline="")
-        _flush(new)
-        new.replace(path)
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise
+def newest(out: Path, quiet: bool = False) -> Path | None:
+    """Return the checkpoint folder that a resumed run loads; None if the run had not saved one yet.
 
-
-def save(
-    out: Path,
-    done: int,
-    policy: Policy,
-    state: dict[str, Any],
-    best: int,
-    keep: int,
-    episodes: list[Episode] | None = None,
-    episode_files: EpisodeFiles | None = None,
-) -> None:
-    """Make out/checkpoint the state after `done` iterations; the checkpoint before it becomes out/checkpoint-<done>.
-
-    `episode_files` is that of the last save or read, so that only `episodes` that are new since are packed.
-    Of the older ones the newest `keep` - 1 stay, and the `best`, named by its iterations. Raises OSError where
-    something cannot be written; what was there stays then.
+    Says on stderr if the newest is damaged. Raises ValueError if there are checkpoints but none can be read.
     """
-    new = out / UNFINISHED
-    shutil.rmtree(new, ignore_errors=True)
-    try:
-        new.mkdir()
-        policy.save(str(new))
-        episode_files = episode_files or EpisodeFiles()
-        state = state | {"episodes": episode_files.write(episodes or [], out / "checkpoint", new)}
-        arrays: dict[str, torch.Tensor] = {}
-        (new / "state.json").write_text(json.dumps(flatten(state, arrays)), encoding="utf-8")
-        save_file(arrays, new / "state.safetensors")
-        files = {}
-        for path in sorted(path for path in new.rglob("*") if path.is_file()):
-            _flush(path)
-            files[path.relative_to(new).as_posix()] = episode_files.files.get(path.name) or describe(path)
-        manifest = {"format": FORMAT, "version": VERSION, "done": done, "files": files}
-        manifest["sha256"] = _own_sum(manifest)
-        write_whole(new / "manifest.json", json.dumps(manifest, indent=1) + "\n")
-        _flush(new)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(new, ignore_errors=True)
-        raise OSError(f"the checkpoint of iteration {done} could not be written to {out}/: {error}") from error
-    _put_in_place(out, new)
-    older = sorted((int(path.name.split("-")[1]), path) for path in out.glob(NUMBERED))
-    newest = [n for n, _ in older if n < done][::-1][: keep - 1]
-    for n, path in older:
-        if n >= done or n not in (*newest, best):  # those of later iterations stem from before a fall-back
-            shutil.rmtree(path)
-
-
-def _put_in_place(out: Path, new: Path) -> None:
-    """Rename: what is out/checkpoint steps aside under its number, `new` takes its place."""
-    current = out / "checkpoint"
-    if current.exists():
+    problems = []
+    for folder in filter(Path.exists, (out / "checkpoint", out / "checkpoint-before")):
         try:
-            aside = out / f"checkpoint-{_manifest(current)['done']:06d}"
-        except ValueError:
-            aside = out / DAMAGED
-        shutil.rmtree(aside, ignore_errors=True)
-        current.rename(aside)
-    new.rename(current)
-    _flush(out)
-
-
-def adopt(found: Checkpoint) -> None:
-    """Before a resumed run goes on: make the checkpoint it goes on from out/checkpoint. One that is in the way gets its
-    number; a damaged one is kept as out/damaged-checkpoint, for its owner to look at."""
-    current = found.folder.parent / "checkpoint"
-    if found.folder == current:
-        return
-    if current.exists():
-        try:
-            _check_files(current, _manifest(current)["files"])
-        except ValueError:
-            shutil.rmtree(current.with_name(DAMAGED), ignore_errors=True)
-            current.rename(current.with_name(DAMAGED))
-    _put_in_place(current.parent, found.folder)
-
-
-def _flush(path: Path) -> None:
-    """fsync a file or a folder: renaming promises nothing about the content that is not on the disk yet."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _own_sum(manifest: dict[str, Any]) -> str:
-    rest = {name: value for name, value in manifest.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-# -- reading -------------------------------------------------------------------------------------------------
-
-
-class OtherVersionError(ValueError):
-    """Written by another version of this format: refused, never guessed at."""
-
-
-def _manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, checked against its own sum. Raises ValueError with what is wrong."""
-    path = folder / "manifest.json"
-    if not path.is_file():
-        raise ValueError("manifest.json is missing")
-    try:
-        manifest = json.loads(path.read_bytes())
-        version = manifest["version"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError("manifest.json cannot be read") from error
-    if isinstance(version, int) and version != VERSION:
-        raise OtherVersionError(f"{folder} has the checkpoint format {version}, but must have {VERSION}")
-    if manifest.get("sha256") != _own_sum(manifest):
-        raise ValueError("manifest.json does not have the SHA-256 that it gives for itself")
-    return manifest
-
-
-def _check_files(folder: Path, files: dict[str, dict[str, Any]]) -> None:
-    """Raises ValueError with the first file that is not what the manifest says."""
-    for name, expected in files.items():
-        path = folder / name
-        if not path.is_file():
-            raise ValueError(f"{name} is missing")
-        if path.stat().st_size != expected["bytes"]:
-            raise ValueError(f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}")
-        if describe(path) != expected:
-            raise ValueError(f"{name} does not have the SHA-256 that the manifest gives")
-
-
-def find(out: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint of a run (None where it had not saved any yet), and a sentence on each that is
-    damaged. Raises ValueError where there are checkpoints but none is whole, or one has another format version."""
-    manifests, problems = [], []
-    folders = [path for path in (out / "checkpoint", *sorted(out.glob(NUMBERED), reverse=True)) if path.is_dir()]
-    if (out / UNFINISHED / "manifest.json").is_file():  # without one it was never finished: nothing to report
-        folders.append(out / UNFINISHED)
-    for folder in folders:
-        try:
-            manifests.append((_manifest(folder), folder))
-        except OtherVersionError:
-            raise
-        except ValueError as error:
-            problems.append(f"{folder} is damaged: {error}")
-    for manifest, folder in sorted(manifests, key=lambda pair: -pair[0]["done"]):
-        try:
-            _check_files(folder, manifest["files"])
-        except ValueError as error:
-            problems.append(f"{folder} is damaged: {error}")
-            continue
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        return Checkpoint(folder, manifest["done"], state, manifest["files"]), problems
+            with ZipFile(folder / "state.pt") as file:
+                if name := file.testzip():
+                    raise ValueError(f"{name} in state.pt does not have its CRC-32")
+            torch.load(folder / "state.pt", map_location="cpu", weights_only=True, mmap=True)
+            for path in list(folder.glob("*.safetensors")) or [folder / "model.safetensors"]:
+                safe_open(path, "pt").keys()
+        except (OSError, ValueError, RuntimeError, BadZipFile, UnpicklingError, SafetensorError) as error:
+            problems.append(f"{folder} is damaged: {' '.join(str(error).split())[:200]}")
+        else:
+            if problems and not quiet:
+                print(problems[0], file=sys.stderr)
+            return folder
     if problems:
-        raise ValueError(f"no checkpoint of it is whole: {'; '.join(problems)}")
-    return None, []
+        raise ValueError(f"--resume is {out}, but none of its checkpoints can be read: {'; '.join(problems)}")
+    return None
 
 
-def read_state(found: Checkpoint, episode_files: EpisodeFiles | None = None) -> dict[str, Any]:
-    """The state as `save` was given it (tuples as lists), with the `episodes`."""
-    state = unflatten(found.state, load_file(found.folder / "state.safetensors"))
-    files = episode_files or EpisodeFiles()
-    return state | {"episodes": files.read(state["episodes"], found.folder, found.files)}
+def _write(folder: Path, policy: Policy, state: dict[str, Any] | None = None) -> None:
+    """Replace a folder by a model or, with a state, by a checkpoint; the checkpoint that was there is kept."""
+    new = folder.with_name(".checkpoint-new")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir()
+    policy.save(str(new))
+    if state is not None:
+        with open(new / "state.pt", "wb") as file:
+            torch.save(state, file)
+    for path in (*new.rglob("*"), new):  # after a power failure a renamed file could otherwise be empty
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+    if state is not None and folder.exists():
+        shutil.rmtree(folder.with_name("checkpoint-before"), ignore_errors=True)
+        folder.rename(folder.with_name("checkpoint-before"))
+    shutil.rmtree(folder, ignore_errors=True)
+    new.rename(folder)
+
+
+def plain(tree: Any) -> Any:
+    """Return a state without NumPy's types. Raises TypeError on a type that could be saved but not loaded."""
+    if isinstance(tree, dict):
+        return {key: plain(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(map(plain, tree))
+    if isinstance(tree, np.ndarray):
+        return torch.from_numpy(tree)
+    if isinstance(tree, np.generic):
+        return tree.item()
+    if tree is None or isinstance(tree, torch.Tensor) or type(tree) in (bool, int, float, str, bytes):
+        return tree
+    raise TypeError(f"a checkpoint cannot hold a {type(tree).__name__}: {tree}")
+
+
+def pack_episodes(episodes: list[Episode]) -> dict[str, Any]:
+    """Return episodes as columns, one per field. Each image object (the buffer shares them) is stored once."""
+    images = {id(image): image for e in episodes for image in e.images}
+    number = {key: k for k, key in enumerate(images)}
+    columns = {field.name: [getattr(e, field.name) for e in episodes] for field in dataclasses.fields(Episode)}
+    columns["images"] = [np.array([number[id(image)] for image in e.images], np.int64) for e in episodes]
+    blobs = [np.frombuffer(zlib.compress(image.tobytes(), 1), np.uint8) for image in images.values()]
+    shapes = [image.shape for image in images.values()]
+    return {"columns": {name: _join(x) for name, x in columns.items()}, "blobs": _join(blobs), "shapes": shapes}
+
+
+def unpack_episodes(packed: dict[str, Any]) -> list[Episode]:
+    """Return the episodes that `pack_episodes` was given, from what `plain` made of it; equal images are one array."""
+    pixels = [np.frombuffer(zlib.decompress(blob), np.uint8) for blob in _split(packed["blobs"])]
+    images = [flat.reshape(shape) for flat, shape in zip(pixels, packed["shapes"], strict=True)]
+    columns = {name: _split(column) for name, column in packed["columns"].items()}
+    columns["images"] = [[images[k] for k in shown] for shown in columns["images"]]
+    return [Episode(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+
+
+def _join(column: list[Any]) -> Any:
+    """Return arrays as one with their lengths, numbers as an array, and anything else as it is."""
+    if column and isinstance(column[0], np.ndarray):
+        return {"values": np.concatenate(column), "lengths": np.array([len(part) for part in column])}
+    return np.array(column) if column and isinstance(column[0], int | float) else column
+
+
+def _split(column: Any) -> list[Any]:
+    """Return what `_join` was given. Arrays are copies: one episode must not keep those of all others in memory."""
+    if isinstance(column, dict):
+        ends = column["lengths"].cumsum(0)[:-1].tolist()
+        return [part.copy() for part in np.split(column["values"].numpy(), ends)]
+    return column.tolist() if isinstance(column, torch.Tensor) else column

@@ -1,0 +1,380 @@
+"""A run that was stopped, killed, or found damaged ends as the run that never stopped, bit for bit."""
+
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_episode
+from kill_loop import contents, flat, kill_and_resume
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import train
+from envs.frozenlake import FrozenLake
+from freshper import backends
+from freshper.checkpoint import RunState, StopSignals, newest, pack_episodes, plain, unpack_episodes
+from freshper.engine_hf import HFEngine
+
+SHORT = """--model tiny --iterations 6 --save_every 2 --rollout_batch_size 4 --batch_size 4 --eval_episodes 4
+--eval_every 2 --max_turns 3""".split()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _random_weights(model_folder):
+    """`--model tiny` without its warm start, and no plots, which take as long as the runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "tiny_model", lambda env: model_folder["vision" if "vlm" in env else "text"])
+        patch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **kwargs: None)
+        yield
+
+
+def run(out, *flags):
+    return train.main(["--out", str(out), *SHORT, *flags])
+
+
+def resume(out, *flags):
+    return train.main(["--resume", str(out), *flags])
+
+
+def done(out):
+    """Completed iterations at the checkpoint that --resume would load, 0 without one."""
+    folder = newest(out)
+    return torch.load(folder / "state.pt", weights_only=True)["report"]["rows"][-1]["iteration"] if folder else 0
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of six iterations, for tests to copy."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    assert run(out) == 0
+    return out
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def at_call(monkeypatch, owner, method, number, act):
+    """Replace a method by one that calls `act` at its n-th call and returns that, unless it is None."""
+    real, calls = getattr(owner, method), []
+
+    def replaced(*args, **kwargs):
+        calls.append(1)
+        result = real(*args, **kwargs)
+        changed = act(result) if len(calls) == number else None
+        return result if changed is None else changed
+
+    monkeypatch.setattr(owner, method, replaced)
+
+
+def send(*signals):
+    return lambda _: [signal.raise_signal(number) for number in signals] and None
+
+
+# -- a resumed run is the run that never stopped ---------------------------------------------------------------
+
+
+FLAGS = {
+    "text": "--tau auto",
+    "images": "--env frozenlake_vlm --kl_loss_coef 0.05 --base_priority advantage",
+    "per": "--method per --eviction lowest_priority --capacity 6 --kl_reward_coef 0.05 --truncated_is 2 "
+    "--ppo_epochs 2 --replay_advantage recompute",
+}
+
+
+@pytest.mark.parametrize("kind", FLAGS)
+def test_a_stopped_and_resumed_run_is_the_run_that_never_stopped(tmp_path, monkeypatch, kind):
+    """SIGTERM in the third rollout: the iteration is completed and saved, the rest is the same bit for bit."""
+    flags = FLAGS[kind].split()
+    assert run(tmp_path / "plain", *flags) == 0
+    with monkeypatch.context() as patch:
+        at_call(patch, HFEngine, "generate", 14, send(signal.SIGTERM))  # three turns each, and two evaluations
+        assert run(tmp_path / "stopped", *flags) == 143
+    assert done(tmp_path / "stopped") == 3
+    assert resume(tmp_path / "stopped") == 0
+    assert contents(tmp_path / "stopped") == contents(tmp_path / "plain")
+
+
+def test_killed_again_and_again(model_folder, tmp_path):
+    """SIGKILL at random moments, saves included (50 times: python tests/kill_loop.py)."""
+    hits, _ = kill_and_resume(model_folder["text"], tmp_path, iterations=10, kills=3, seed=1)
+    assert hits >= 1
+
+
+def no_number(replies):
+    return [replies[0]._replace(logprobs=[float("nan")] * len(replies[0].tokens)), *replies[1:]]
+
+
+def bug(_):
+    raise KeyError("lake")
+
+
+FAULTS = {  # when, what, the sentence that the run ends with, and the iterations it has saved by then
+    "Ctrl-C twice": (HFEngine, "generate", 17, send(signal.SIGINT, signal.SIGINT), "interrupted by SIGINT", 2),
+    "a log-prob that is no number": (HFEngine, "generate", 5, no_number, "which must be finite; episode seed", 0),
+    "a bug of an environment": (FrozenLake, "step", 60, bug, "continue with: python train.py --resume", 2),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_ends_the_run_at_once_and_it_can_be_resumed(tmp_path, monkeypatch, capsys, finished, fault):
+    *where, sentence, saved = FAULTS[fault]
+    with monkeypatch.context() as patch:
+        at_call(patch, *where)
+        try:
+            assert run(tmp_path / "run") == (130 if fault == "Ctrl-C twice" else 1)
+        except KeyError:  # a bug keeps its traceback
+            assert fault == "a bug of an environment"
+    assert sentence in capsys.readouterr().out
+    assert done(tmp_path / "run") == saved
+    assert resume(tmp_path / "run") == 0
+    assert contents(tmp_path / "run") == contents(finished)
+
+
+def test_a_finished_run_can_be_extended(copy, finished, capsys):
+    assert resume(copy) == 0
+    assert contents(copy) == contents(finished)
+    assert resume(copy, "--iterations", "7", "--save_every", "1") == 0
+    assert "iterations is 7, was 6" in capsys.readouterr().out
+    rows, before = contents(copy)[0], contents(finished)[0]
+    assert rows[: len(before)] == before
+    assert [row["iteration"] for row in rows[len(before) :]] == ["7"]
+    assert float(rows[-1]["lr"]) > 0
+
+
+def test_every_checkpoint_is_a_model(copy):
+    folders = [path for path in copy.glob("checkpoint*") if path.is_dir()]
+    assert {"checkpoint", "checkpoint-before"} <= {path.name for path in folders}
+    for folder in folders:
+        assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() > 100_000
+        assert AutoTokenizer.from_pretrained(folder).chat_template
+
+
+def damage(path, how="truncated", at=0.5):
+    data = bytearray(path.read_bytes())
+    place = int(at * len(data))
+    data[place] ^= 1 << random.randrange(8)
+    path.write_bytes(data if how == "flipped" else data[:place])
+    if how == "missing":
+        path.unlink()
+
+
+@pytest.mark.parametrize("how", ["state.pt missing", "state.pt truncated", "state.pt flipped",
+                                 "model.safetensors missing", "model.safetensors truncated"])  # fmt: skip
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(copy, capsys, how):
+    """Wherever the damage is: in each of twenty tries a flipped bit is found, or is in a byte without meaning."""
+    name, how = how.split()
+    path = copy / "checkpoint" / name
+    whole = path.read_bytes()
+    right = flat(torch.load(copy / "checkpoint/state.pt", weights_only=True))
+    for at in [0.0] if how == "missing" else np.random.default_rng(0).random(20):
+        path.write_bytes(whole)
+        damage(path, how, at)
+        found, said = newest(copy), capsys.readouterr().err
+        if found.name == "checkpoint":
+            assert how == "flipped"
+            assert flat(torch.load(found / "state.pt", weights_only=True)) == right
+        else:
+            assert found.name == "checkpoint-before"
+            assert said.startswith(f"{copy / 'checkpoint'} is damaged: ")
+            assert said.count("\n") == 1
+
+
+def test_resuming_past_a_damaged_checkpoint(copy, finished, capsys):
+    damage(copy / "checkpoint/state.pt")
+    assert resume(copy) == 0
+    said = capsys.readouterr()
+    assert said.err.count("is damaged") == 1
+    assert "checkpoint-before, after iteration 4 of 6" in said.out
+    assert contents(copy) == contents(finished)
+
+
+def test_code_in_a_checkpoint_is_not_run(copy, tmp_path, capsys):
+    class Malicious:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    state = torch.load(copy / "checkpoint/state.pt", weights_only=True)
+    torch.save(state | {"python": Malicious()}, copy / "checkpoint/state.pt")
+    (copy / "checkpoint-before/state.pt").write_bytes(pickle.dumps(Malicious()))
+    assert resume(copy) == 2
+    assert "none of its checkpoints can be read" in capsys.readouterr().err
+    assert not (tmp_path / "executed").exists()
+
+
+# -- saves that are cut off, on a run of stand-ins -------------------------------------------------------------
+
+
+class Part:
+    def __init__(self, **state):
+        self.state_dict, self.load_state_dict = lambda: dict(state), state.update
+
+
+class Model:
+    """A policy whose only weight is the number of completed iterations."""
+
+    def __init__(self, done):
+        self.done, self.device, self._features = done, "cpu", {}
+
+    def save(self, folder):
+        save_file({"done": torch.tensor(self.done)}, f"{folder}/model.safetensors")
+
+
+def stand_in(out, done, best=0):
+    """Return the state of a run after `done` iterations, resumed if it has saved before."""
+    trainer, report = Part(), Part()
+    trainer.whole_policy = lambda: Model(done)
+    report.folder, report.say, report.best, report.done = out, print, lambda: best, done
+    config = SimpleNamespace(resume=str(out), save_every=1, iterations=100)
+    run = RunState(config, Model(done), report, StopSignals(), trainer=trainer, buffer=Part(episodes=[]))
+    run.restore()
+    report.load_state_dict({"done": done})
+    return run
+
+
+def save(out, done, best=0):
+    stand_in(out, done, best).save_if_due()
+
+
+def held(model):
+    return load_file(model)["done"].item()
+
+
+def found(out):
+    """Iterations of the checkpoint that a resumed run would load, 0 without one. Model and state must agree."""
+    if not (folder := newest(out)):
+        return 0
+    done = torch.load(folder / "state.pt", weights_only=True)["report"]["done"]
+    assert held(folder / "model.safetensors") == done
+    return done
+
+
+def test_the_newest_the_one_before_and_the_best_are_kept(tmp_path):
+    for n in range(1, 6):
+        save(tmp_path, n, best=min(n, 3))
+    assert {path.parent.name: held(path) for path in tmp_path.glob("*/model.safetensors")} == {
+        "checkpoint": 5, "checkpoint-before": 4, "checkpoint-best": 3
+    }  # fmt: skip
+
+
+def draws():
+    return random.random(), np.random.random(), torch.rand(1).item()
+
+
+def test_random_generators_and_image_features_are_put_back(tmp_path):
+    """That the last bit of a feature depends on its batch could not be shown on every machine; so they are saved."""
+    run, features = stand_in(tmp_path, 1), {b"\x00key": torch.randn(4, 8), b"\xff": torch.randn(1, 8)}
+    run.policy._features.update(features)
+    run.save_if_due()
+    expected = draws()
+    again = stand_in(tmp_path, 1)
+    assert draws() == expected
+    assert flat(again.policy._features) == flat(features)
+
+
+class Crash(BaseException):
+    """The power is cut."""
+
+
+def cut_off(monkeypatch, number, out, done, best):
+    """Save, with a crash before the n-th change of the file system. Returns whether there were so many."""
+    calls = []
+
+    def counted(real):
+        def call(*args, **kwargs):
+            calls.append(1)
+            if len(calls) == number:
+                raise Crash
+            return real(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in ("mkdir", "rename", "unlink", "rmdir"):
+            patch.setattr(os, name, counted(getattr(os, name)))
+        patch.setattr(os, "fsync", counted(lambda handle: None))
+        try:
+            save(out, done, best)
+        except Crash:
+            return True
+    return False
+
+
+def test_crashes_at_any_moment_lose_nothing_but_an_unfinished_save(tmp_path, monkeypatch):
+    """Walks through every state of the folder that any number of crashes can lead to from two: nothing saved, and the
+    newest damaged."""
+    states, seen = [tmp_path / "empty", tmp_path / "damaged"], set()
+    for state in states:
+        state.mkdir()
+    save(states[1], 1)
+    save(states[1], 2)
+    damage(states[1] / "checkpoint/state.pt")
+    while states:
+        state = states.pop()
+        n, number, crashed = found(state), 0, True
+        while crashed:
+            number += 1
+            out = shutil.copytree(state, tmp_path / f"{len(seen)}-{len(states)}-{number}")
+            crashed = cut_off(monkeypatch, number, out, n + 1, best=n + 1)
+            assert found(out) in ((n, n + 1) if crashed else (n + 1,))
+            files = [*out.glob("checkpoint/*"), *out.glob("checkpoint-before/*")]
+            shape = frozenset((p.parent.name, p.name, p.stat().st_size) for p in files)
+            shape |= {(p.parent.name, found(out) - held(p)) for p in files if p.name == "model.safetensors"}
+            if shape not in seen:
+                seen.add(shape)
+                states.append(out)
+    assert len(seen) >= 6  # nothing, one, both, one and half of the one before, only the one before, one damaged
+
+
+@pytest.mark.parametrize("kilobytes", [0, 4, 200, 700])
+def test_a_disk_that_runs_full(copy, capsys, finished, kilobytes):
+    """No file may grow beyond a size: one sentence, exit status 1, and the checkpoint before stays as it was."""
+    before = {path: path.read_bytes() for path in copy.glob("checkpoint*/*")}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 1024, hard))
+    try:
+        status = resume(copy, "--iterations", "8")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    said = capsys.readouterr()
+    assert status == (1 if kilobytes else 2)
+    assert "File too large" in said.out + said.err
+    assert {path: path.read_bytes() for path in copy.glob("*checkpoint*/*")} == before
+
+
+def test_episodes_come_back_as_they_were(tmp_path):
+    rng = np.random.default_rng(0)
+    images = [rng.integers(0, 256, (28, 14 * k, 3)).astype(np.uint8) for k in (1, 2)]
+    numbers = [{"step": k, "seed": k, "success": k % 2 == 0, "invalid": k % 3, "truncated": k > 7} for k in range(9)]
+    episodes = [make_episode(rng, turns=k % 4 + 1, metrics={"boxes": k / 3}, **x) for k, x in enumerate(numbers)]
+    for e in episodes:
+        e.images = [images[i] for i in rng.integers(0, 2, e.step)]
+        e.ref_logprobs = rng.normal(size=len(e.tokens)).astype(np.float32)
+    torch.save(plain(pack_episodes(episodes)), tmp_path / "state.pt")
+    back = unpack_episodes(torch.load(tmp_path / "state.pt", weights_only=True))
+    for before, after in zip(episodes, back, strict=True):
+        for name, value in vars(before).items():
+            other = getattr(after, name)
+            if isinstance(value, np.ndarray):
+                assert (other.dtype, other.tolist(), other.base) == (value.dtype, value.tolist(), None)  # own memory
+            elif name == "images":
+                assert all(np.array_equal(a, b) for a, b in zip(value, other, strict=True))
+            else:
+                assert (type(other), other) == (type(value), value)
+    assert len({id(image) for e in back for image in e.images}) == 2
+    assert unpack_episodes(plain(pack_episodes([]))) == []
+
+
+def test_a_state_that_could_not_be_read_again_is_not_written():
+    assert plain({"a": [1, (np.float64(2.5), None)], 3: "b"}) == {"a": [1, (2.5, None)], 3: "b"}
+    for value in ({1}, np.dtype("int8"), Part()):
+        with pytest.raises(TypeError, match=f"cannot hold a {type(value).__name__}"):
+            plain({"part": [value]})
