@@ -1,98 +1,77 @@
-"""NQ Search: answer a question with a search engine, in at most 5 replies.
+"""NQ Search: answer a question with the help of a search engine, in at most 5 replies.
 
-Paper: appendix D, "NQ Search"; Table env_details (5 actions, binary reward). A reply is `<search> query </search>`,
-which is answered by the top 3 passages between `<information>` and `</information>`, or `<answer> ... </answer>`, which
-ends the episode; `<think> ... </think>` may come first. Reward 1 for an exact match with any golden answer after
-SQuAD's normalisation (case, punctuation, articles, whitespace), else 0. A reply with no action or with several
-costs its turn and the format penalty, and leaves everything as it is.
+Paper: appendix D, "NQ Search"; Table 2 (5 actions, binary reward). A reply is `<search> query </search>`, answered by
+the 3 best passages between `<information>` and `</information>`, or `<answer> ... </answer>`, which ends the episode;
+`<think> ... </think>` may come first. Reward 1 for an exact match with a golden answer after SQuAD's normalisation,
+else 0. A reply without an action, or with several, costs its turn and the format penalty.
 
-Questions come from `data` (Search-R1's fields `id, question, golden_answers`) with a server at `search_url`; without
-`data` they are generated (envs/encyclopaedia.py) and searched in a server of our own, in this process, over HTTP.
+Questions come from `data` (Search-R1's fields `question, golden_answers`) with a server at `search_url`
+(envs/search_server.py); without `data` they are generated and searched in this process (envs/synthetic_wiki.py).
 
-Where we differ: the authors score by substring, which gives the answer "." full reward. Retrieved text is not
-trusted: angle brackets in it are replaced, so that no passage can close its block, pose as a reply, or write special
-tokens. A search that fails for good ends the episode as truncated and is counted in `search_failed`.
+Where we differ: the authors score by substring, so the answer "." earns full reward. The angle brackets of passages are
+replaced, so that none can close its block or write special tokens. A failed search ends the episode as truncated.
 """
 
 import re
 import string
 import warnings
-from functools import cache
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import numpy as np
 
-from envs import encyclopaedia
+from envs import synthetic_wiki
 from envs.base import FORMAT_PENALTY, Observation, TextEnv, held_out, observations, outside_think, parse_tag, play_out
-from envs.data import load_rows, row_for
-from envs.search_client import SearchError, check_url, retrieve
+from envs.data import data_summary, load_rows, row_for
+from envs.search_server import retrieve
 
 TOPK = 3
-MAX_QUERY, MAX_PASSAGE = 500, 2000  # characters; Wikipedia's passages have about 600
-TAGS = ("search", "answer", "information", "think")
+FIELDS = ("question", "golden_answers")
+MAX_PASSAGE = 2000  # characters; Wikipedia's passages have about 600
 
-RULES = """\
-Answer the question. An encyclopaedia can be searched: <search> query </search> brings its {topk} best passages \
-between <information> and </information>. You have {turns} replies; each holds one search or the answer, and the \
-answer ends the game. Only the shortest form of the answer counts: a name, a date or a few words, no sentence.
+RULES = f"""\
+Answer the question. An encyclopaedia can be searched: <search> query </search> returns its {TOPK} best passages \
+between <information> and </information>. You have {{turns}} replies; each holds one search or the answer, and the \
+answer ends the episode. Only the shortest form of the answer counts: a name, a date or a few words, no sentence.
 """
-FORM = (
-    "Reply with <search> query </search> or <answer> answer </answer>; "
-    "you may think first, between <think> and </think>."
-)
+FORM = "Reply with <search> query </search> or <answer> answer </answer>; you may think first in <think> </think>."
 
 
 def normalize(text: str) -> str:
-    """SQuAD's normalisation: lower case, no punctuation, no articles, single spaces."""
+    """Apply SQuAD's normalisation: lower case, no punctuation, no articles, single spaces."""
     text = "".join(character for character in text.lower() if character not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def exact_match(answer: str, golden_answers: list[str]) -> bool:
-    """Whether the answers are the same after normalisation. What leaves nothing (".", "the") matches nothing."""
+    """Return whether the answer equals a golden one after normalisation. One that is empty then (".") equals none."""
     said = normalize(answer)
     return bool(said) and said in {normalize(golden) for golden in golden_answers}
 
 
-def parse_action(reply: str) -> tuple[str, str] | None:
-    """("search", query) or ("answer", text), or None unless the reply holds exactly one, outside any thought."""
-    spoken = outside_think(reply) or ""
-    tags = [tag for tag in TAGS if f"<{tag}>" in spoken or f"</{tag}>" in spoken]
-    if len(tags) != 1 or tags[0] not in ("search", "answer"):
-        return None
-    text = parse_tag(reply, tags[0])
-    if not text or (tags[0] == "search" and len(text) > MAX_QUERY):
-        return None
-    return tags[0], text
+def parse_action(reply: str) -> tuple[str, str]:
+    """Return ("search", query) or ("answer", text), with tags in any case, or ("", "") unless the reply holds exactly
+    one action outside `<think>`."""
+    tags = re.findall(r"</?(search|answer|information)>", outside_think(reply) or "", re.ASCII | re.IGNORECASE)
+    kind = tags[0].lower() if len(tags) == 2 else ""
+    text = parse_tag(reply, kind) if kind in ("search", "answer") else None
+    return (kind, text) if text else ("", "")
 
 
 def harmless(text: str) -> str:
-    """Foreign text without angle brackets: no tag and no special token of any tokenizer survives."""
+    """Return foreign text without angle brackets: no tag and no special token of any tokenizer survives."""
     return text[:MAX_PASSAGE].replace("<", "‹").replace(">", "›")
 
 
-@cache
-def load_questions(data: str, split: str) -> list[dict[str, Any]]:
-    """[{question, golden_answers: list of str}]. Raises ValueError that names file, row and field."""
-    rows = load_rows(data, split, ("question", "golden_answers"))
-    for row in rows:
-        answers = row["golden_answers"]
-        if not isinstance(row["question"], str):
-            raise ValueError(f"{row['where']}: question must be a string")
-        if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
-            raise ValueError(f"{row['where']}: golden_answers must be a list of strings")
-    return rows
-
-
 class NQSearch(TextEnv):
-    """`style` "full" writes the rules out, "terse" shows question and passages alone. Raises ValueError for data or
-    an address that are no good, or for data without an address."""
+    """Questions to be answered by searching. `one_hop` is the share of generated ones that one search can answer.
+
+    Raises ValueError if the data or the address cannot be used, or if one comes without the other.
+    """
 
     max_turns = 5
     metrics: ClassVar[tuple[str, ...]] = ("searches", "search_failed")
-    words = ("<search>", "</search>", "<information>", "</information>", *encyclopaedia.WORDS)
-    warm_start = ((400, 1), (250, 5))  # mostly to read, then to play
-    search_timeout, search_attempts = 30.0, 3  # seconds of one attempt; attempts
+    words = ("<search>", "</search>", "<information>", "</information>", *synthetic_wiki.WORDS)
+    warm_start = ((400, 1), (250, 5))  # mostly one turn, which teaches to read
 
     def __init__(
         self,
@@ -101,26 +80,34 @@ class NQSearch(TextEnv):
         max_turns: int = 0,
         data: str = "",
         search_url: str = "",
+        one_hop: float = 0.5,
     ):
         super().__init__(style, format_penalty, max_turns)
-        if data and not search_url:
-            raise ValueError("--search_url is empty, but with --data it must name a server, see envs/search_server.py")
-        self.search_url = check_url(search_url) if search_url else ""
-        self.rows = {split: load_questions(data, split) for split in ("train", "validation")} if data else {}
+        if bool(data) != bool(search_url) or not re.match("https?://|$", search_url):
+            both = f"--data {data!r} and --search_url {search_url!r}"
+            raise ValueError(f"{both} need each other, and the address must begin with http:// or https://")
+        self.data, self.one_hop = data, one_hop
+        self.place = search_url  # where to search: an address, or the group of a generated question
+        self.rows = {split: load_rows(data, split, FIELDS) for split in ("train", "validation")} if data else {}
         self.observation_space = observations(100_000)
+
+    def data_summary(self) -> str:
+        """Return a sentence that counts the rows of `data`, or "" for generated questions."""
+        return data_summary(self.data, FIELDS)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Observation, dict]:
         super().reset(seed=seed)
         seed = self.episode_seed(seed)
-        self.puzzle = None if self.rows else encyclopaedia.question(seed)
+        self.puzzle = None if self.rows else synthetic_wiki.question(seed, self.one_hop)
         if self.puzzle:
             self.question = self.puzzle.full if self.style == "full" else self.puzzle.terse
-            self.golden_answers = [self.puzzle.answer]
+            self.golden_answers, self.place = [self.puzzle.answer], self.puzzle.group
         else:
             row = row_for(self.rows["validation" if held_out(seed) else "train"], seed)
-            self.question, self.golden_answers = harmless(row["question"]), row["golden_answers"]
-        self.turn, self.searches, self.failed = 0, 0, False
-        self.readable = True
+            answers = row["golden_answers"]  # a list, or the only one
+            self.golden_answers = [str(answer) for answer in (answers if isinstance(answers, list) else [answers])]
+            self.question = harmless(str(row["question"]))
+        self.turn, self.searches, self.readable = 0, 0, True
         self.passages: list[str] = []  # of the last search
         self.seen: list[str] = [self.question]  # the question and all passages so far
         return self.observe(), {"success": False}
@@ -130,89 +117,78 @@ class NQSearch(TextEnv):
 
     @classmethod
     def step_many(cls, envs: list[Self], replies: list[str]) -> list[tuple]:
-        """As `step` on each, but with one request to a server for all that search."""
+        """Step each environment with its reply; all searches in one place are one call."""
         actions = [parse_action(reply) for reply in replies]
-        queries: dict[str, dict[int, str]] = {}  # address: {number of the environment: query}
-        for k, (env, action) in enumerate(zip(envs, actions, strict=True)):
-            if action and action[0] == "search":
-                queries.setdefault(env.search_url or encyclopaedia.server_url(), {})[k] = action[1]
-        found: dict[int, list[str]] = {}
-        for url, asked in queries.items():
+        found: dict[int, list[str]] = {}  # index of the environment: passages
+        for place in {env.place for env, (kind, _) in zip(envs, actions, strict=True) if kind == "search"}:
+            asking = [k for k, env in enumerate(envs) if env.place == place and actions[k][0] == "search"]
+            search = synthetic_wiki.search if place in synthetic_wiki.GROUPS else retrieve
             try:
-                passages = retrieve(url, list(asked.values()), TOPK, cls.search_timeout, cls.search_attempts)
-            except SearchError as error:
-                warnings.warn(f"{len(asked)} searches failed, their episodes end here: {error}", stacklevel=2)
-            else:
-                found |= zip(asked, passages, strict=True)
-        return [env._advance(action, found.get(k)) for k, (env, action) in enumerate(zip(envs, actions, strict=True))]
+                found |= zip(asking, search(place, [actions[k][1] for k in asking], TOPK), strict=True)
+            except ConnectionError as error:
+                warnings.warn(f"{len(asking)} searches failed, their episodes end here: {error}", stacklevel=2)
+        return [env._take(*actions[k], found.get(k)) for k, env in enumerate(envs)]
 
-    def _advance(
-        self, action: tuple[str, str] | None, passages: list[str] | None
-    ) -> tuple[Observation, float, bool, bool, dict]:
-        """One turn. `passages` is None where there was no search, or where it failed."""
+    def _take(self, kind: str, text: str, passages: list[str] | None) -> tuple[Observation, float, bool, bool, dict]:
+        """Take one turn. `passages` is None if there was no search, or if it failed."""
         self.turn += 1
-        kind, text = action or ("", "")
-        self.readable, answered = bool(action), kind == "answer"
-        success = answered and exact_match(text, self.golden_answers)
-        if self.readable and not answered:
+        self.readable = kind != ""
+        success = kind == "answer" and exact_match(text, self.golden_answers)
+        failed = kind == "search" and passages is None
+        if kind == "search":
             self.searches += 1
-            self.failed = passages is None
             self.passages = [harmless(passage) for passage in passages or []]
             self.seen += self.passages
         reward = float(success) if self.readable else -self.format_penalty
-        metrics = {"searches": float(self.searches), "search_failed": float(self.failed)}
+        metrics = {"searches": float(self.searches), "search_failed": float(failed)}
         info = {"success": success, "valid": self.readable, "metrics": metrics}
-        return self.observe(), reward, answered, self.failed or self.turn >= self.max_turns, info
+        return self.observe(), reward, kind == "answer", failed or self.turn >= self.max_turns, info
 
     def observe(self) -> Observation:
-        """The passages of the last search, then the question."""
+        """Return the passages of the last search, then the question."""
         if self.style == "terse":
-            shown = " " + "\n".join(self.passages).replace("\n", "\n ")
-            return Observation((f"<information>{shown}</information>" if self.passages else "") + self.question)
-        opening = RULES.format(topk=TOPK, turns=self.max_turns) if self.turn == 0 else ""
+            shown = "\n".join(self.passages).replace("\n", "\n ")
+            return Observation((f"<information> {shown}</information>" if self.passages else "") + self.question)
+        opening = RULES.format(turns=self.max_turns) if self.turn == 0 else ""
         if not self.readable:
             opening = "Your last reply could not be read.\n"
         if self.searches:
-            shown = "\n\n".join(self.passages) or "Nothing was found."
-            opening += f"<information>\n{shown}\n</information>\n"
-        left = self.max_turns - self.turn
-        return Observation(f"{opening}Question: {self.question}\nReplies left: {left}. {FORM}")
+            opening += "<information>\n" + ("\n\n".join(self.passages) or "Nothing was found.") + "\n</information>\n"
+        return Observation(f"{opening}Question: {self.question}\nReplies left: {self.max_turns - self.turn}. {FORM}")
 
     def random_reply(self, rng: np.random.Generator) -> str:
-        """Search or answer with probability 1/2 each: for a person named so far, or with a value named so far (in
-        `data`, a word); where none has been named yet, with any of the encyclopaedia's values."""
-        text = "\n".join(self.seen)
-        people, values = (
-            (encyclopaedia.people_in(text), encyclopaedia.values_in(text) or encyclopaedia.VALUES)
-            if self.puzzle
-            else (re.findall(r"\w+", text) or ["?"],) * 2
-        )
-        tag, choices = ("search", people) if rng.random() < 0.5 else ("answer", values)
+        """Return a search or an answer, with probability 1/2 each: a person or a value named so far, or any value if
+        none has been named. With `data`, a word."""
+        tag = "search" if rng.random() < 0.5 else "answer"
+        pattern = re.compile(r"\w+")
+        if self.puzzle:
+            pattern = synthetic_wiki.PERSON if tag == "search" else synthetic_wiki.VALUE
+        choices = list(dict.fromkeys(pattern.findall("\n".join(self.seen)))) or synthetic_wiki.VALUES
         return f"<{tag}> {choices[rng.integers(len(choices))]}</{tag}>"
 
     def optimal_reply(self) -> str:
-        """For generated questions: look each person of the chain up, then answer. Raises ValueError for others."""
-        if not self.puzzle:
-            raise ValueError("the best reply is known for generated questions only")
-        for person in self.puzzle.people:
+        """Return the search for the next person of the chain, if the question is generated, then the answer."""
+        for person in self.puzzle.people if self.puzzle else ():
             if not any(passage.startswith(f"{person}\n") for passage in self.seen):
                 return f"<search> {person}</search>"
-        return f"<answer> {self.puzzle.answer}</answer>"
+        return f"<answer> {self.golden_answers[0]}</answer>"
 
     def baselines(self, seed: int) -> dict[str, float]:
-        """One game of the `random` player, and for generated questions one of the `optimal` player."""
-        known = super().baselines(seed)
-        if self.puzzle:
-            known["optimal"] = float(play_out(self, seed, self.optimal_reply)[2]["success"])
-        return known
+        """Play one episode of the `random` policy and one of the `optimal` policy."""
+        return super().baselines(seed) | {"optimal": float(play_out(self, seed, self.optimal_reply)[2]["success"])}
 
     def has_exact_baselines(self) -> bool:
         return False
 
     def caption(self) -> str:
-        """The question again, backwards, and what the passages say, relation by relation instead of person by
-        person: all values, in the order of the passages."""
-        return encyclopaedia.retell(self.puzzle, self.passages) if self.puzzle else self.question
+        """Return the question backwards and all values in the passages, relation by relation instead of person by
+        person: ` job friend Ada Finch born Oslo Rome Lima job cook ...`. It never singles out the answer."""
+        if not self.puzzle:
+            return self.question
+        words = [*reversed(self.puzzle.terse.split()[2:]), self.puzzle.people[0]]
+        for relation in synthetic_wiki.RELATIONS if self.passages else ():
+            words += [relation, *re.findall(rf"\b{relation} ([\w ]+)", "\n".join(self.passages))]
+        return " " + " ".join(words)
 
 
 if __name__ == "__main__":
