@@ -1,6 +1,6 @@
 """The environments of the paper (section 4.1, appendix D), one file each. `ENVS` maps the name behind `--env` to a
-callable that makes the environment with its defaults; keyword arguments (`slippery=True`, `style="full"`) change
-them."""
+callable that makes the environment with its defaults; keyword arguments (`slippery=True`, `style="full"`) change them.
+"""
 
 import warnings
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from envs.gsm8k import GSM8K
 from envs.nq_search import NQSearch
 from envs.sokoban import Sokoban
 
-# `python -m envs.frozenlake` runs a module that this package has imported already: a second copy, and no harm
+# `python -m envs.frozenlake` runs a module that this package has already imported, which is harmless here
 warnings.filterwarnings("ignore", "'envs.* found in sys.modules", RuntimeWarning)
 
 ENVS: dict[str, Callable[..., TextEnv]] = {
@@ -25,8 +25,6 @@ ENVS: dict[str, Callable[..., TextEnv]] = {
     "frozenlake_vlm": partial(FrozenLake, image=True),
     "sokoban_simple": Sokoban,
     "sokoban_hard": partial(Sokoban, side=8, boxes=2),
-    "sokoban_simple_vlm": partial(Sokoban, image=True),
-    "sokoban_hard_vlm": partial(Sokoban, side=8, boxes=2, image=True),
     "cliffwalking": CliffWalking,
     "nq_search": NQSearch,
     "gsm8k": GSM8K,

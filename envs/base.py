@@ -1,110 +1,104 @@
-"""What an environment is here: a `gymnasium.Env` whose action is the text of the model's reply.
+"""Define an environment: a `gymnasium.Env` whose action is the text of the model's reply.
 
-Paper: section 3.1 (the turn MDP) and appendix D. A turn is one assistant reply; the environment answers with
-an `Observation` (text, and pictures for the VLM tasks) and a reward. An episode ends after `max_turns` turns.
+Paper: section 3.1 (the turn MDP) and appendix D. A turn is one reply; the environment answers with an `Observation`
+(text, and images for the VLM tasks) and a reward. An episode ends after `max_turns` turns at the latest.
 
-To add your own: subclass `TextEnv` in a file of its own, give it `reset`, `step` and `observe`, for a tiny model also
-`caption` and `random_reply`, and list it in `envs/__init__.py`. docs/own_environment.md tells more, and
-`envs/frozenlake.py` is the worked example.
+docs/own_environment.md explains how to add one.
 """
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-FORMAT_PENALTY = 0.15  # what an unparsable reply costs beside its turn (the authors' configuration)
+FORMAT_PENALTY = 0.15  # subtracted from the reward of an unreadable reply (the authors' configuration)
 
-# Every seed is one map, one question, one puzzle. Held-out seeds lie where training never gets.
+# A seed determines the map, question or room. Training uses seeds below EVAL_SEEDS.
 EVAL_SEEDS, WARM_START_SEEDS = 1_000_000_000, 2_000_000_000
 
 
 def held_out(seed: int) -> bool:
-    """Whether this seed belongs to evaluation: tasks with data take it from the validation split then."""
+    """Return whether a seed belongs to evaluation: tasks with data then take it from the validation split."""
     return EVAL_SEEDS <= seed < WARM_START_SEEDS
 
 
 class Observation(NamedTuple):
-    """One user turn: pictures first, then text."""
+    """Hold one user turn: images first, then text."""
 
     text: str
     images: tuple[np.ndarray, ...] = ()  # uint8 [H, W, 3]
 
 
 class FreeText(spaces.Text):
-    """Any string of at most `max_length` characters. (Gymnasium's own `Text` fixes an alphabet.)"""
+    """The space of strings of at most `max_length` characters; Gymnasium's own `Text` fixes an alphabet."""
 
     def contains(self, x: Any) -> bool:
         return isinstance(x, str) and len(x) <= self.max_length
 
 
 def observations(longest: int, height: int = 1, width: int = 1) -> spaces.Tuple:
-    """The space of observations with at most `longest` characters and any number of pictures [height, width, 3];
-    1 x 1 where a task shows none."""
-    pictures = spaces.Sequence(spaces.Box(0, 255, (height, width, 3), np.uint8))
-    return spaces.Tuple((FreeText(longest, min_length=0), pictures))
+    """Return the space of observations: at most `longest` characters, any number of images [height, width, 3]."""
+    images = spaces.Sequence(spaces.Box(0, 255, (height, width, 3), np.uint8))
+    return spaces.Tuple((FreeText(longest, min_length=0), images))
 
 
 class TextEnv(gymnasium.Env):
-    """The base of every environment.
+    """The base of every environment. `step` never raises for a reply, whatever it holds.
 
-    `info["success"]` is a bool in every step's info, `info["valid"]` says whether the reply could be read, and
-    `info["metrics"]` holds a number for each of the class's `metrics`, which are averaged and logged.
+    Every step's info has `success` (bool), `valid` (bool: the reply could be read) and, if the class lists `metrics`,
+    a dict `metrics` of those numbers, which are averaged over episodes and logged.
     """
 
     max_turns: int = 10  # H of section 3.1
     metrics: ClassVar[tuple[str, ...]] = ()
     action_space = FreeText(min_length=0, max_length=100_000)
-    # for the tiny models: what their tokenizer holds as one token each (all that replies and captions consist
-    # of), and how many batches of random games of how many turns warm them up
+    observation_space = observations(5000)
+    actions: ClassVar[tuple[str, ...]] = ()  # of tasks with a few; others override `random_reply`
+    # for the tiny models: words that are one token each, and the warm start's (batches, turns of their episodes)
     words: ClassVar[tuple[str, ...]] = ()
     warm_start: tuple[tuple[int, int], ...] = ((300, 10),)
 
     def __init__(self, style: str = "terse", format_penalty: float = FORMAT_PENALTY, max_turns: int = 0):
-        """`style` "full" writes rules and form out for a pretrained model, "terse" the bare state for a tiny one.
-        `max_turns` 0 leaves the task's own. Raises ValueError for another style."""
+        """`style` "full" writes out rules and reply format for a pretrained model, "terse" shows a tiny model the state
+        alone. `max_turns` 0 keeps the task's own. Raises ValueError for another style."""
         if style not in ("full", "terse"):
             raise ValueError(f"style must be full or terse, got {style}")
         self.style, self.format_penalty = style, format_penalty
         self.max_turns = max_turns or self.max_turns
 
     def episode_seed(self, seed: int | None) -> int:
-        """The seed that `reset` got; where it got none, a new one, of training."""
+        """Return the seed given to `reset`, or a new training seed if it is None."""
         return int(self.np_random.integers(EVAL_SEEDS)) if seed is None else seed
 
     @classmethod
     def step_many(cls, envs: list[Self], replies: list[str]) -> Iterable[tuple]:
-        """One turn in each environment, one after the other. Tasks that ask a service override this to ask it once
-        for all."""
+        """Step each environment with its reply. Tasks that query a service override this to send one request."""
         return (env.step(reply) for env, reply in zip(envs, replies, strict=True))
 
     def random_reply(self, rng: np.random.Generator) -> str:
-        """A well-formed reply of a player that chooses uniformly among the actions."""
-        raise NotImplementedError
+        """Return the reply of the random policy: one of `actions`, drawn uniformly."""
+        return f"<answer>{self.actions[rng.integers(len(self.actions))]}</answer>"
 
     def observe(self) -> Observation:
-        """What a player sees now."""
+        """Return the current observation."""
         raise NotImplementedError
 
     def caption(self) -> str:
-        """What the current observation shows, in other words (used by the warm start only)."""
+        """Return what the current observation shows, in other words, not empty (used by the warm start only)."""
         raise NotImplementedError
 
     def baselines(self, seed: int) -> dict[str, float]:
-        """Success of a `random` player on this seed and, where a task can tell, of an `optimal` one. Here: one
-        random game. Tasks that know the exact probability say that instead."""
-        rng = np.random.default_rng((seed, 1))  # a stream of its own: the task's is the seed's
+        """Return the success of the `random` policy on this seed, and of the `optimal` one if the task knows it. This
+        default plays one random episode; tasks that know the exact probability return that."""
+        rng = np.random.default_rng((seed, 1))  # independent of the stream that draws the task
         return {"random": float(play_out(self, seed, lambda: self.random_reply(rng))[2]["success"])}
-
-    def has_exact_baselines(self) -> bool:
-        """Whether `baselines` are probabilities, not games that were played."""
-        return type(self).baselines is not TextEnv.baselines
 
 
 def play_out(env: TextEnv, seed: int, reply: Callable[[], str]) -> tuple[float, int, dict]:
-    """One game on this seed, with replies from `reply`: its return, its turns, and the info of the last."""
+    """Play one episode on this seed with replies from `reply`. Returns its return, its turns, and the last info."""
     env.reset(seed=seed)
     total, turns, ended = 0.0, 0, False
     while not ended:
@@ -113,27 +107,33 @@ def play_out(env: TextEnv, seed: int, reply: Callable[[], str]) -> tuple[float, 
     return total, turns, info
 
 
+def split_tags(text: str, tag: str) -> list[str]:
+    """Split at `<tag>` and `</tag>` in any case: [text, "" or "/", text, ...]. Linear in the length of the text."""
+    return re.split(f"<(/?){tag}>", text, flags=re.ASCII | re.IGNORECASE)
+
+
 def outside_think(reply: str) -> str | None:
-    """The reply without its <think> block; None where the block is not closed or there are several."""
-    if "<think>" not in reply and "</think>" not in reply:
+    """Return the reply without its `<think>` block, or None if the block is not closed or there are several."""
+    parts = split_tags(reply, "think")
+    if len(parts) == 1:
         return reply
-    before, _, thought = reply.partition("<think>")
-    _, closed, after = thought.partition("</think>")
-    spoken = before + after
-    return spoken if closed and "<think>" not in spoken and "</think>" not in spoken else None
+    *opening, closing = parts[1::2]
+    return parts[0] + parts[-1] if opening and closing == "/" and "/" not in opening else None
 
 
 def parse_tag(reply: str, tag: str) -> str | None:
-    """The stripped text between the only `<tag>` and `</tag>` outside an optional `<think>` block, or None where
-    there is not exactly one such pair. Linear in the length of the reply."""
-    spoken = outside_think(reply)
-    start, end = f"<{tag}>", f"</{tag}>"
-    if spoken is None or spoken.count(start) != 1 or spoken.count(end) != 1:
-        return None
-    inner, closed, _ = spoken.partition(start)[2].partition(end)
-    return inner.strip() if closed else None
+    """Return the stripped text of the only `<tag>` ... `</tag>` outside a `<think>` block, or None if there is not
+    exactly one. Tags are read in any case, and text around them is ignored."""
+    parts = split_tags(outside_think(reply) or "", tag)
+    return parts[2].strip() if parts[1::2] == ["", "/"] else None
 
 
 def parse_answer(reply: str) -> str | None:
-    """`parse_tag` for `<answer>`."""
+    """Return `parse_tag` for `<answer>`."""
     return parse_tag(reply, "answer")
+
+
+def parse_action(reply: str, actions: Sequence[str]) -> int | None:
+    """Return the index of the action between `<answer>` tags, read in any case, or None if it is none of them."""
+    answer = (parse_answer(reply) or "").lower()
+    return next((k for k, action in enumerate(actions) if action.lower() == answer), None)

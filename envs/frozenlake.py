@@ -1,222 +1,160 @@
-"""FrozenLake, as text and as pictures: walk over the ice to the goal, avoid the holes.
+"""FrozenLake, as text and as images: walk over the ice to the goal, avoid the holes.
 
-Paper: appendix D, "FrozenLake (LLM)" and "FrozenLake (VLM)"; Table env_details (10 actions, binary reward).
-The dynamics are Gymnasium's own `FrozenLake-v1`; ours are the maps, the words and the drawing.
+Paper: appendix D, "FrozenLake (LLM)" and "FrozenLake (VLM)"; Table 2 (10 actions, binary reward). The dynamics are
+Gymnasium's own `FrozenLake-v1`; maps, text and images are ours. Each seed gives a random solvable 4x4 map: a cell is
+frozen with probability 0.8, start and goal are any two cells (as the authors ran it). Reaching the goal earns 1. An
+unreadable reply costs its turn and the format penalty, and leaves the state as it is.
 
-Each seed gives a new random solvable 4x4 map: every cell is frozen with probability 0.8, start and goal are
-any two cells (as the authors ran it). Success earns 1 at the goal; an unparsable reply leaves the state as it
-is, costs the turn and earns the format penalty.
-
-Where we differ: `slippery` is a parameter. The paper describes slippery ice (the intended direction with
-probability 1/3), for which no policy exceeds a success of 0.502 on these maps within 10 actions; its VLM
-result of 0.630 is therefore from ice that is not slippery. `solve` below gives these bounds exactly.
+Where we differ: `slippery` is a parameter. The paper describes slippery ice (the intended direction with probability
+1/3), on which no policy exceeds a success of 0.502 on these maps; its VLM result of 0.630 is therefore from ice that
+is not slippery. `solve` gives these bounds exactly.
 """
-
-from functools import cache
 
 import gymnasium
 import numpy as np
 from PIL import Image, ImageDraw
 
-from envs.base import FORMAT_PENALTY, Observation, TextEnv, observations, parse_answer
+from envs.base import FORMAT_PENALTY, Observation, observations
+from envs.grid_world import FORM, GridWorld, cell_name
 
-ACTIONS = ("Left", "Down", "Right", "Up")  # Gymnasium's order
 SIDE = 4
 FROZEN_PROBABILITY = 0.8
+SYMBOLS = {"S": "_", "F": "_", "H": "O", "G": "G"}  # of cells
+PLAYER_ON = {"S": "P", "F": "P", "H": "X", "G": "√"}  # symbols of the player, by the cell under it
 
 RULES = """\
 You are walking on a frozen lake, seen from above as a grid of {side} x {side} cells. Reach the goal without \
 falling into a hole; you have {turns} actions.{slippery}
 {legend}
-Actions: Left, Down, Right, Up.
-"""
+Actions: Left, Down, Right, Up."""
 LEGEND = "Symbols: P you, _ ice, O hole, G goal, X you in a hole, √ you on the goal."
-PICTURE_LEGEND = "In the picture the red figure is you, dark blue cells are holes, the green flag is the goal."
-FORM = "Reply with one action in the form <answer> action </answer>, for example <answer> Right </answer>."
+IMAGE_LEGEND = "In the image the red figure is you, dark blue cells are holes, the green flag is the goal."
+SLIPPERY = " The ice is slippery: you may slide to either side of where you want to go."
 
 
 def random_map(seed: int) -> list[str]:
-    """The solvable map of this seed: 4 rows of S (start), G (goal), F (frozen), H (hole)."""
+    """Return the solvable map of this seed: 4 rows of S (start), G (goal), F (frozen), H (hole)."""
     rng = np.random.default_rng(seed)
     while True:
         cells = np.where(rng.random((SIDE, SIDE)) < FROZEN_PROBABILITY, "F", "H")
         start, goal = (divmod(int(k), SIDE) for k in rng.permutation(SIDE * SIDE)[:2])
         cells[start], cells[goal] = "S", "G"
-        if _reachable(cells, start, goal):
+        free, near = cells != "H", np.pad(cells == "S", 1)  # `near` has a border, `reached` none
+        reached = near[1:-1, 1:-1]
+        for _ in range(SIDE * SIDE):
+            reached |= free & (near[:-2, 1:-1] | near[2:, 1:-1] | near[1:-1, :-2] | near[1:-1, 2:])
+        if reached[goal]:
             return ["".join(row) for row in cells]
 
 
-def cell_name(row: int, col: int) -> str:
-    """Column a to d, row 1 to 4 from the top."""
-    return f"{'abcd'[col]}{row + 1}"
-
-
-def _reachable(cells: np.ndarray, start: tuple[int, int], goal: tuple[int, int]) -> bool:
-    seen, frontier = {start}, [start]
-    while frontier:
-        row, col = frontier.pop()
-        for cell in ((row + 1, col), (row - 1, col), (row, col + 1), (row, col - 1)):
-            if max(cell) < SIDE and min(cell) >= 0 and cells[cell] != "H" and cell not in seen:
-                seen.add(cell)
-                frontier.append(cell)
-    return goal in seen
-
-
 def solve(transitions: dict, horizon: int) -> tuple[np.ndarray, np.ndarray]:
-    """Finite-horizon dynamic programming over Gymnasium's table P[s][a] = [(probability, s', reward, done)].
-
-    Returns the probability of success from each state with h = 0..horizon actions left, for the best policy
-    `optimal` float64 [horizon + 1, S, A] (the value of each action; the maximum over A is the state's) and
-    for uniformly random actions `random` float64 [horizon + 1, S].
+    """Return exact values with h = 0..horizon actions left, by dynamic programming over Gymnasium's table
+    P[s][a] = [(probability, s', reward, done)]: of each action followed by the best ones, float64 [horizon + 1, S, A],
+    and of uniformly random actions, float64 [horizon + 1, S]. With a reward of 1 at the goal: success probabilities.
     """
-    n_states, n_actions = len(transitions), len(transitions[0])
-    optimal = np.zeros((horizon + 1, n_states, n_actions))
-    random = np.zeros((horizon + 1, n_states))
+    optimal = np.zeros((horizon + 1, len(transitions), len(transitions[0])))
+    random = np.zeros((horizon + 1, len(transitions)))
     for h in range(1, horizon + 1):
         best, mean = optimal[h - 1].max(-1), random[h - 1]
-        for s in range(n_states):
-            for a in range(n_actions):
-                for p, after, reward, done in transitions[s][a]:
+        for s, actions in transitions.items():
+            for a, outcomes in actions.items():
+                for p, after, reward, done in outcomes:
                     optimal[h, s, a] += p * (reward + (not done) * best[after])
-                    random[h, s] += p * (reward + (not done) * mean[after]) / n_actions
+                    random[h, s] += p * (reward + (not done) * mean[after]) / len(actions)
     return optimal, random
 
 
-class FrozenLake(TextEnv):
-    """`style` "full" writes rules, legend, grid and form out for a pretrained model; "terse" shows the grid alone
-    for a tiny one. `image` draws the grid instead of writing it; `cell_size` is in pixels."""
+class FrozenLake(GridWorld):
+    """`style` "full" writes out rules, legend, grid and reply format, "terse" shows the grid alone. `image` draws the
+    grid instead of writing it, `cell_size` pixels a cell."""
 
-    words = (*ACTIONS, "√", " G", " O", " a", " b", " c", " d")  # in captions a cell is a column and a row
+    words = (*GridWorld.actions, "√", " G", " O", " a", " b", " c", " d")  # captions name a cell by column and row
 
     def __init__(
-        self,
-        slippery: bool = False,
-        image: bool = False,
-        style: str = "terse",
-        cell_size: int = 14,
-        format_penalty: float = FORMAT_PENALTY,
-        max_turns: int = 0,
-    ):
+        self, slippery: bool = False, image: bool = False, style: str = "terse", cell_size: int = 14,
+        format_penalty: float = FORMAT_PENALTY, max_turns: int = 0,
+    ):  # fmt: skip
         super().__init__(style, format_penalty, max_turns)
         self.slippery, self.image, self.cell_size = slippery, image, cell_size
         self.warm_start = ((250, 1), (150, 10)) if image else ((400, 1), (200, 10))
-        side = SIDE * cell_size
-        self.observation_space = observations(5000, side, side)
+        self.observation_space = observations(5000, SIDE * cell_size, SIDE * cell_size)
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Observation, dict]:
-        """The map and every slip of the ice follow from `seed`."""
-        super().reset(seed=seed)
-        map_seed = self.episode_seed(seed)
-        desc = random_map(map_seed)
-        lake = gymnasium.make("FrozenLake-v1", desc=desc, is_slippery=self.slippery, disable_env_checker=True)
-        self.lake = lake.unwrapped
-        self.lake.reset(seed=map_seed)
-        self.turn, self.last_reward = 0, 0.0
-        return self.observe(), {"success": False}
+    def start(self, seed: int) -> None:
+        self.lake = gymnasium.make("FrozenLake-v1", desc=random_map(seed), is_slippery=self.slippery).unwrapped
+        self.lake.reset(seed=seed)
+        self.cells = self.lake.desc.astype(str)  # [4, 4] of S, G, F, H
 
-    def step(self, reply: str) -> tuple[Observation, float, bool, bool, dict]:
-        self.turn += 1
-        action = parse_answer(reply)
-        info = {"success": False, "valid": action in ACTIONS}
-        terminated, reward = False, -self.format_penalty
-        if info["valid"]:
-            _, reward, terminated, _, _ = self.lake.step(ACTIONS.index(action))
-            info["success"] = self._cell() == "G"
-        self.last_reward = float(reward)
-        return self.observe(), self.last_reward, bool(terminated), self.turn >= self.max_turns, info
-
-    def random_reply(self, rng: np.random.Generator) -> str:
-        return f"<answer>{ACTIONS[rng.integers(4)]}</answer>"
+    def act(self, action: int) -> tuple[float, bool, bool]:
+        _, reward, ended, _, _ = self.lake.step(action)  # GridWorld.actions are in Gymnasium's order
+        return float(reward), reward > 0, bool(ended)
 
     def optimal_reply(self) -> str:
-        """The action that maximises the probability of success within the turns that are left."""
+        """Return the action that maximises the probability of success within the turns that are left."""
         optimal, _ = solve(self.lake.P, self.max_turns - self.turn)
-        return f"<answer>{ACTIONS[int(optimal[-1, self.lake.s].argmax())]}</answer>"
+        return f"<answer>{self.actions[int(optimal[-1, self.lake.s].argmax())]}</answer>"
 
     def baselines(self, seed: int) -> dict[str, float]:
-        """Exact probability of success on the map of this seed, for a `random` and an `optimal` player."""
+        """Return the exact probability of success on the map of this seed, for the two policies."""
         self.reset(seed=seed)
         optimal, random = solve(self.lake.P, self.max_turns)
         return {"random": float(random[-1, self.lake.s]), "optimal": float(optimal[-1, self.lake.s].max())}
 
     def caption(self) -> str:
-        """The state in words, cell by cell: `P b1 G d3 O a2 c4`. Columns are a to d, rows 1 to 4 from the top."""
-        marks = {b"S": "P", b"F": "P", b"H": "X", b"G": "√"}
-        player = divmod(int(self.lake.s), SIDE)
-        holes = "".join(f" {cell_name(*cell)}" for cell in np.argwhere(self.lake.desc == b"H"))
-        goal = cell_name(*np.argwhere(self.lake.desc == b"G")[0])
-        return f"{marks[self.lake.desc[player]]} {cell_name(*player)} G {goal}" + (" O" + holes if holes else "")
+        """Return the cells of player, goal and holes, such as `P b1 G d3 O a2 c4`."""
+        row, col = self.position()
+        goal, holes = ("".join(f" {cell_name(*at)}" for at in np.argwhere(self.cells == cell)) for cell in "GH")
+        return f"{PLAYER_ON[self.cells[row, col]]} {cell_name(row, col)} G{goal}" + (f" O{holes}" if holes else "")
 
-    def _cell(self) -> str:
-        return self.lake.desc[divmod(int(self.lake.s), SIDE)].decode()
-
-    def _grid(self, separator: str) -> str:
-        symbols = {"S": "_", "F": "_", "H": "O", "G": "G"}
-        rows = [[symbols[cell.decode()] for cell in row] for row in self.lake.desc]
-        row, col = divmod(int(self.lake.s), SIDE)
-        rows[row][col] = {"_": "P", "O": "X", "G": "√"}[rows[row][col]]
-        return "\n".join(separator.join(row) for row in rows)
+    def position(self) -> tuple[int, int]:
+        """Return row and column of the player."""
+        return divmod(int(self.lake.s), SIDE)
 
     def observe(self) -> Observation:
-        """What a player sees now."""
-        images = (draw(self.lake.desc, int(self.lake.s), self.cell_size),) if self.image else ()
+        images = (draw(self.cells, self.position(), self.cell_size),) if self.image else ()
+        rows = [[SYMBOLS[cell] for cell in row] for row in self.cells]
+        row, col = self.position()
+        rows[row][col] = PLAYER_ON[self.cells[row, col]]
         if self.style == "terse":
-            return Observation("" if self.image else self._grid(""), images)
-        state = "The picture shows the lake." if self.image else "State:\n" + self._grid(" ")
-        if self.turn == 0:
-            slippery = " The ice is slippery: you may slide to either side of where you want to go."
-            opening = RULES.format(
-                side=SIDE,
-                turns=self.max_turns,
-                slippery=slippery if self.slippery else "",
-                legend=PICTURE_LEGEND if self.image else LEGEND,
-            )
-        else:
-            opening = f"Reward: {self.last_reward:g}.\n"
-        left = self.max_turns - self.turn
-        return Observation(f"{opening}Turn {self.turn + 1}, actions left: {left}.\n{state}\n{FORM}", images)
+            return Observation("" if self.image else "\n".join("".join(row) for row in rows), images)
+        state = "The image shows the lake." if self.image else "State:\n" + "\n".join(" ".join(row) for row in rows)
+        slippery, legend = SLIPPERY if self.slippery else "", IMAGE_LEGEND if self.image else LEGEND
+        rules = RULES.format(side=SIDE, turns=self.max_turns, slippery=slippery, legend=legend)
+        return Observation(self.prompt(rules, f"{state}\n{FORM}"), images)
 
 
-ICE, HOLE, GOAL, PLAYER, LINE = (214, 238, 255), (16, 32, 96), (0, 168, 72), (224, 24, 40), (130, 170, 210)
+ICE, LINE, RED = (214, 238, 255), (130, 170, 210), (224, 24, 40)
+SHAPES = [  # on which cells, shape, colour, corners x, y, x, y, ... as shares of the cell
+    ("H", "ellipse", (16, 32, 96), (0.04, 0.04, 0.96, 0.96)),
+    ("G", "rectangle", (70, 50, 30), (0.18, 0.08, 0.28, 0.94)),  # pole
+    ("G", "polygon", (0, 168, 72), (0.28, 0.08, 0.95, 0.33, 0.28, 0.6)),  # flag
+    ("player", "ellipse", RED, (0.36, 0.1, 0.64, 0.38)),  # head
+    ("player", "polygon", RED, (0.5, 0.3, 0.82, 0.92, 0.18, 0.92)),
+]
 
 
-@cache
-def _tile(cell: str, player: bool, size: int) -> np.ndarray:
-    """One cell, drawn at four times its size and scaled down, uint8 [size, size, 3]."""
-    big = 4 * size
-    tile = Image.new("RGB", (big, big), ICE)
-    pen = ImageDraw.Draw(tile)
+def draw(cells: np.ndarray, player: tuple[int, int], cell_size: int) -> np.ndarray:
+    """Return the lake from above, uint8 [4 cell_size, 4 cell_size, 3], drawn at four times its size and scaled down.
 
-    def box(left: float, top: float, right: float, bottom: float) -> tuple[float, ...]:
-        return left * big, top * big, right * big, bottom * big
-
-    if cell == "H":
-        pen.ellipse(box(0.04, 0.04, 0.96, 0.96), fill=HOLE)
-    if cell == "G":
-        pen.rectangle(box(0.18, 0.08, 0.28, 0.94), fill=(70, 50, 30))  # the pole
-        pen.polygon([(0.28 * big, 0.08 * big), (0.95 * big, 0.33 * big), (0.28 * big, 0.6 * big)], fill=GOAL)
-    if player:
-        pen.ellipse(box(0.36, 0.1, 0.64, 0.38), fill=PLAYER)  # head
-        pen.polygon([(0.5 * big, 0.3 * big), (0.82 * big, 0.92 * big), (0.18 * big, 0.92 * big)], fill=PLAYER)
-    pen.rectangle((0, 0, big - 1, big - 1), outline=LINE, width=max(1, big // 28))
-    return np.asarray(tile.resize((size, size), Image.Resampling.BOX))
-
-
-def draw(desc: np.ndarray, state: int, cell_size: int) -> np.ndarray:
-    """The lake from above, uint8 [4 cell_size, 4 cell_size, 3].
-
-    A ruler along the left and the top edge shades from dark to light, so that a cell's row and column can be
-    seen in the picture itself: a tiny vision tower cannot yet tell them from positions alone.
+    A ruler along the left and the top edge of each cell shades from dark to light, so that its row and column can be
+    seen in the image itself: a tiny vision tower cannot yet tell them from positions alone.
     """
-    picture = np.zeros((SIDE * cell_size, SIDE * cell_size, 3), dtype=np.uint8)
-    ruler = max(1, cell_size // 7)
-    for row in range(SIDE):
-        for col in range(SIDE):
-            tile = _tile(desc[row, col].decode(), row * SIDE + col == state, cell_size).copy()
-            tile[:, :ruler] = 40 + 60 * row
-            tile[:ruler, :] = 40 + 60 * col
-            picture[row * cell_size : (row + 1) * cell_size, col * cell_size : (col + 1) * cell_size] = tile
-    return picture
+    big, side = 4 * cell_size, SIDE * cell_size
+    canvas = Image.new("RGB", (4 * side, 4 * side), ICE)
+    pen = ImageDraw.Draw(canvas)
+    for row, col in np.ndindex(SIDE, SIDE):
+        for on, shape, color, corners in SHAPES:
+            if on == cells[row, col] or (on == "player" and (row, col) == player):
+                places = [big * (at + share) for at, share in zip((col, row) * 3, corners, strict=False)]
+                getattr(pen, shape)(places, fill=color)
+        box = (big * col, big * row, big * (col + 1) - 1, big * (row + 1) - 1)
+        pen.rectangle(box, outline=LINE, width=big // 28)
+    image = np.array(canvas.resize((side, side), Image.Resampling.BOX))
+    tiles, ruler = image.reshape(SIDE, cell_size, SIDE, cell_size, 3), cell_size // 7  # row, y, column, x
+    for k in range(SIDE):
+        tiles[k, :, :, :ruler] = 40 + 60 * k
+    for k in range(SIDE):
+        tiles[:, :ruler, k] = 40 + 60 * k
+    return image
 
 
 if __name__ == "__main__":

@@ -177,9 +177,6 @@ class NQSearch(TextEnv):
         """Play one episode of the `random` policy and one of the `optimal` policy."""
         return super().baselines(seed) | {"optimal": float(play_out(self, seed, self.optimal_reply)[2]["success"])}
 
-    def has_exact_baselines(self) -> bool:
-        return False
-
     def caption(self) -> str:
         """Return the question backwards and all values in the passages, relation by relation instead of person by
         person: ` job friend Ada Finch born Oslo Rome Lima job cook ...`. It never singles out the answer."""

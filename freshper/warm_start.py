@@ -1,16 +1,15 @@
-"""The warm start of the tiny models: it plays the part of pre-training.
+"""The warm start of the tiny models: supervised learning in the place of pre-training.
 
-Ours; the paper starts from Qwen2.5 instruct models (appendix D). Supervised learning on transcripts of a uniformly
-random player, never on good play. It teaches the form of a reply, what a move does and what an observation shows,
-and leaves the success of a random player, which freshper/tiny.py checks.
-
-A transcript is a game, and then a last user turn with the final observation and its caption:
+Ours; the paper starts from Qwen2.5 instruct models (appendix D). The data are episodes of the random policy, never good
+ones: they teach the form of a reply, what an action does and what an observation shows, and leave the success of the
+random policy, which freshper/tiny.py checks. A transcript is an episode, and then a user turn with the final
+observation and its caption:
 
     <user> the state <assistant> <answer>Up</answer> <user> ... <user> the last state ? X b3 G b2 O b3 c3 a4
 
-Text models learn every token of it, picture models the replies and captions: a placeholder of a picture has
-nothing to predict, and a caption is what makes the vision tower look. The caption stands in a user turn: as an
-assistant turn it would be a second thing to say, into which RL, pushing down failures, drives the policy.
+Text models learn every token of it, image models the replies and captions: an image's placeholders have nothing to
+predict, and captions train the vision tower. A caption stands in a user turn. Were it a reply, RL, which pushes down
+the replies of failed episodes, would drive the policy into it.
 """
 
 from collections.abc import Callable
@@ -21,72 +20,72 @@ from tqdm import tqdm
 from transformers import get_scheduler
 
 from envs.base import WARM_START_SEEDS, Observation, TextEnv
-from freshper.episode import Batch, Episode, collate
+from freshper.episode import Episode, collate
 from freshper.models import Policy
-from freshper.rollout import RandomEngine, rollout
+from freshper.rollout import Conversation, Reply, rollout
 
-BATCH = 64
-
-
-def transcripts(policy: Policy, players: list[TextEnv], seeds: list[int]) -> list[Episode]:
-    """A game of the uniformly random player in each environment, then one more user turn: the final observation and
-    what it shows. The action mask of the result covers replies and captions."""
-    engine = RandomEngine(policy, players, seeds[0])
-    games = rollout(engine, policy, players, seeds, max_tokens=4096, max_new_tokens=8)
-    for game, player in zip(games, players, strict=True):
-        caption = policy.tokenizer.encode(player.caption(), add_special_tokens=False)
-        final = player.observe()
-        turn = policy.bridge(Observation(f"{final.text}?{player.caption()}", final.images), closed=True)
-        start = len(turn) - policy.closing_tokens - len(caption)
-        told = [start <= k < start + len(caption) for k in range(len(turn))]
-        game.tokens = np.concatenate([game.tokens, turn]).astype(np.int32)
-        game.action_mask = np.concatenate([game.action_mask, told])
-        game.behavior_logprobs = np.zeros(len(game.tokens), dtype=np.float32)
-        game.turn_rewards = np.append(game.turn_rewards, 0.0).astype(np.float32)
-        game.images = [*game.images, *final.images]
-    return games
+BATCH = 64  # episodes
 
 
-def supervised_step(policy: Policy, games: list[Episode]) -> float:
-    """Accumulate the gradient of the mean cross-entropy, and return it: over every token of text games (the
-    observations teach what a move does), over replies and captions of picture games (whose placeholders have
-    nothing to predict)."""
+class RandomEngine:
+    """The random policy as an engine: the reply to a conversation is a random reply of its environment."""
 
-    def targets(batch: Batch) -> torch.Tensor:
-        if policy.image_processor:
-            return batch.action_mask[:, 1:]
-        return torch.arange(1, batch.tokens.shape[1]) < torch.tensor(batch.lengths)[:, None]
+    def __init__(self, policy: Policy, envs: list[TextEnv], seeds: list[int]):
+        self.policy, self.rng = policy, np.random.default_rng(seeds[0])
+        self.env_of = dict(zip(seeds, envs, strict=True))
 
-    batch = collate(games)
-    total, n = 0.0, targets(batch).sum()
-    for _, part in batch.micro_batches(16):
-        mask = targets(part)
+    def generate(self, conversations: list[Conversation], max_new_tokens: int) -> list[Reply]:
+        texts = [self.env_of[conversation.seed].random_reply(self.rng) for conversation in conversations]
+        encoded = [self.policy.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return [Reply([*tokens, self.policy.eos_id], [0.0] * (len(tokens) + 1)) for tokens in encoded]
+
+
+def transcripts(policy: Policy, envs: list[TextEnv], seeds: list[int]) -> list[Episode]:
+    """Return an episode of the random policy in each environment, with the final observation and its caption as one
+    more turn. The action mask covers replies and captions. Raises ValueError if a caption is empty."""
+    episodes = rollout(RandomEngine(policy, envs, seeds), policy, envs, seeds, max_tokens=4096, max_new_tokens=8)
+    for episode, env in zip(episodes, envs, strict=True):
+        final, caption = env.observe(), env.caption()
+        if not caption:
+            raise ValueError(f"{type(env).__name__}.caption() is empty, but must say what the observation shows")
+        turn = policy.bridge(Observation(f"{final.text}?{caption}", final.images), closed=True)
+        end = len(turn) - policy.closing_tokens
+        told = np.zeros(len(turn), dtype=bool)
+        told[end - len(policy.tokenizer.encode(caption, add_special_tokens=False)) : end] = True
+        episode.tokens = np.append(episode.tokens, turn).astype(np.int32)
+        episode.action_mask = np.append(episode.action_mask, told)
+        episode.behavior_logprobs = np.zeros(len(episode.tokens), dtype=np.float32)
+        episode.turn_rewards = np.append(episode.turn_rewards, 0.0).astype(np.float32)
+        episode.images = [*episode.images, *final.images]
+    return episodes
+
+
+def supervised_step(policy: Policy, episodes: list[Episode]) -> None:
+    """Accumulate the gradient of the mean cross-entropy: over all tokens for a text model, over replies and captions
+    for an image model."""
+    images = policy.image_processor is not None
+    n = sum(int(e.action_mask[1:].sum()) if images else len(e.tokens) - 1 for e in episodes)
+    for _, part in collate(episodes).micro_batches(16):
+        real = torch.arange(part.tokens.shape[1]) < torch.tensor(part.lengths)[:, None]
+        mask = (part.action_mask if images else real)[:, 1:]
         logits = policy.model.lm_head(policy.batch_hidden(part)[:, :-1][mask])
         loss = torch.nn.functional.cross_entropy(logits, part.tokens[:, 1:][mask], reduction="sum") / n
         loss.backward()
-        total += loss.item()
-    return total
 
 
-def warm_start(
-    policy: Policy, make_env: Callable[[], TextEnv], schedule: tuple[tuple[int, int], ...], lr: float = 3e-3
-) -> None:
-    """Supervised learning on fresh games of the random player. `schedule`: (batches, turns of their games)."""
-    players = [make_env() for _ in range(BATCH)]
-    total = sum(batches for batches, _ in schedule)
-    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=lr, weight_decay=0.0)
-    rate = get_scheduler("cosine", optimizer, total // 20, total)
+def warm_start(policy: Policy, make_env: Callable[[], TextEnv], schedule: tuple[tuple[int, int], ...]) -> None:
+    """Train the policy on fresh episodes of the random policy. `schedule`: (batches, turns of their episodes)."""
+    envs = [make_env() for _ in range(BATCH)]
+    turns_of_batches = [turns for batches, turns in schedule for _ in range(batches)]
+    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=3e-3, weight_decay=0.0)
+    rate = get_scheduler("cosine", optimizer, len(turns_of_batches) // 20, len(turns_of_batches))
     policy.model.train()
-    with tqdm(total=total, desc="warm start (once)", unit="batch") as progress:
-        for batches, turns in schedule:
-            for player in players:
-                player.max_turns = turns
-            for _ in range(batches):
-                seeds = [WARM_START_SEEDS + int(progress.n) * BATCH + k for k in range(BATCH)]
-                optimizer.zero_grad()
-                loss = supervised_step(policy, transcripts(policy, players, seeds))
-                torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
-                optimizer.step()
-                rate.step()
-                progress.set_postfix(loss=f"{loss:.3f}", refresh=False)
-                progress.update()
+    for batch, turns in enumerate(tqdm(turns_of_batches, desc="warm start (once)", unit="batch")):
+        for env in envs:
+            env.max_turns = turns
+        seeds = [WARM_START_SEEDS + batch * BATCH + k for k in range(BATCH)]
+        optimizer.zero_grad()
+        supervised_step(policy, transcripts(policy, envs, seeds))
+        torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
+        optimizer.step()
+        rate.step()

@@ -1,100 +1,117 @@
-"""The tiny models: a tokenizer for any text, Qwen's classes and template, and weights that play at random."""
+"""The tiny models: a tokenizer for any text, Qwen's classes, weights as good as the random policy; one's own task."""
 
 import inspect
+import re
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from gymnasium.utils.env_checker import check_env
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2ForCausalLM
 
 from envs import ENVS
-from envs.frozenlake import ACTIONS, FrozenLake
+from envs.base import EVAL_SEEDS
 from freshper import tiny
+from freshper.engine_hf import HFEngine, Sampling
+from freshper.episode import collate
 from freshper.models import load_policy
-from freshper.tiny import SPECIAL, build_policy, build_tokenizer, describe, shape_key, tiny_model
+from freshper.presets import defaults
+from freshper.rollout import rollout
+from freshper.tiny import SPECIAL, build_policy, build_tokenizer, describe, tiny_model
 from freshper.warm_start import transcripts, warm_start
 
-tokenizer = build_tokenizer(FrozenLake.words)
-# how well the shipped models read: what a policy cannot read it cannot learn to act on
-CAPTIONS = {"frozenlake": 0.85, "frozenlake_vlm": 0.97}
-SHIPPED_TASKS = [path.name.rsplit("-", 1)[0] for path in tiny.SHIPPED.iterdir()]
+CAPTIONS = {"frozenlake": 0.85, "frozenlake_vlm": 0.97}  # tokens of held-out captions that shipped models predict
+PAGE = (Path(__file__).parent.parent / "docs/own_environment.md").read_text()
 
 
-@given(st.text(max_size=200))
-def test_any_text_can_be_encoded_and_comes_back(text):
-    text = text.encode("utf-8", "ignore").decode()
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    assert tokenizer.decode(ids) == text
-
-
-def test_tokens_that_matter_are_one_id_each():
-    reply = "<answer>Right</answer><|im_end|>"
-    assert [tokenizer.decode([i]) for i in tokenizer.encode(reply)] == ["<answer>", "Right", "</answer>", "<|im_end|>"]
-    assert all(len(tokenizer.encode(token)) == 1 for token in SPECIAL)
+def test_any_text_can_be_encoded_and_comes_back():
+    tokenizer, rng = build_tokenizer(("Right", " a")), np.random.default_rng(0)
+    pieces = ["<answer>", "Right", " a", "\x00", "漢字", "🙂", "\u202e", "\n\n", "  ", "<|im_end|>", "é", "user"]
+    for _ in range(200):
+        text = "".join(rng.choice(pieces, 8))
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+    assert [len(tokenizer.encode(word)) for word in (*SPECIAL, "<answer>Right</answer>")] == [1] * 7 + [3]
     assert tokenizer.eos_token == "<|im_end|>"
 
 
-def test_classes_and_sizes_are_what_the_module_says(text_policy, vision_policy):
+def test_classes_and_sizes(text_policy, vision_policy):
     assert type(text_policy.model) is Qwen2ForCausalLM
     assert type(vision_policy.model) is Qwen2_5_VLForConditionalGeneration
-    for policy in (text_policy, vision_policy):
-        assert 100_000 <= sum(p.numel() for p in policy.model.parameters()) <= 200_000
-
-
-def test_save_and_load_give_the_same_policy(vision_policy, tmp_path):
-    vision_policy.save(str(tmp_path / "model"))
-    loaded = load_policy(str(tmp_path / "model"), "cpu", torch.float32)
-    picture = np.random.default_rng(0).integers(0, 255, (56, 56, 3), dtype=np.uint8)
-    torch.testing.assert_close(loaded.image_features([picture]), vision_policy.image_features([picture]))
-    for (name, p), q in zip(loaded.model.state_dict().items(), vision_policy.model.state_dict().values(), strict=True):
-        assert torch.equal(p, q), name
-    assert loaded.tokenizer.encode("<answer>Up</answer>") == vision_policy.tokenizer.encode("<answer>Up</answer>")
-
-
-def test_transcripts_are_random_play(text_policy, vision_policy):
-    """Replies are spread evenly over the actions, whatever the state; captions describe the last picture."""
     for policy, name in ((text_policy, "frozenlake"), (vision_policy, "frozenlake_vlm")):
-        games = transcripts(policy, [ENVS[name]() for _ in range(200)], list(range(200)))
-        text = "".join(policy.tokenizer.decode(g.tokens) for g in games)
-        counts = np.array([text.count(f"<answer>{action}</answer>") for action in ACTIONS])
-        assert (np.abs(counts / counts.sum() - 0.25) < 0.05).all()
-        assert np.mean([g.info["success"] for g in games]) < 0.35
+        assert 100_000 <= policy.model.num_parameters() <= 200_000
+        again = build_policy(ENVS[name]()).model.state_dict()
+        assert all(torch.equal(p, again[key]) for key, p in policy.model.state_dict().items())
 
 
-def test_the_key_covers_code_and_settings_but_not_comments(monkeypatch):
-    before = shape_key("frozenlake")
-    assert before != shape_key("frozenlake_vlm")
-    source = inspect.getsource
-    for old, new, changes in (
-        ("the paper", "a paper", False),
-        ("FROZEN_PROBABILITY = 0.8", "FROZEN_PROBABILITY = 0.7", True),
-    ):
-        monkeypatch.setattr(inspect, "getsource", lambda m, old=old, new=new: source(m).replace(old, new))
-        assert (shape_key("frozenlake") != before) is changes
+@pytest.mark.parametrize("name", list(ENVS))
+def test_every_task_s_replies_fit_the_tiny_model(name):
+    """Random replies hold no byte (bytes are never sampled) and fit the tiny preset; episodes are random play."""
+    policy, env, rng = build_policy(ENVS[name]()), ENVS[name](), np.random.default_rng(0)
+    for seed in range(50):
+        env.reset(seed=seed)
+        reply = policy.tokenizer.encode(env.random_reply(rng), add_special_tokens=False)
+        assert min(reply) >= 256
+        assert len(reply) < defaults("tiny", name, "freshper")["max_new_tokens"]
 
 
-def test_the_shipped_weights_belong_to_this_code():
-    """Fails when the code that shapes them has changed: run `python -m freshper.tiny --ship` and commit."""
-    for name in SHIPPED_TASKS:
-        assert tiny_model(name).is_relative_to(tiny.SHIPPED)
+def caption_accuracy(policy, name, n=100):
+    """The share of tokens of captions of held-out states that the model predicts right, given those before."""
+    envs = [ENVS[name](max_turns=1) for _ in range(n)]
+    batch = collate(transcripts(policy, envs, [EVAL_SEEDS + k for k in range(n)]))
+    with torch.no_grad():
+        predicted = policy.model.lm_head(policy.batch_hidden(batch)).argmax(-1)  # [B, T]
+    told = batch.action_mask & (batch.action_mask.cumsum(1) > 4)  # after the reply: <answer>, action, </answer>, eos
+    return (predicted[:, :-1] == batch.tokens[:, 1:])[told[:, 1:]].float().mean()
 
 
-@pytest.mark.parametrize("name", SHIPPED_TASKS)
-def test_the_shipped_weights_play_like_the_random_player(name):
-    played = describe(tiny_model(name), name)
-    assert played["invalid"] < 0.005
-    if name in CAPTIONS:
-        assert played["caption"] > CAPTIONS[name]
+@pytest.mark.parametrize("name", sorted(path.name for path in tiny.SHIPPED.iterdir()))
+def test_the_shipped_weights_read_and_play_like_the_random_policy(name):
+    folder = tiny_model(name)
+    assert folder == tiny.SHIPPED / name
+    assert describe(folder, name, episodes=250)["invalid"] < 0.005
+    assert caption_accuracy(load_policy(str(folder), "cpu", torch.float32), name) > CAPTIONS.get(name, 0.0)
 
 
-@pytest.mark.parametrize("name", ["frozenlake", "frozenlake_vlm"])
-def test_a_rebuild_is_as_good(name, tmp_path):
-    """A quarter of the warm start from other weights learns the form and (vision) most of the picture."""
-    policy = build_policy(ENVS[name](), seed=1)
-    schedule = tuple((max(1, batches // 4), turns) for batches, turns in ENVS[name]().warm_start)
-    warm_start(policy, ENVS[name], schedule)
-    policy.save(str(tmp_path / "model"))
-    played = describe(tmp_path / "model", name, episodes=300)
-    assert played["invalid"] < 0.2
+def test_describe_refuses_a_model_that_is_not_like_the_random_policy(model_folder):
+    with pytest.raises(RuntimeError, match="frozenlake model must do as well as the random policy, and no better"):
+        describe(Path(model_folder["text"]), "frozenlake", episodes=100)
+
+
+@pytest.fixture
+def animals(tmp_path, monkeypatch):
+    """The class of the page's first block, listed under `animals` as its second block says."""
+    code, line = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert line.strip() == '"animals": Animals,'
+    (tmp_path / "animals.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("FRESHPER_CACHE", str(tmp_path / "cache"))
+    import animals
+
+    monkeypatch.setitem(ENVS, "animals", animals.Animals)
+    yield animals.Animals
+    del sys.modules["animals"]
+
+
+def test_one_s_own_environment(animals, monkeypatch):
+    """The page's class passes Gymnasium's checks; a tiny model is built for it once, and learns to reply."""
+    env, rng = animals(), np.random.default_rng(0)
+    monkeypatch.setattr(type(env.action_space), "sample", lambda *_, **__: env.random_reply(rng))
+    check_env(env, skip_render_check=True)
+    assert np.mean([env.baselines(seed)["random"] for seed in range(1000)]) == pytest.approx(1 - (5 / 6) ** 2, abs=0.06)
+
+    monkeypatch.setattr(animals, "warm_start", ((50, 2),))
+    folder = tiny_model("animals")
+    policy, envs = load_policy(str(folder), "cpu", torch.float32), [animals() for _ in range(100)]
+    played = rollout(HFEngine(policy, Sampling(), 0), policy, envs, list(range(100)), 128, 6)
+    assert sum(episode.invalid for episode in played) < 20
+    monkeypatch.setattr(tiny, "warm_start", lambda *_: pytest.fail("built again"))
+    assert tiny_model("animals") == folder
+    source = Path(inspect.getfile(animals))
+    source.write_text(source.read_text().replace("Two tries", "2 tries"))
+    with pytest.raises(pytest.fail.Exception, match="built again"):  # its source has changed
+        tiny_model("animals")
+    animals.caption = lambda self: ""
+    with pytest.raises(ValueError, match=r"^Animals.caption\(\) is empty, but must say what the observation shows$"):
+        warm_start(policy, animals, ((1, 2),))

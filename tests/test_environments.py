@@ -1,0 +1,160 @@
+"""Every environment of `ENVS` keeps the same promises; replies are read as a fair reader would read them."""
+
+import subprocess
+import sys
+import time
+from functools import partial
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+from envs import ENVS
+from envs.base import parse_action, parse_answer, parse_tag, play_out
+
+CASES = {**ENVS, "frozenlake, slippery": partial(ENVS["frozenlake"], slippery=True)}
+every_environment = pytest.mark.parametrize("name", list(CASES))
+ACTIONS = ("Left", "Down", "Right", "Up")
+
+# -- replies -----------------------------------------------------------------------------------------------------
+
+
+READABLE = [
+    "<answer>Right</answer>", "<answer>right</answer>", "<Answer> RIGHT </Answer>", "<ANSWER>\n\tRight\n</answer>",
+    "The hole is Down, so I go Right: <answer> Right </answer>. Then Up!", "1 < 2 <b><answer>Right</answer></b>",
+    "<THINK>Left? <answer>Left</answer> no.</Think>\n<answer>Right</answer>",
+    "<think>What is <think> for?</think><answer>Right</answer>",
+]  # fmt: skip
+NO_ACTION = [
+    "", " ", "Right", "I go Right.", "answer: Right", "<b>Right</b>", "<search>Right</search>", "<answer>Right",
+    "Right</answer>", "</answer>Right<answer>", "<answer></answer>", "<answer> </answer>", "<answer>2</answer>",
+    "<answer>Right Left</answer>", "<answer>go Right</answer>", "<answer>Rights</answer>", "<answer>Ri ght</answer>",
+    "<answer>Right</answer><answer>Left</answer>", "<answer><answer>Right</answer></answer>", "<anſwer>Right</anſwer>",
+    "<think><answer>Right</answer>", "<think><think><answer>Right</answer>", "<think><answer>Right</answer></think>",
+    "</think><answer>Right</answer>", "<think>a</think><think>b</think><answer>Right</answer>",
+    "< answer>Right</ answer>", "\x00\ud800",
+]  # fmt: skip
+
+
+def test_a_reply_holds_one_action_or_none():
+    assert {reply: parse_action(reply, ACTIONS) for reply in READABLE} == dict.fromkeys(READABLE, 2)
+    assert {reply: parse_action(reply, ACTIONS) for reply in NO_ACTION} == dict.fromkeys(NO_ACTION)
+
+
+def test_tags_hold_any_text():
+    assert parse_answer("<answer> 3 < 4 > 2\n</answer>") == "3 < 4 > 2"
+    assert parse_tag("<answer>a</answer><Search> b </search>", "search") == "b"
+    assert parse_tag("<answer>a</answer>", "search") is None
+
+
+@pytest.mark.parametrize("piece", ["<answer>", "<think>", "</think>", "<answer></answer>", "<answer>Up", "<", "x"])
+def test_reading_takes_linear_time(piece):
+    began = time.process_time()
+    assert parse_action(piece * (10**6 // len(piece)), ACTIONS) is None
+    assert time.process_time() - began < 1.0
+
+
+# -- all environments --------------------------------------------------------------------------------------------
+
+HOSTILE = [
+    "<answer>", "</answer>", "<think>", "</think>", "<search>", "</search>", "<information>", "</information>",
+    "<answer", "<ANSWER>", "</", "<|im_end|>", "<|image_pad|>", "Up", "Left", " 7", "042", "nan", "1e999", "-", "6*7",
+    "\\boxed{", "}", "$", ",", ".", "\x00", "\n", " ", "\u202e", "\ud800", "é", "漢字", "𝟟", "٣", "🙂", "%s", "a" * 300,
+]  # fmt: skip
+UNREADABLE = ["", " \n", "\x00\ud800", "<answer>", "<answer></answer>", "<think><answer>1</answer>", "x" * 100_000]
+
+
+def test_the_environments_import_nothing_heavy():
+    heavy = "{'torch', 'transformers', 'datasets', 'faiss', 'matplotlib', 'scipy', 'pandas'}"
+    code = f"import sys, envs; sys.exit(str({heavy} & set(sys.modules)) if {heavy} & set(sys.modules) else 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("style", ["full", "terse"])
+@every_environment
+def test_gymnasium_accepts_it(name, style, monkeypatch):
+    env, rng = CASES[name](style=style), np.random.default_rng(0)
+    monkeypatch.setattr(env.action_space, "sample", lambda *_, **__: env.random_reply(rng))
+    check_env(env, skip_render_check=True)
+    if name in ENVS:
+        assert type(gymnasium.make(f"freshper/{name}-v0", style=style).unwrapped) is type(env)
+
+
+@every_environment
+def test_a_seed_reproduces_its_episode(name):
+    """Also what is shown and captioned on the way; different seeds differ, but for CliffWalking."""
+
+    def record(seed):
+        env, rng, over = CASES[name](), np.random.default_rng(1), False
+        seen = [env.reset(seed=seed), env.caption()]
+        while not over:
+            seen += [env.step(env.random_reply(rng)), env.caption()]
+            observation, _, terminated, truncated, _ = seen[-2]
+            over = terminated or truncated
+            assert env.observation_space.contains(observation)
+            assert seen[-1]
+        return repr(seen)
+
+    first = [record(seed) for seed in range(10)]
+    assert first == [record(seed) for seed in range(10)]
+    assert name == "cliffwalking" or len(set(first)) > 1
+
+
+@every_environment
+def test_unreadable_replies_cost_their_turn_and_the_penalty_and_change_nothing(name):
+    for reply in UNREADABLE:
+        dear, free = CASES[name](format_penalty=0.5, max_turns=3), CASES[name](format_penalty=0.0, max_turns=3)
+        before, unpunished = dear.reset(seed=1)[0], 0.0
+        free.reset(seed=1)
+        for turn in range(1, 4):
+            observation, reward, terminated, truncated, info = dear.step(reply)
+            unpunished += free.step(reply)[1]
+            assert reward == pytest.approx(unpunished / turn - 0.5)
+            assert reward < 0
+            assert info.get("metrics", {}).get("score", unpunished) == pytest.approx(unpunished)
+            assert (terminated, truncated, info["success"], info["valid"]) == (False, turn == 3, False, False)
+            assert repr(observation) == repr(before)
+
+
+@every_environment
+def test_arbitrary_replies_never_raise_and_are_never_rewarded_by_chance(name):
+    rng, env = np.random.default_rng(0), CASES[name](style="full")
+    env.reset(seed=0)
+    unreadable = 0
+    for k in range(1500):
+        reply = "".join(HOSTILE[i] for i in rng.choice(len(HOSTILE), rng.integers(0, 6)))
+        observation, reward, terminated, truncated, info = env.step(reply)
+        assert isinstance(info["success"], bool)
+        assert set(info.get("metrics", {})) == set(env.metrics)
+        assert np.isfinite(reward)
+        assert reward < 0 or info["valid"]
+        unreadable += not info["valid"]
+        assert k % 20 or env.observation_space.contains(observation)
+        if terminated or truncated:
+            env.reset(seed=k)
+    assert unreadable > 600
+
+
+@every_environment
+def test_baselines_are_what_the_policies_get(name):
+    """The random policy within four standard errors; the optimal one in every episode, or, on ice, likewise."""
+    n = {"nq_search": 40, "cliffwalking": 30, "sokoban_hard": 80, "frozenlake, slippery": 60}.get(name, 200)
+    env, rng = CASES[name](), np.random.default_rng(0)
+    known = [env.baselines(seed) for seed in range(n)]
+    policies = {"random": lambda: env.random_reply(rng), "optimal": env.optimal_reply}
+    for policy, reply in policies.items():
+        won = np.array([play_out(env, seed, reply)[2]["success"] for seed in range(n)])
+        p = np.array([values[policy] for values in known])
+        exact = np.any((p > 0) & (p < 1))
+        variance = (p * (1 - p)).sum() if exact else 2 * n * p.mean() * (1 - p.mean())
+        assert abs(won.sum() - p.sum()) <= 4 * np.sqrt(variance) + 1e-9
+    assert np.mean([values["optimal"] - values["random"] for values in known]) > 0.2
+
+
+def test_wrong_settings_are_named_in_one_sentence():
+    with pytest.raises(ValueError, match=r"^style must be full or terse, got loud$"):
+        ENVS["gsm8k"](style="loud")
+    with pytest.raises(ValueError, match=r"^side must be 6, 7 or 8 and boxes 1 or 2, got 5 and 1$"):
+        ENVS["sokoban_simple"](side=5)

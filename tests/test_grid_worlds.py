@@ -1,0 +1,269 @@
+"""FrozenLake and CliffWalking beside Gymnasium's own, Sokoban beside its rules written once more, and what is shown."""
+
+import re
+import sys
+from collections import Counter
+from functools import cache
+
+import gymnasium
+import numpy as np
+import pytest
+
+from envs import ENVS
+from envs.base import EVAL_SEEDS, play_out
+from envs.frozenlake import random_map, solve
+
+STEPS = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
+
+
+def say(action):
+    return f"so <answer> {action} </answer>"
+
+
+def wander(env, seed):
+    """Yield every observation of an episode of random replies."""
+    rng, over = np.random.default_rng(seed), False
+    yield env.reset(seed=seed)[0]
+    while not over:
+        observation, _, terminated, truncated, _ = env.step(env.random_reply(rng))
+        over = terminated or truncated
+        yield observation
+
+
+def value(transitions, start, horizon, fold):
+    """Expected sum of rewards by recursion over a table like Gymnasium's; `fold` combines the values of the actions."""
+
+    @cache
+    def of(state, left):
+        return fold([sum(outcome(left, *o) for o in way) for way in transitions[state].values()]) if left else 0
+
+    def outcome(left, p, after, reward, end):
+        return p * (reward + (0 if end else of(after, left - 1)))
+
+    return of(start, horizon)
+
+
+# -- FrozenLake and CliffWalking ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slippery", [False, True])
+def test_frozenlake_is_gymnasium_s_on_our_maps(slippery):
+    """Every state and reward of random episodes, slips included."""
+    for seed in range(40):
+        env, rng, desc = ENVS["frozenlake"](slippery=slippery), np.random.default_rng(seed), random_map(seed)
+        twin = gymnasium.make("FrozenLake-v1", desc=desc, is_slippery=slippery).unwrapped
+        twin.reset(seed=seed)
+        env.reset(seed=seed)
+        terminated = truncated = False
+        while not (terminated or truncated):
+            k = int(rng.integers(4))
+            observation, reward, terminated, truncated, info = env.step(say(["Left", "Down", "Right", "Up"][k]))
+            state, expected, done, _, _ = twin.step(k)
+            rows = [list(row.replace("S", "_").replace("F", "_").replace("H", "O")) for row in desc]
+            under = rows[state // 4][state % 4]
+            rows[state // 4][state % 4] = {"_": "P", "O": "X", "G": "√"}[under]
+            assert observation.text == "\n".join("".join(row) for row in rows)
+            assert (reward, terminated, info["success"]) == (expected, done, under == "G")
+
+
+def test_frozenlake_maps_and_exact_bounds():
+    """Means over maps: 0.502 at best on slippery ice and 1 elsewhere, 0.217 at random; each by another recursion."""
+    maps = ["".join(random_map(seed)) for seed in range(600)]
+    assert len(set(maps)) > 580
+    assert all(m.count("S") == m.count("G") == 1 for m in maps)
+    assert 0.1 < np.mean([m.count("H") for m in maps]) / 14 < 0.2  # 0.2 before unsolvable maps are dropped
+    for slippery, best in ((False, 1.0), (True, 0.502)):
+        env = ENVS["frozenlake"](slippery=slippery)
+        known = [env.baselines(seed) for seed in range(300)]
+        assert np.mean([k["optimal"] for k in known]) == pytest.approx(best, abs=0.035)
+        assert np.mean([k["random"] for k in known]) == pytest.approx(0.217, abs=0.02)
+        for seed in range(8):
+            env.reset(seed=seed)
+            assert known[seed]["optimal"] == pytest.approx(value(env.lake.P, env.lake.s, 10, max))
+            assert known[seed]["random"] == pytest.approx(value(env.lake.P, env.lake.s, 10, np.mean))
+
+
+def test_cliffwalking_is_gymnasium_s():
+    """A long random walk beside the original."""
+    twin, rng = gymnasium.make("CliffWalking-v1").unwrapped, np.random.default_rng(0)
+    env, full = ENVS["cliffwalking"](max_turns=3000), ENVS["cliffwalking"](max_turns=3000, style="full")
+    for world in (env, full, twin):
+        world.reset(seed=0)
+    rewards, terminated = [], False
+    while not terminated and env.turn < 3000:
+        k = int(rng.integers(4))
+        reply = say(["Up", "Right", "Down", "Left"][k])
+        observation, reward, terminated, _, info = env.step(reply)
+        state, expected, done, _, _ = twin.step(k)
+        row, col = divmod(int(state), 12)
+        rewards.append(expected)
+        assert (reward, terminated) == (expected, done)
+        assert observation.text == f" {'abcdefghijkl'[col]}{row + 1}"
+        assert f"You: row {row + 1}, column {col + 1}." in full.step(reply)[0].text
+        assert info == {"success": (row, col) == (3, 11), "valid": True, "metrics": {"score": sum(rewards)}}
+    assert rewards.count(-100) > 5
+
+
+@pytest.mark.parametrize("turns", [5, 50, 200])
+def test_the_values_of_a_table_are_the_recursion_s(turns):
+    """On CliffWalking; and its optimal policy earns the best of them, in as many turns."""
+    sys.setrecursionlimit(5000)
+    env = ENVS["cliffwalking"](max_turns=turns)
+    total = play_out(env, 0, env.optimal_reply)[0]
+    best, mean = (table[-1, 36] for table in solve(env.cliff.P, turns))
+    assert (best.max(), mean) == pytest.approx([value(env.cliff.P, 36, turns, fold) for fold in (max, np.mean)])
+    assert total == best.max() == -min(turns, 13)
+    assert env.baselines(0)["optimal"] == (turns >= 13)
+    assert turns != 200 or round(mean) == -2079  # as the module says
+
+
+# -- Sokoban -----------------------------------------------------------------------------------------------------
+
+SIZES = {"sokoban_simple": (6, 1), "sokoban_hard": (8, 2)}
+ROOMS = {  # of seed 7, made once and written down
+    "sokoban_simple": "____\nO#__\nP_X_\n____",
+    "sokoban_hard": "_S___#\n_X____\n______\n_X#_##\n__O___\n_##___",
+}
+
+
+def reference_step(rows, action):
+    """The rules once more, on rows of symbols: (str, ...) -> (str, ...)."""
+    cells = {(r, c): x for r, row in enumerate(rows) for c, x in enumerate(row)}
+    boxes = {cell for cell, x in cells.items() if x in "X√"}
+    r, c = next(cell for cell, x in cells.items() if x in "PS")
+    dr, dc = STEPS[action]
+    ahead, beyond = (r + dr, c + dc), (r + 2 * dr, c + 2 * dc)
+    if cells[ahead] == "#" or (ahead in boxes and (cells[beyond] == "#" or beyond in boxes)):
+        return rows
+    boxes = boxes - {ahead} | {beyond} if ahead in boxes else boxes
+
+    def shown(cell):
+        ground = {"O": "O", "√": "O", "S": "O", "#": "#"}.get(cells[cell], "_")
+        if cell == ahead:
+            return {"O": "S", "_": "P"}[ground]
+        return {"O": "√", "_": "X"}[ground] if cell in boxes else ground
+
+    return tuple("".join(shown((i, j)) for j in range(len(row))) for i, row in enumerate(rows))
+
+
+def solved(rows):
+    return not any("X" in row for row in rows)
+
+
+class Moves(dict):
+    """The table of a room in Gymnasium's form, filled by `reference_step` as it is read."""
+
+    def __missing__(self, rows):
+        after = [reference_step(rows, action) for action in STEPS]
+        self[rows] = {k: [(1.0, state, float(solved(state)), solved(state))] for k, state in enumerate(after)}
+        return self[rows]
+
+
+def room(env):
+    return tuple("".join(env.symbol(row, col) for col in range(env.side)) for row in range(env.side))
+
+
+@pytest.mark.parametrize("name", list(SIZES))
+def test_sokoban_follows_the_rules(name):
+    """Random episodes; state and text as the reference sees them, rewards counted from its symbols."""
+    env, rng, seen = ENVS[name](max_turns=60, style="full"), np.random.default_rng(0), Counter()
+    for seed in range(30):
+        env.reset(seed=seed)
+        rows, score, over = room(env), 0.0, False
+        while not over:
+            action = list(STEPS)[rng.integers(4)]
+            after = reference_step(rows, action)
+            (text, _), reward, terminated, truncated, info = env.step(say(action))
+            shown = text.replace(" ", "").split("State:\n")[1].split("\n")[: env.side]
+            assert room(env) == after == tuple(shown)
+            before, now = ("".join(r).count("√") for r in (rows, after))
+            assert reward == pytest.approx(-0.1 + now - before + 10 * solved(after))
+            score += reward
+            assert info["metrics"]["score"] == pytest.approx(score)
+            assert (info["success"], terminated, info["valid"]) == (solved(after), solved(after), True)
+            seen.update(on=now > before, off=now < before, blocked=rows == after)
+            rows, over = after, terminated or truncated
+    assert min(seen["on"], seen["blocked"]) > 3
+    assert seen["off"] > 0 or name == "sokoban_simple"  # one box in place is the end of the episode
+
+
+@pytest.mark.parametrize(("name", "n"), [("sokoban_simple", 100), ("sokoban_hard", 6)])
+def test_sokoban_s_rooms_need_the_turns_they_were_made_for(name, n):
+    """By another search. Walls around, no box on a target, and the optimal policy solves it in as many turns."""
+    assert ENVS[name]().reset(seed=7)[0].text == ROOMS[name]
+    (side, boxes), lengths, moves = SIZES[name], [], Moves()
+    for seed in range(EVAL_SEEDS, EVAL_SEEDS + n):
+        env = ENVS[name]()
+        env.reset(seed=seed)
+        rows, text = room(env), "".join(room(env))
+        assert [len(text), text.count("√"), text.count("X")] == [side**2, 0, boxes]
+        assert [text.count("O") + text.count("S"), text.count("P") + text.count("S")] == [boxes, 1]
+        assert set(rows[0] + rows[-1] + "".join(row[0] + row[-1] for row in rows)) == {"#"}
+        lengths.append(next(turns for turns in range(1, 11) if value(moves, rows, turns, max)))
+        assert lengths[-1] == env.room.shortest
+        assert env.baselines(seed)["optimal"] == 1
+        total, turns, _ = play_out(env, seed, env.optimal_reply)
+        assert (turns, total) == (lengths[-1], pytest.approx(10 + boxes - lengths[-1] / 10))
+    assert set(lengths) <= set(range(boxes, 11))
+    assert name == "sokoban_hard" or set(lengths) == set(range(1, 11))
+
+
+# -- captions and images -----------------------------------------------------------------------------------------
+
+
+def cells_in(caption):
+    """What a caption says of each cell: {mark: {(row, column)}}."""
+    named = re.findall(r"(\S)((?: [a-l]\d)+)", caption)
+    return {mark: {(int(cell[1]) - 1, ord(cell[0]) - ord("a")) for cell in cells.split()} for mark, cells in named}
+
+
+@pytest.mark.parametrize("name", ["frozenlake", *SIZES])
+def test_captions_name_the_cells(name):
+    lake = {"P": "P", "X": "X", "√": "√", "G": "G√", "O": "OX"}
+    marks = lake if name == "frozenlake" else {"P": "PS", "X": "X√", "O": "O√S", "#": "#"}
+    env = ENVS[name]()
+    for seed in range(30):
+        for observation in wander(env, seed):
+            shown = {(r, c): x for r, row in enumerate(observation.text.split("\n")) for c, x in enumerate(row)}
+            expected = {mark: {cell for cell, x in shown.items() if x in symbols} for mark, symbols in marks.items()}
+            assert cells_in(env.caption()) == {mark: cells for mark, cells in expected.items() if cells}
+
+
+def test_captions_name_the_neighbours_on_the_cliff():
+    env = ENVS["cliffwalking"]()
+    env.reset(seed=0)
+    assert env.caption() == "Up a3 Right X Down a4 Left a4"
+    for action in ["Up", *["Right"] * 11]:
+        env.step(say(action))
+    assert env.caption() == "Up l2 Right l3 Down l4 Left k3"
+
+
+@pytest.mark.parametrize("size", [14, 56])
+def test_images_show_the_state(size):
+    """Red only in the player's cell, green only on the goal, dark blue only in holes, plain ice elsewhere."""
+    for seed in range(20):
+        env, text = ENVS["frozenlake_vlm"](cell_size=size), ENVS["frozenlake"]()
+        for observation, twin in zip(wander(env, seed), wander(text, seed), strict=True):
+            assert observation.text == ""  # the image alone says where things are
+            assert env.caption() == text.caption()
+            image = observation.images[0].astype(int)
+            assert image.shape == (4 * size, 4 * size, 3)
+            for row, symbols in enumerate(twin.text.split("\n")):
+                for col, symbol in enumerate(symbols):
+                    cell = image[size * row : size * (row + 1), size * col : size * (col + 1)]
+                    cell = cell[2 * size // 7 : -1, 2 * size // 7 : -1].reshape(-1, 3)
+                    r, g, b = cell.T
+                    red, green, dark = (r > 150) & (g < 100), (g > 130) & (r < 60), (b > 60) & (r < 60) & (g < 80)
+                    assert (red.mean() > 0.1) == (symbol in "PX√")
+                    assert symbol == "√" or (green.mean() > 0.1) == (symbol == "G")  # the player hides the flag
+                    assert (dark.mean() > 0.2) == (symbol in "OX")
+                    assert symbol != "_" or np.ptp(cell, axis=0).max() < 90
+
+
+def test_full_prompts_say_what_a_pretrained_model_needs():
+    for name in ("frozenlake", "frozenlake_vlm", "sokoban_simple", "cliffwalking"):
+        env = ENVS[name](style="full", max_turns=7)
+        first, later = env.reset(seed=0)[0].text, env.step("nonsense")[0].text
+        assert all(word in first for word in (*STEPS, "<answer> action </answer>", "actions left: 7", "7 actions"))
+        assert later.startswith("Your last reply could not be read. Reward: -")
+        assert "actions left: 6" in later
