@@ -19,7 +19,7 @@ if __name__ == "__main__":
 import torch
 from transformers import set_seed
 
-from freshper.backends import backends, choose_backend, load, make_trainer
+from freshper.backends import backends, choose_backend, join_ranks, load, make_trainer
 from freshper.buffer import ReplayBuffer
 from freshper.checkpoint import RunState, StopSignals
 from freshper.engine_hf import HFEngine
@@ -87,7 +87,8 @@ def main(argv: list[str] | None = None) -> int:
         torch.set_num_threads(1)  # a tiny model gains nothing from more
     set_seed(config.seed)  # Python's, numpy's and torch's generators
     try:
-        rank = choose_backend(config)
+        choose_backend(config)
+        rank = join_ranks(config)
         policy = load(config, training_seeds(config, 0))
         report = Report(config, policy) if rank == 0 else None
     except ValueError as error:

@@ -2,11 +2,11 @@
 
     python benchmarks/engines_learn.py --seeds 64 65 66 --iterations 100 --eval_every 25
 
-On a CPU, in the environment of requirements-cpu-engines.txt. The tiny model has two heads of 32 here, the fewest
-numbers a head that vLLM's CPU attention knows; it is warm-started once, into --out, and both arms begin with it. The
-rest is compare.py's, with its table and figure; flags that are not ours go to train.py.
+On a CPU, in the environment of requirements-cpu-engines.txt. vLLM's CPU attention needs heads of 32 numbers, the tiny
+model has heads of 16: one with two heads is built and warm-started once, in --out, and both arms begin with it. The
+rest is compare.py's, with its table and figure; flags that are not this script's go to it.
 
-Updates, replay and held-out games are the same, but the engines draw their replies from generators of their own: the
+Updates, replay and held-out seeds are the same, but the engines draw their replies from generators of their own: the
 curves are two samples of the same distribution, not the same curve.
 """
 
@@ -20,16 +20,16 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from envs import ENVS
+from freshper.malloc import keep_freed_memory
 from freshper.tiny import build_policy
-from freshper.trainer import keep_freed_memory
 from freshper.warm_start import warm_start
 
 ROOT = Path(__file__).resolve().parents[1]
-ARMS = ("freshper", "freshper --engine vllm --trainer deepspeed")
+ARMS = ("freshper --backend hf+torch", "freshper --backend vllm+deepspeed")
 
 
 def build(env: str, folder: Path) -> None:
-    """The tiny model of a task with two heads, warm-started as the one with four is (freshper/tiny.py)."""
+    """Write the tiny model of a task with two heads, warm-started as the one with four is (freshper/tiny.py)."""
     torch.set_num_threads(1)
     keep_freed_memory()
     policy = build_policy(ENVS[env](), heads=2)
@@ -38,17 +38,18 @@ def build(env: str, folder: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--env", choices=["frozenlake", "frozenlake_vlm"], default="frozenlake")
-    parser.add_argument("--seeds", nargs="+", default=["64", "65", "66"])
     parser.add_argument("--out", type=Path, default=Path("out/engines-learn"))
     args, flags = parser.parse_known_args()
-    model = args.out.resolve() / "model"
-    if not (model / "config.json").exists():
+    model = args.out.resolve() / f"model-{args.env}"
+    if not model.exists():
         build(args.env, model)
-    command = [sys.executable, "compare.py", "--env", args.env, "--seeds", *args.seeds, "--jobs", "1"]
+    command = [sys.executable, "compare.py", "--env", args.env, "--jobs", "1", "--out", str(args.out.resolve())]
     command += [part for arm in ARMS for part in ("--arm", arm)]
-    return subprocess.call([*command, "--out", str(args.out.resolve()), "--model", str(model), *flags], cwd=ROOT)
+    return subprocess.call([*command, "--model", str(model), *flags], cwd=ROOT)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
 """The replay buffer in someone else's trainer: TRL's GRPO, every second update of which replays.
 
+    python -m examples.trl_grpo
+
 TRL can make `num_iterations` updates on the completions it has just generated; here only the first is on those. The
-others draw theirs from the buffer by |A_i| (section 3.4) and freshness, and keep the log pi_mu of collection.
-The task is one move on a frozen lake, to a goal next to the player: a random one finds it one time in four."""
+others draw theirs from the buffer by |A_i| (section 3.4) and freshness (eq. 14), and keep the log pi_mu of collection.
+The task is one move on a frozen lake to a goal next to the start: the random policy finds it one time in four.
+"""
 
 import numpy as np
 import torch
@@ -19,38 +22,66 @@ LAKE = FrozenLake(max_turns=1)
 
 
 class ReplayGRPOTrainer(GRPOTrainer):
+    """GRPOTrainer whose updates are fresh and replayed in turn."""
+
+    buffer: ReplayBuffer
+
     def _prepare_inputs(self, generation_batch: list[dict]) -> dict[str, torch.Tensor]:
         batch = super()._prepare_inputs(generation_batch)
+        size = len(batch["advantages"])
         if self._step % self.num_iterations == 0:  # `_step` counts updates: the clock of age
-            rows = [episode({k: v[i] for k, v in batch.items() if v.ndim}) for i in range(len(batch["advantages"]))]
-            self.buffer.add(rows, advantage_priority(batch["advantages"], epsilon=0.01), self._step)
+            episodes = [to_episode({k: v[i] for k, v in batch.items() if v.ndim}) for i in range(size)]
+            self.buffer.add(episodes, advantage_priority(batch["advantages"], epsilon=0.01), self._step)
             return batch
         self.buffer.refresh(self._step)
-        tokens, action_mask, logprobs, *_ = collate(drawn := self.buffer.sample(len(batch["advantages"])).episodes)
-        ids, there = {"prompt_ids": tokens[:, :1], "completion_ids": tokens[:, 1:]}, torch.ones_like(tokens)
-        masks = {"prompt_mask": there[:, :1], "completion_mask": there[:, 1:], "tool_mask": action_mask[:, 1:]}
-        advantages = torch.tensor([e.reward for e in drawn])
-        return ids | masks | {"old_per_token_logps": logprobs[:, 1:], "advantages": advantages}
+        drawn = self.buffer.sample(size, self._step).episodes
+        replay = collate(drawn)
+        real = torch.ones_like(replay.tokens)
+        return {
+            "prompt_ids": replay.tokens[:, :1],
+            "prompt_mask": real[:, :1],
+            "completion_ids": replay.tokens[:, 1:],
+            "completion_mask": real[:, 1:],
+            "tool_mask": replay.action_mask[:, 1:],  # the loss is on what was sampled
+            "old_per_token_logps": replay.behavior_logprobs[:, 1:],
+            "advantages": torch.tensor([episode.reward for episode in drawn]),
+        }
 
 
-def episode(row: dict[str, torch.Tensor]) -> Episode:
-    """A row of TRL's batch without its padding; the place of the reward has the advantage that TRL made of it."""
-    said, a = row["completion_mask"] == 1, row["advantages"].numpy()
-    prompt, reply = row["prompt_ids"][row["prompt_mask"] == 1].numpy(), row["completion_ids"][said].numpy()
-    logprobs = np.append(np.zeros(len(prompt)), row["old_per_token_logps"][said].numpy())
-    return Episode(np.append(prompt, reply), np.arange(len(logprobs)) >= len(prompt), logprobs, float(a), a[None])
+def to_episode(row: dict[str, torch.Tensor]) -> Episode:
+    """Return a row of TRL's batch without its padding. Its reward is the advantage that TRL has computed."""
+    prompt = row["prompt_ids"][row["prompt_mask"] == 1].numpy()
+    sampled = row["completion_mask"] == 1
+    tokens = np.append(prompt, row["completion_ids"][sampled].numpy())
+    logprobs = np.append(np.zeros(len(prompt), np.float32), row["old_per_token_logps"][sampled].numpy())
+    advantage = row["advantages"].numpy()
+    return Episode(tokens, np.arange(len(tokens)) >= len(prompt), logprobs, float(advantage), advantage[None])
 
 
 def reward(completions: list[list[dict]], seed: list[int], **_: object) -> list[float]:
-    return [(LAKE.reset(seed=s), LAKE.step(c[0]["content"])[1])[1] for c, s in zip(completions, seed, strict=True)]
+    """Return the reward of each completion: one step on the lake of its seed."""
+    rewards = []
+    for completion, lake_seed in zip(completions, seed, strict=True):
+        LAKE.reset(seed=lake_seed)
+        rewards.append(LAKE.step(completion[0]["content"])[1])
+    return rewards
 
 
 def make_trainer(kind: type[GRPOTrainer] = ReplayGRPOTrainer, **settings: object) -> GRPOTrainer:
-    seeds = [s for s in range(4000) if LAKE.baselines(s)["optimal"] == 1.0]
-    data = {"seed": seeds, "prompt": [[{"role": "user", "content": LAKE.reset(seed=s)[0].text}] for s in seeds]}
-    fixed = {"num_iterations": 2, "loss_type": "grpo", "max_completion_length": 6, "bf16": False, "use_cpu": True}
-    config = GRPOConfig(**fixed, **settings, generation_kwargs={"suppress_tokens": list(range(256))})  # bytes
-    trainer = kind(str(tiny_model("frozenlake")), reward, config, Dataset.from_dict(data))
+    """Return a trainer of the tiny FrozenLake model on maps whose goal is one move away."""
+    seeds = [seed for seed in range(4000) if LAKE.baselines(seed)["optimal"] == 1.0]
+    prompts = [[{"role": "user", "content": LAKE.reset(seed=seed)[0].text}] for seed in seeds]
+    config = GRPOConfig(
+        num_iterations=2,
+        loss_type="grpo",
+        max_completion_length=6,
+        bf16=False,
+        use_cpu=True,
+        generation_kwargs={"suppress_tokens": list(range(256))},  # bytes
+        **settings,
+    )
+    model = str(tiny_model("frozenlake"))
+    trainer = kind(model, reward, config, Dataset.from_dict({"seed": seeds, "prompt": prompts}))
     trainer.buffer = ReplayBuffer(10_000, alpha=0.6, decay=lambda age: exponential_decay(age, tau=20.0))
     return trainer
 

@@ -32,9 +32,9 @@ from freshper.trainer import TorchTrainer
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}  # of a logit
 
 
-def choose_backend(config: Config) -> int:
-    """Replace `--backend auto` by a concrete one, say why, meet the other ranks, and return this one's number. Raises
-    ValueError if a package is missing or the flags do not go together."""
+def choose_backend(config: Config) -> None:
+    """Replace `--backend auto` by a concrete one and say why. Raises ValueError if a package is missing or the flags do
+    not go together."""
     missing = [package for package in ("vllm", "deepspeed") if importlib.util.find_spec(package) is None]
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if config.backend == "auto":
@@ -52,13 +52,17 @@ def choose_backend(config: Config) -> int:
     if config.trainer == "torch" and ranks > 1:
         raise ValueError(f"--backend is {config.backend}, but must train with deepspeed on the {ranks} ranks started")
     check_used(config)
+
+
+def join_ranks(config: Config) -> int:
+    """Meet the other ranks, if DeepSpeed trains, and return this one's number."""
     if config.trainer == "torch":
         return 0
     if config.device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    from freshper.trainer_deepspeed import join_ranks
+    from freshper import trainer_deepspeed
 
-    return join_ranks(config)
+    return trainer_deepspeed.join_ranks(config)
 
 
 def model_folder(config: Config) -> str:

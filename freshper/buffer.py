@@ -139,8 +139,8 @@ class ReplayBuffer:
         """Restore a state of a buffer of this capacity."""
         for name in STATE:
             setattr(self, name, state[name])
-        for episode in self.episodes:
-            episode.images = self._share(episode.images)
+        distinct = {id(image): image for episode in self.episodes for image in episode.images}  # equal ones are one
+        self._images.update((image_key(image), image) for image in distinct.values())
         self.tree.nodes, self.rng.bit_generator.state = state["nodes"], state["rng"]
         if isinstance(self.decay, AutoTau) and state["decay"]:
             self.decay.load_state_dict(state["decay"])

@@ -1,268 +1,250 @@
-"""The engine on vLLM: continuous batching, prefix caching, and weights that are proven to be the trainer's.
+"""Generate with vLLM, with weights that are proven to be the trainer's.
 
-Paper: Algorithm 1 lines 2 and 12; section 4.1 (vLLM generates inside ROLL); appendix F for the sampling.
+Paper: Algorithm 1 lines 2 and 12; section 4.1 (the authors generate with vLLM inside ROLL); appendix F (sampling).
 
-- *Token in, token out.* A request is the conversation's token ids, with one placeholder a picture, which vLLM
-  expands again; that it arrives at our ids is checked every time. Prefix caching makes a turn cost its new tokens.
-- *The sampling distribution.* The log-prob wanted is that at the sampling temperature, with the ids that are never
-  sampled left out, before top-k and top-p. vLLM offers it before the temperature or after everything. So the
-  worker's `compute_logits` does what `Policy.logits` does and divides by the temperature, and vLLM samples at 1.
-- *Line 12.* On a CPU the weights travel as a file in shared memory; on GPUs by NCCL to GPUs of vLLM's own
-  (--rollout_gpus), or by CUDA IPC on a shared GPU, where vLLM sleeps (level 2) while the trainer trains. All caches
-  are reset. A sync can fail silently (tied output layers, renamed parameters, loading into sleeping memory): every
-  --sync_check_every iterations log-probs of fixed conversations are compared, and a run that is off stops.
+- Token in, token out. A request is the conversation's token ids, with one placeholder per image, which vLLM expands
+  again. That vLLM arrives at our ids is checked in every call. Prefix caching makes a turn cost its new tokens only.
+- Log-probs are those of the softmax at the sampling temperature, without the ids that are never sampled, before top-k
+  and top-p. vLLM offers them before the temperature or after everything. `WorkerExtension.follow_policy` therefore
+  changes the logits as `Policy.logits` does and divides them by the temperature, and vLLM samples at temperature 1.
+- Line 12. The weights go through a file in shared memory and vLLM's own `reload_weights`, then all caches are reset. A
+  reload can fail silently (tied output layers, renamed parameters), so after each one log-probs of fixed prompts are
+  compared with the trainer's, and the run ends if they differ.
 
-Run and tested: the CPU path. Written after vLLM 0.32's documentation and not run for want of a GPU: NCCL, IPC, sleep
-(freshper/vllm_processes.py). The weight-transfer API has changed three times, hence the pin.
+Tests run this on a CPU. It has never run on a GPU. vLLM's interfaces change often, hence the pin (0.32).
 """
 
-import contextlib
-import math
+import os
 import shutil
+import signal
 import tempfile
-from collections.abc import Iterator
+import threading
+import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from PIL import Image
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from envs.base import EVAL_SEEDS
-from freshper.backends import BackendError, deadline
 from freshper.config import Config
-from freshper.episode import Episode, NonFiniteError, collate
+from freshper.episode import Batch
+from freshper.errors import BackendError, alive, watched
 from freshper.models import Policy
 from freshper.rollout import Conversation, Reply
 from freshper.trainer import TorchTrainer
-from freshper.vllm_processes import open_transfer, start_vllm
 
-PROBES = 4  # conversations of the proof
-FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
-FUSED |= {"up_proj": "gate_up_proj"}  # what vLLM stacks into one parameter
-SHARED_MEMORY, WEIGHTS = "/dev/shm", "model.safetensors"
+PROBES = 4  # prompts whose log-probs are compared after each sync
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}  # largest |engine - trainer log-prob| allowed there
+SHARED_MEMORY = "/dev/shm"
+LAUNCHER = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")  # torchrun's variables
 
 
 class VLLMEngine:
-    """`generate` continues conversations; `sync` hands over the trainer's weights and returns `sync_error` where it
-    was proven. Raises ValueError where vLLM cannot run this model, BackendError where it fails or takes too long."""
+    """Generate replies with vLLM. Raises BackendError if vLLM fails, dies or takes too long."""
 
     def __init__(self, policy: Policy, config: Config, trainer: TorchTrainer):
-        self.policy, self.config = policy, config
+        self.policy, self.config, self.env = policy, config, config.make_env()
         self.rng = np.random.default_rng(config.seed)
-        size = sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in trainer.shapes())
+        self.llm: Any = None
+        self.processes: dict[int, str] = {}  # vLLM's, to notice their death
+        size = sum(p.element_size() * getattr(p, "ds_numel", p.numel()) for p in policy.model.parameters())
         roomy = shutil.disk_usage(SHARED_MEMORY).free > 1.2 * size  # containers often have 64 MB of it
         self.folder = Path(tempfile.mkdtemp(prefix="freshper-", dir=SHARED_MEMORY if roomy else None))
-        self.processes: list[int] = []
-        self.llm: Any = None  # vLLM's, once it has started
-        self.asleep, self.syncs, self.synced_step = False, 0, trainer.step
-        self.tolerance = config.sync_tolerance or (1e-3 if config.dtype == "float32" else 0.5)
-        self.shared_gpu = config.device != "cpu" and not config.rollout_gpus
+        room = "VLLM_CPU_KVCACHE_SPACE, GiB" if config.device == "cpu" else "--engine_memory"
         try:
-            with deadline("starting vLLM", config.timeout):
-                for part in (policy.model.config, policy.model.generation_config, policy.tokenizer):
+            for part in (policy.model.config, policy.model.generation_config, policy.tokenizer, policy.image_processor):
+                if part is not None:
                     part.save_pretrained(self.folder)
-                if policy.image_processor:
-                    policy.image_processor.save_pretrained(self.folder)
-                self._write_weights(trainer)
-                self.llm, self.processes = start_vllm(policy, config, self.folder)
-                if config.device != "cpu":
-                    (self.folder / WEIGHTS).unlink()  # later ones take another way
-                    self.transfer = open_transfer(self.llm, config, trainer)
-            self.probe = self._probe_episodes()
+            self._write_weights(trainer)
+            kv_cache = f"a KV cache ({room}) that must hold --max_tokens {config.max_tokens}"
+            with watched(f"the start of vLLM with {kv_cache}", errors=Exception):
+                self._start()
             self.prove(trainer)
         except BaseException:
             self.close()
             raise
-        if self.shared_gpu:
-            trainer.make_room = self.sleep
 
-    # -- line 2 ----------------------------------------------------------------------------------------------
+    def _start(self) -> None:
+        """Start vLLM's processes on the model in the folder."""
+        config, env = self.config, self.env
+        # torchrun's variables stay hidden from vLLM's processes, which would take them for their own
+        variables = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
+        options: dict[str, Any] = {}
+        if images := len(env.reset(seed=0)[0].images):
+            options["limit_mm_per_prompt"] = {"image": images * (env.max_turns + 1), "video": 0}
+        if config.device == "cpu":
+            variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"} | variables
+            # a prompt cut into chunks kills vLLM: it would rewind the generator of a seeded reply, which on a CPU
+            # cannot be done; small blocks, since only full ones are cached
+            options |= {"enforce_eager": True, "enable_chunked_prefill": False, "block_size": 32}
+        elif gpus := rollout_gpus():
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+            options["tensor_parallel_size"] = len(gpus)
+        else:
+            options["gpu_memory_utilization"] = config.engine_memory
+        with patch.dict(os.environ, {"VLLM_LOGGING_LEVEL": "ERROR"} | variables, clear=True):
+            from vllm import LLM
+
+            self.llm = LLM(
+                model=str(self.folder),
+                dtype=config.dtype,
+                seed=config.seed % 2**32,
+                max_model_len=config.max_tokens + 1,  # the proof samples one token, which is not used
+                max_num_seqs=min(512, max(config.rollout_batch_size, config.eval_episodes)),
+                enable_prefix_caching=True,
+                generation_config="vllm",  # no repetition penalty or the like from the model's own
+                disable_log_stats=True,
+                use_tqdm_on_load=False,
+                worker_extension_cls=f"{__name__}.WorkerExtension",
+                **options,
+            )
+        pairs = self.llm.collective_rpc("end_with", args=(os.getpid(), str(self.folder)))
+        self.processes = {pid: "vLLM" for pair in pairs for pid in pair if pid != os.getpid()}
+        self.llm.collective_rpc("follow_policy", args=(self.policy.suppressed_ids, config.temperature))
 
     def generate(self, conversations: list[Conversation], max_new_tokens: int) -> list[Reply]:
-        """One reply to each conversation, all in one call of vLLM."""
+        """Line 2: sample one reply to each conversation, all in one call of vLLM."""
         from vllm import SamplingParams
 
-        if self.asleep:  # what sleep dropped can only come back with a sync
-            raise BackendError("vLLM was asked to generate while asleep, before the next sync")
-        c = self.config
+        how: dict[str, Any] = {"temperature": 1.0, "top_k": self.config.top_k, "top_p": self.config.top_p}
+        how |= {"logprobs": 0, "max_tokens": max_new_tokens, "stop_token_ids": [self.policy.eos_id]}
         seeds = self.rng.integers(2**31, size=len(conversations)).tolist()
-        how: dict[str, Any] = {"temperature": 1.0, "top_k": c.top_k, "top_p": c.top_p, "max_tokens": max_new_tokens}
-        how |= {"logprobs": 0, "stop_token_ids": [self.policy.eos_id], "detokenize": False}
-        outputs = self._run("the rollout", conversations, [SamplingParams(**how, seed=seed) for seed in seeds])
+        params = [SamplingParams(**how, detokenize=False, seed=seed) for seed in seeds]
         replies = []
-        for conversation, output in zip(conversations, outputs, strict=True):
+        for output in self._run("the rollout with vLLM", conversations, params):
             tokens = list(output.outputs[0].token_ids)
-            logprobs = [at[token].logprob for token, at in zip(tokens, output.outputs[0].logprobs, strict=True)]
-            if not np.isfinite(logprobs).all():
-                raise NonFiniteError(f"the rollout met a log-prob that is not finite; episode seed {conversation.seed}")
-            replies.append(Reply(tokens, logprobs))
+            at_each = zip(tokens, output.outputs[0].logprobs, strict=True)
+            replies.append(Reply(tokens, [logprobs[token].logprob for token, logprobs in at_each]))
         return replies
 
-    def _run(self, phase: str, conversations: list[Conversation], params: list) -> list:
-        """vLLM's outputs, with its reading of each prompt checked against ours."""
-        with self._waiting(phase):
-            outputs = self.llm.generate([self._request(c) for c in conversations], params, use_tqdm=False)
-        for conversation, output in zip(conversations, outputs, strict=True):
-            if list(output.prompt_token_ids) != conversation.tokens:
-                raise BackendError(
-                    f"{phase}: vLLM reads the conversation of episode seed {conversation.seed} as "
-                    f"{len(output.prompt_token_ids)} tokens, the trainer as {len(conversation.tokens)}"
-                )
-            if output.outputs[0].finish_reason not in ("stop", "length"):  # "error" and "abort" come as outputs, too
-                raise BackendError(
-                    f"{phase}: vLLM broke off the reply of episode seed {conversation.seed} with "
-                    f"`{output.outputs[0].finish_reason}`"
-                )
-        return outputs
-
-    @contextlib.contextmanager
-    def _waiting(self, phase: str) -> Iterator[None]:
-        """Raises BackendError where vLLM fails or takes too long in here."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        try:
-            with deadline(phase, self.config.timeout, self.processes):
-                yield
-        except BackendError:
-            raise
-        except EngineDeadError as error:
-            raise BackendError(f"vLLM died in {phase}; its own message stands above") from error
-        except Exception as error:  # its workers' errors reach us as `Exception`, whatever they were
-            first = str(error).strip().partition("\n")[0]
-            raise BackendError(f"vLLM failed in {phase}: {type(error).__name__}: {first}") from error
-
-    def _request(self, conversation: Conversation) -> dict[str, Any]:
-        """The token ids with one placeholder a picture, and the pictures."""
-        if not conversation.images:
-            return {"prompt_token_ids": conversation.tokens}
-        tokens = np.array(conversation.tokens)
-        placeholders = np.flatnonzero(tokens == self.policy.image_token_id)
-        sizes = [int(np.prod(self.policy.grid(image))) for image in conversation.images]
-        first = placeholders[np.cumsum([0, *sizes[:-1]])]
-        pictures = [Image.fromarray(image) for image in conversation.images]
-        kept = np.delete(tokens, np.setdiff1d(placeholders, first))
-        return {"prompt_token_ids": kept.tolist(), "multi_modal_data": {"image": pictures}}
-
-    # -- line 12 ---------------------------------------------------------------------------------------------
-
     def sync(self, trainer: TorchTrainer) -> dict[str, float]:
-        """pi_mu <- pi_theta. Does nothing where the trainer has not moved since the last time."""
-        if trainer.step == self.synced_step:
-            return {}
-        with self._waiting("handing the weights to vLLM"):
-            if self.asleep:
-                torch.cuda.empty_cache()  # what the trainer freed, torch would keep from vLLM
-                self.llm.wake_up(tags=["weights"])
-            if self.config.device == "cpu":
-                self._write_weights(trainer)
-                self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self.folder)})
-            else:
-                torch.cuda.synchronize()  # they are read on streams that do not wait for the optimizer's
-                self.transfer.send_weights()
-            if self.asleep:
-                torch.cuda.empty_cache()
-                self.llm.wake_up(tags=["kv_cache"])
-                self.asleep = False
-            # keys, values and pictures that older weights computed
+        """Line 12, pi_mu <- pi_theta: hand over the weights and prove it. Returns the largest log-prob difference."""
+        began = time.perf_counter()
+        self._write_weights(trainer)
+        with watched("handing the weights to vLLM", self.processes, Exception):
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self.folder)})
+            # keys, values and images that older weights computed
             if not self.llm.reset_prefix_cache():
                 raise BackendError("vLLM could not reset its prefix cache: it still has requests")
             self.llm.reset_mm_cache()
             self.llm.llm_engine.reset_encoder_cache()
-        self.synced_step = trainer.step
-        self.syncs += 1
-        return self.prove(trainer) if (self.syncs - 1) % self.config.sync_check_every == 0 else {}
-
-    def prove(self, trainer: TorchTrainer) -> dict[str, float]:
-        """Compare log-probs of the probe with the trainer's. Raises BackendError beyond --sync_tolerance."""
-        from vllm import SamplingParams
-
-        params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
-        probes = [Conversation(e.tokens.tolist(), e.images, e.seed) for e in self.probe]
-        outputs = self._run("the proof of the sync", probes, [params] * len(probes))
-        expected = trainer.logprobs(collate(self.probe)).numpy()
-        error = 0.0
-        for episode, row, output in zip(self.probe, expected, outputs, strict=True):
-            for t in np.flatnonzero(episode.action_mask):
-                found = output.prompt_logprobs[t][int(episode.tokens[t])].logprob
-                error = max(error, abs(found - row[t])) if np.isfinite(found) else np.inf
-        if not error <= self.tolerance:
-            raise BackendError(
-                f"vLLM does not compute with the trainer's weights: log-probs differ by up to {error:.2g}, allowed is "
-                f"{self.tolerance:g}; {self._differing(trainer)}"
-            )
-        return {"sync_error": float(error)}
-
-    def _probe_episodes(self) -> list[Episode]:
-        """First prompts of held-out games; every token in them that has a probability counts."""
-        env, episodes = self.config.make_env(), []
-        silent = [*self.policy.suppressed_ids, self.policy.image_token_id]
-        for seed in range(EVAL_SEEDS, EVAL_SEEDS + PROBES):
-            observation = env.reset(seed=seed)[0]
-            tokens = np.array(self.policy.first_prompt(observation), dtype=np.int32)
-            mask = ~np.isin(tokens, silent)
-            mask[0] = False
-            e = Episode(tokens, mask, np.zeros(len(tokens), np.float32), 0.0, np.zeros(0), list(observation.images))
-            e.turn_rewards, e.seed = np.zeros(len(e.turn_ends()), np.float32), seed
-            episodes.append(e)
-        return episodes
-
-    def _differing(self, trainer: TorchTrainer) -> str:
-        """Names of the first parameters whose norm differs, as vLLM calls them (its stacked ones as a whole)."""
-        ours: dict[str, float] = {}
-        for name, weight in trainer.weights():
-            parts = [FUSED.get(part, part) for part in name.split(".") if part not in ("model", "language_model")]
-            key = ".".join(parts)
-            ours[key] = ours.get(key, 0.0) + weight.detach().double().square().sum().item()
-        theirs: dict[str, float] = {}
-        for worker in self.llm.collective_rpc("squared_norms", timeout=self.config.timeout):
-            for name, value in worker.items():
-                key = ".".join(part for part in name.split(".") if part not in ("model", "language_model"))
-                theirs[key] = theirs.get(key, 0.0) + value
-        tensor_parallel = max(1, self.config.rollout_gpus)  # parameters are cut, or copied, over so many workers
-        differing = []
-        for key in (k for k in ours if k in theirs):
-            ratios = {theirs[key] / ours[key], theirs[key] / ours[key] / tensor_parallel} if ours[key] else {1.0}
-            if all(abs(ratio - 1.0) > 1e-7 for ratio in ratios):  # the same numbers, summed in double precision
-                differing.append(key)
-        lost = [key for key in ours if key not in theirs]
-        if differing:
-            return f"the first parameters that differ: {', '.join(differing[:5])}"
-        if lost:
-            return f"vLLM has no parameters of these names: {', '.join(lost[:5])}"
-        return f"each of the {len(ours)} parameters has the right norm, so it is not the weights but how they are used"
-
-    def _write_weights(self, trainer: TorchTrainer) -> None:
-        """All weights in one file, the output layer written out even if it is tied: vLLM keeps the old one else."""
-        # copies, since the file must not hold two views of one tensor
-        weights = {name: weight.detach().cpu().clone() for name, weight in trainer.weights()}
-        try:
-            save_file(weights, self.folder / WEIGHTS)
-        except (OSError, SafetensorError) as error:
-            raise BackendError(f"the weights for vLLM could not be written to {self.folder}: {error}") from error
+        return {"sync_error": self.prove(trainer), "sync_s": time.perf_counter() - began}
 
     def state_dict(self) -> dict[str, Any]:
-        """What shapes future replies: the generator of their seeds."""
+        """Return what determines future replies: the generator of their seeds."""
         return {"generator": self.rng.bit_generator.state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rng.bit_generator.state = state["generator"]
 
-    # -- on a shared GPU -------------------------------------------------------------------------------------
-
-    def sleep(self) -> None:
-        """Free the GPU for the trainer: weights and KV cache are dropped, `sync` brings new ones."""
-        if not self.asleep:
-            self.llm.sleep(level=2)
-            self.asleep = True
-
-    # -- the end ---------------------------------------------------------------------------------------------
-
     def close(self) -> None:
-        """End vLLM's processes and remove the weights from shared memory."""
+        """End vLLM's processes and remove the folder."""
         if self.llm is not None:
             self.llm.llm_engine.engine_core.shutdown()
             self.llm = None
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _run(self, phase: str, conversations: list[Conversation], params: list) -> list:
+        """Return vLLM's outputs, after checking its reading of each prompt against ours."""
+        requests = []
+        for c in conversations:
+            tokens = np.array(c.tokens)
+            image = tokens == self.policy.image_token_id
+            repeated = image & np.append(False, image[:-1])  # all placeholders of an image but the first
+            request: dict[str, Any] = {"prompt_token_ids": tokens[~repeated].tolist()}
+            if c.images:
+                request["multi_modal_data"] = {"image": [Image.fromarray(image) for image in c.images]}
+            requests.append(request)
+        with watched(phase, self.processes, Exception):  # what its workers raise arrives as `Exception`
+            outputs = self.llm.generate(requests, params, use_tqdm=False)
+        for c, output in zip(conversations, outputs, strict=True):
+            reason = output.outputs[0].finish_reason
+            if list(output.prompt_token_ids) != c.tokens or reason not in ("stop", "length"):  # also "error", "abort"
+                raise BackendError(f"{phase}: it misread the prompt of episode seed {c.seed}, or ended with `{reason}`")
+        return outputs
+
+    def _write_weights(self, trainer: TorchTrainer) -> None:
+        """Write all weights to the folder. The output layer is among them also if it is tied to the embedding, since
+        vLLM would keep the old one. A file must not hold two views of one tensor, hence the copies."""
+        weights = {name: weight.detach().to("cpu", copy=True) for name, weight in trainer.weights()}
+        with watched("writing the weights for vLLM", self.processes, Exception):
+            save_file(weights, self.folder / "model.safetensors")
+
+    def prove(self, trainer: TorchTrainer) -> float:
+        """Return the largest log-prob difference to the trainer on held-out prompts, if at most TOLERANCE allows it."""
+        from vllm import SamplingParams
+
+        observations = [(seed, self.env.reset(seed=seed)[0]) for seed in range(EVAL_SEEDS, EVAL_SEEDS + PROBES)]
+        prompts = [Conversation(self.policy.first_prompt(o), list(o.images), seed) for seed, o in observations]
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        never_sampled, differences = torch.tensor([*self.policy.suppressed_ids, self.policy.image_token_id]), []
+        for c, output in zip(prompts, self._run("the proof of the sync", prompts, [params] * PROBES), strict=True):
+            tokens, zeros = torch.tensor([c.tokens]), torch.zeros(1, len(c.tokens))
+            mask = ~torch.isin(tokens, never_sampled)
+            mask[0, 0] = False
+            expected = trainer.logprobs(Batch(tokens, mask, zeros, zeros, [c.images], [len(c.tokens)]))[0]
+            for t in mask[0].nonzero().flatten().tolist():
+                differences.append(abs(output.prompt_logprobs[t][c.tokens[t]].logprob - expected[t].item()))
+        error, allowed = float(np.max(differences)), TOLERANCE[self.config.dtype]
+        if not error <= allowed:  # also if it is not a number
+            found = f"log-probs of the same tokens differ by up to {error:.2g}, allowed is {allowed:g}"
+            raise BackendError(f"vLLM does not compute with the trainer's weights: {found}")
+        return error
+
+
+class WorkerExtension:
+    """Methods that vLLM adds to its workers, where `collective_rpc` calls them by name."""
+
+    def follow_policy(self: Any, suppressed_ids: list[int], temperature: float) -> None:
+        """Make logits those of Policy.logits at the temperature: -inf for ids that are never sampled."""
+        model, silent = self.model_runner.get_model(), torch.tensor(suppressed_ids).long().to(self.device)
+        original = model.compute_logits
+
+        def compute_logits(*arguments: Any, **options: Any) -> torch.Tensor | None:
+            logits = original(*arguments, **options)
+            if logits is None:  # on tensor-parallel ranks that do not sample
+                return None
+            return (logits.float() / temperature).index_fill_(1, silent, -torch.inf)
+
+        model.compute_logits = compute_logits
+
+    def end_with(self, trainer: int, folder: str) -> tuple[int, int]:
+        """End, and with this process all of vLLM, if the trainer's is killed. Returns the ids of this process and of
+        vLLM's core."""
+
+        def watch() -> None:
+            while alive(trainer):
+                time.sleep(1.0)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=watch, daemon=True).start()
+        return os.getpid(), os.getppid()
+
+
+def rollout_gpus() -> list[str]:
+    """Return vLLM's GPUs: those visible after the ranks of this machine; none if it shares the trainer's only one."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    gpus = visible.split(",") if visible else [str(k) for k in range(torch.cuda.device_count())]
+    if len(gpus) <= ranks > 1:
+        raise ValueError(f"{ranks} ranks of this machine train, but must leave one of its {len(gpus)} GPUs for vLLM")
+    return gpus[ranks:]
+
+
+def check_vllm(policy: Policy, config: Config) -> None:
+    """Raise ValueError, before anything is written, if vLLM cannot run this model here."""
+    if config.device == "cuda":
+        rollout_gpus()
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    c = policy.model.config.get_text_config()
+    size, sizes = c.hidden_size // c.num_attention_heads, CPUAttentionBackend.get_supported_head_sizes()
+    if size not in sizes:
+        known = ", ".join(map(str, sizes))
+        raise ValueError(f"--model {config.model} has attention heads of size {size}, but vLLM on a CPU needs {known}")

@@ -52,7 +52,7 @@ def watched(
             late = f"{phase} took longer than FRESHPER_TIMEOUT, {TIMEOUT:g} s" if time.monotonic() > end else ""
             problem = death() or late
         if problem:
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
             if not over.wait(GRACE):
                 print(f"\nstopped: {problem}", file=sys.stderr, flush=True)
                 os._exit(1)
@@ -68,6 +68,7 @@ def watched(
     except BackendError:
         raise
     except errors as error:
+        time.sleep(1.0)  # a process that ends closes its connections first
         reason = " ".join(str(error).split())[:300]
         raise BackendError(death() or f"{phase} failed: {type(error).__name__}: {reason}") from error
     finally:

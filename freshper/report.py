@@ -1,288 +1,250 @@
-"""What a run leaves behind and what its user sees: progress bar, metrics.csv, curve.png, episodes.html, checkpoint.
+"""What a run prints and writes: header, progress bar, tables, plots, and a page of episodes. Not in the paper.
 
-Not in the paper, but for the curve (freshper/pages.py) and what replay.csv is for, section 3.3.
+    config.json     every setting                          curve.png         success against episodes, as in Fig. 3
+    metrics.csv     one row per iteration                  diagnostics.png   staleness by age (freshper/diagnostics.py)
+    replay.csv      one row per replayed trajectory        episodes.html     held-out episodes of the last evaluation
 
-    out/config.json     every setting            out/curve.png       success against episodes, with baselines
-    out/metrics.csv     one row an iteration     out/episodes.html   a few episodes, turn by turn
-    out/replay.csv      one row a replayed trajectory (see freshper/diagnostics.py), and diagnostics.png of them
-    out/checkpoint/     the policy and all that `--resume` needs (freshper/checkpoint.py)
-
-Rows are written as they come; the rest when the run ends, also when it is interrupted or fails. A run that is
-resumed goes on behind the rows of its checkpoint; later ones are cut off and come again.
-
-No log grows without an end: metrics.csv takes about 0.3 kB an iteration; replay.csv at most REPLAY_ROWS rows (40 MB),
-those of every n-th iteration in a run that would have more of them. Neither is kept in memory.
-
-Columns of metrics.csv: `step` optimizer steps; `episodes` collected so far; `train_*` of this iteration's
-episodes, `eval_*` on held-out seeds (empty where not evaluated), the environment's own `metrics` among them;
-`invalid` share of unreadable replies;
-`mismatch` mean |engine - trainer log-prob|, `mismatch_p01` and `mismatch_p99` quantiles of the ratio trainer / engine
-over action tokens; `sync_error` the largest difference over a fixed probe, with vLLM, where proven;
-`grad_norm`, `clip_fraction` (ratios cut by the PPO clip), `kl`
-(k3 of pi_mu against pi_theta) of the on-policy update; `replay_*` means over the K replay updates, where
-`replay_age` is in the unit of `--age_unit`, `tau` the estimate of `--tau auto`, `replay_success` the share of successes
-drawn and `replay_nonzero_advantages` the share of their action tokens that carry any gradient; `mean_age` over the
-buffer.
+Columns of metrics.csv, each a mean over the updates of the iteration, empty if there is no value: `iteration` counts
+completed iterations, and row 0 is the evaluation before training. `eval_*` are of held-out seeds. `invalid` is the
+share of replies that could not be read, `truncated` that of episodes cut by --max_tokens. `mismatch` is the mean
+|engine - trainer log-prob| of action tokens, with quantiles of the ratio trainer / engine. `kl` is k3 of pi_mu against
+pi_theta. `replay_*`, `max_age` (optimizer steps) and ESS / n (eq. 5) of trajectories and tokens, `ess` and `ess_token`,
+are of the replayed batches as drawn. `sync_error` is of vLLM's probe, `rollout_s` the time that other phases leave.
 """
 
-import contextlib
-import csv
+import base64
 import dataclasses
 import fcntl
+import html
+import io
 import json
-import math
 import os
 import time
-from collections import defaultdict, deque
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import matplotlib.figure
 import numpy as np
+from PIL import Image
 from tqdm import tqdm
 
-from envs.base import EVAL_SEEDS
+from envs.base import EVAL_SEEDS, TextEnv
 from freshper import diagnostics
-from freshper.backends import BackendError
 from freshper.buffer import Replay, ReplayBuffer
-from freshper.checkpoint import write_whole
 from freshper.config import Config
-from freshper.episode import Episode, NonFiniteError
+from freshper.episode import Episode
 from freshper.models import Policy
-from freshper.pages import episodes_page, plot
-from freshper.rollout import summarize
-from freshper.trainer import TorchTrainer
+from freshper.rollout import rollout
+from freshper.trainer import TorchTrainer, Update
 
-COLUMNS = """
-iteration step episodes wall_s train_success train_reward eval_success eval_reward turns invalid
-mismatch mismatch_p01 mismatch_p99 sync_error
-loss grad_norm clip_fraction kl nonzero_advantages replay_loss replay_grad_norm replay_clip_fraction replay_kl
-replay_nonzero_advantages replay_success replay_age tau buffer_size mean_age lr
-""".split()
-
-REPLAY_ROWS = 500_000
+COLUMNS = """iteration step episodes wall_s train_success train_reward eval_success eval_reward turns invalid truncated
+mismatch mismatch_p01 mismatch_p99 sync_error loss grad_norm clip_fraction kl nonzero_advantages replay_loss
+replay_grad_norm replay_clip_fraction replay_kl replay_nonzero_advantages replay_success replay_age max_age ess
+ess_token tau buffer_size lr rollout_s logprobs_s update_s replay_s sync_s eval_s""".split()
 REPLAY_COLUMNS = "iteration age probability reward tokens log_ratio ratio ratio_sq kl clipped".split()
 
 
+class Report:
+    """A context manager around a run. When it closes, everything is on disk."""
+
+    say = staticmethod(tqdm.write)  # print a line above the progress bar
+
+    def __init__(self, config: Config, policy: Policy):
+        """Make the run's folder, or take that of --resume, lock it and write config.json. Raises ValueError if it
+        cannot be written to, or if another process has locked it."""
+        self.config, self.policy, self.folder, self.env = config, policy, config.folder(), config.make_env()
+        self.done, self.rows = 0, list[dict[str, Any]]()  # completed iterations, rows of metrics.csv
+        self.row: dict[str, Any] = {"iteration": 0, "step": 0, "episodes": 0, "wall_s": 0.0}  # the next of them
+        self.evaluations: dict[int, float] = {}  # held-out success by completed iterations
+        self.shown: list[Episode] = []  # of the last evaluation
+        try:
+            self.folder.mkdir(parents=True, exist_ok=bool(config.resume))
+            self.lock = os.open(self.folder, os.O_RDONLY)
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system's: a crash leaves no lock behind
+            self._write("config.json", json.dumps(dataclasses.asdict(config) | {"resume": ""}, indent=1) + "\n")
+        except OSError as error:
+            reason = "another process is writing to it" if isinstance(error, BlockingIOError) else error
+            flag = "--resume" if config.resume else "--out"
+            raise ValueError(f"{flag} is {self.folder}, but must be a folder to write to: {reason}") from error
+
+    def __enter__(self) -> "Report":
+        model, config, self.baselines = self.policy.model, self.config, baselines(self.config)
+        self.known = ", ".join(f"{name} policy {value:.2f}" for name, value in self.baselines.items())
+        size = f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters"
+        lines = [config.title(), size, config.reason, config.backend_reason, *config.changes]
+        lines += [getattr(self.env, "data_summary", str)(), f"success on held-out seeds: {self.known}"]
+        self.say("\n".join(filter(None, lines)))
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        if error:
+            self.say(f"stopped after iteration {self.done}: {error}")
+        if last := [success for done, success in self.evaluations.items() if done][-3:]:
+            which = ("evaluation", "two evaluations", "three evaluations")[len(last) - 1]
+            self.say(f"held-out success, mean of the last {which}: {np.mean(last):.2f} ({self.known})")
+        try:
+            if self.shown:
+                self._write("episodes.html", episodes_page(self.shown, self.policy, self.config.title()))
+            if self.done:
+                metrics = diagnostics.read(self.folder, "metrics.csv")
+                training = metrics, "train_success", {"label": "training, each iteration", "alpha": 0.4}
+                held_out = metrics, "eval_success", {"label": "held-out seeds", "marker": "o"}
+                plot(self.folder / "curve.png", self.config.title(), "success", [training, held_out], self.baselines)
+            if self.done and self.config.replay_ratio and (bins := diagnostics.by_age(diagnostics.read(self.folder))):
+                diagnostics.plot(self.folder, bins)
+        except OSError as failure:
+            self.say(f"plots and pages could not be written to {self.folder}: {failure}")
+            if not error:
+                raise
+        finally:
+            os.close(self.lock)
+        self.say(f"written to {self.folder}: {', '.join(sorted(path.name for path in self.folder.iterdir()))}")
+        if self.done < self.config.iterations:
+            self.say(f"continue with: python train.py --resume {self.folder}")
+
+    def best(self) -> int:
+        """Return the completed iterations at the highest held-out success (the first of equals), 0 without any."""
+        return max(self.evaluations, key=self.evaluations.__getitem__, default=0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rows, self.row, self.done = state["rows"], {}, state["rows"][-1]["iteration"]
+        self.evaluations = {row["iteration"]: row["eval_success"] for row in self.rows if "eval_success" in row}
+
+    def iterations(self) -> Iterator[int]:
+        """Yield the numbers of the iterations to come, with a progress bar."""
+        path, done = self.folder / "replay.csv", self.done
+        if self.config.replay_ratio:  # rows of iterations after the checkpoint come again, and a kill cuts the last one
+            rows = path.read_text().splitlines(keepends=True)[1:] if done and path.is_file() else []
+            kept = [row for row in rows if row.endswith("\n") and int(row.partition(",")[0]) <= done]
+            self._write("replay.csv", ",".join(REPLAY_COLUMNS) + "\n" + "".join(kept))
+        self.began = time.perf_counter() - self.rows[-1]["wall_s"]
+        self.bar = tqdm(range(done, self.config.iterations), initial=done, total=self.config.iterations, unit="it")
+        for iteration in self.bar:
+            self.began_iteration = time.perf_counter()
+            yield iteration
+
+    def log(
+        self, episodes: list[Episode], mismatch: dict[str, float], fresh: list[Update],
+        replays: list[tuple[Replay, Update]], sync: dict[str, float], trainer: TorchTrainer, buffer: ReplayBuffer,
+    ) -> None:  # fmt: skip
+        """Gather the row of an iteration after line 12 of Algorithm 1; `evaluate_if_due` completes and writes it."""
+        means = summarize(episodes, self.env.metrics)
+        row = {name if name in COLUMNS else f"train_{name}": mean for name, mean in means.items()} | mismatch | sync
+        row |= {"iteration": self.done + 1, "step": trainer.step, "lr": trainer.optimizer.param_groups[0]["lr"]}
+        row |= {"episodes": self.rows[-1]["episodes"] + len(episodes), "buffer_size": len(buffer)}
+        row["tau"] = getattr(buffer.decay, "tau", np.nan)
+        for updates in ([update.stats for update in fresh], [self._log_replay(*replay) for replay in replays]):
+            row |= {
+                name: float(np.mean([stats[name] for stats in updates])) for name in (updates[0] if updates else ())
+            }
+        row["max_age"] = max((replay.ages.max() for replay, _ in replays), default=np.nan)
+        row["update_s"] = sum(update.stats["seconds"] for update in fresh)
+        row["replay_s"] = sum(update.stats["seconds"] for _, update in replays)
+        others = sum(row.get(f"{phase}_s", 0.0) for phase in ("logprobs", "update", "replay", "sync"))
+        self.row = row | {"rollout_s": time.perf_counter() - self.began_iteration - others}
+
+    def _log_replay(self, replay: Replay, update: Update) -> dict[str, float]:
+        """Append a replay update to replay.csv, and return its columns of metrics.csv."""
+        n = len(replay.episodes)
+        rows = {"iteration": np.full(n, self.done + 1), "age": replay.ages, "probability": replay.probabilities}
+        rows |= {"reward": np.array([e.reward for e in replay.episodes])} | update.drift
+        with open(self.folder / "replay.csv", "a") as file:
+            np.savetxt(file, np.column_stack([rows[name] for name in REPLAY_COLUMNS]), "%.6g", ",")
+        found = update.stats | {"success": np.mean([e.success for e in replay.episodes]), "age": replay.ages.mean()}
+        as_drawn = diagnostics.estimate(rows | {"probability": np.ones(n)})
+        return {f"replay_{name}": x for name, x in found.items()} | {x: as_drawn[x] for x in ("ess", "ess_token")}
+
+    def evaluate_if_due(self, engine: Any, policy: Policy, envs: list[TextEnv]) -> None:
+        """Play one episode on each held-out seed if an evaluation is due, and write the row of this iteration."""
+        config, row, began = self.config, self.row, time.perf_counter()
+        if not row:  # a resumed run: it was written before the checkpoint
+            return
+        if row["iteration"] % config.eval_every == 0 or row["iteration"] == config.iterations:
+            seeds = [EVAL_SEEDS + k for k in range(config.eval_episodes)]
+            state = engine.state_dict()
+            self.shown = rollout(engine, policy, envs[: len(seeds)], seeds, config.max_tokens, config.max_new_tokens)
+            if not self.rows:  # the evaluation before training takes none of its random numbers
+                engine.load_state_dict(state)
+            means = summarize(self.shown, self.env.metrics)
+            row |= {f"eval_{name}": means[name] for name in ("success", "reward", *self.env.metrics)}
+            row["eval_s"] = time.perf_counter() - began
+            self.evaluations[row["iteration"]] = row["eval_success"]
+        if self.rows:
+            row["wall_s"] = time.perf_counter() - self.began
+            self.bar.set_postfix(success=row["train_success"], held_out=[*self.evaluations.values()][-1])
+        self.rows.append({name: x if isinstance(x, int) else float(x) for name, x in row.items() if not np.isnan(x)})
+        self.done = row["iteration"]
+        columns = COLUMNS + [f"{phase}_{name}" for phase in ("train", "eval") for name in self.env.metrics]
+        table = [columns, *([f"{row[name]:.8g}" if name in row else "" for name in columns] for row in self.rows)]
+        self._write("metrics.csv", "".join(",".join(line) + "\n" for line in table))
+
+    def _write(self, name: str, text: str) -> None:
+        """Write a file such that a kill leaves all of it or what was there before."""
+        new = self.folder / f".{name}.new"
+        new.write_text(text, encoding="utf-8")
+        new.replace(self.folder / name)
+
+
+def summarize(episodes: list[Episode], metrics: tuple[str, ...] = ()) -> dict[str, float]:
+    """Return means over episodes: success, return, turns, truncation and the environment's own `metrics`; `invalid` is
+    the share of replies that could not be read."""
+    turns = sum(len(e.turn_rewards) for e in episodes)
+    means = {name: float(np.mean([getattr(e, name) for e in episodes])) for name in ("success", "reward", "truncated")}
+    means |= {name: float(np.mean([e.metrics[name] for e in episodes])) for name in metrics}
+    return means | {"turns": turns / len(episodes), "invalid": sum(e.invalid for e in episodes) / turns}
+
+
 def baselines(config: Config) -> dict[str, float]:
-    """Mean success of the random player on the held-out seeds and, where the environment knows it, the optimal."""
+    """Return the mean success of the `random` policy on the held-out seeds and, if known, of the `optimal` one."""
     env = config.make_env()
     known = [env.baselines(EVAL_SEEDS + k) for k in range(config.eval_episodes)]
     return {name: float(np.mean([b[name] for b in known])) for name in known[0]}
 
 
-class Report:
-    """A context manager around the run: everything is on disk when it closes."""
-
-    def __init__(self, config: Config, policy: Policy):
-        """Makes the folder, or takes that of --resume. Raises ValueError where it cannot be written to or another
-        process is writing to it."""
-        self.config, self.policy, self.folder = config, policy, config.folder()
-        settings = dataclasses.asdict(config) | {"resume": "", "override": []}
-        try:
-            self.folder.mkdir(parents=True, exist_ok=bool(config.resume))
-            self.lock = _lock(self.folder)
-            try:
-                write_whole(self.folder / "config.json", json.dumps(settings, indent=1) + "\n")
-            except OSError:
-                os.close(self.lock)
-                raise
-        except OSError as error:
-            raise ValueError(
-                f"--{'resume' if config.resume else 'out'} is {self.folder}, but must be a folder that "
-                f"can be written to: {error}"
-            ) from error
-        self.file: Any = None  # metrics.csv, once it is open
-        self.replay_file: Any = None  # replay.csv, likewise
-        self.iteration = 0
-        self.values: dict[str, list[float]] = defaultdict(list)
-        self.done, self.collected, self.wall_s = 0, 0, 0.0  # iterations, episodes, seconds
-        self.recent: deque[float] = deque(maxlen=10)  # success in training
-        self.evaluations: list[tuple[int, float]] = []  # after how many iterations, held-out success
-        self.rows = ""  # of metrics.csv at the checkpoint that is resumed
-        self.baselines: dict[str, float] = {}
-        self.episodes: list[Episode] = []
-
-    def __enter__(self) -> "Report":
-        env = self.config.make_env()
-        self.metrics = env.metrics
-        self.baselines = baselines(self.config)
-        parameters = sum(p.numel() for p in self.policy.model.parameters())
-        if self.config.reason:
-            self.say(f"preset {self.config.preset}: {self.config.reason}")
-        self.say(f"{self.title()}: {type(self.policy.model).__name__}, {parameters:,} parameters")
-        players = ", ".join(f"{name} {value:.3f}" for name, value in self.baselines.items())
-        how = "exactly" if env.has_exact_baselines() else "one game each"
-        self.say(f"players on the {self.config.eval_episodes} held-out seeds, {how}: success {players}")
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, KeyboardInterrupt):
-            self.say(str(error) or "interrupted")
-        elif error:
-            notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
-            name = "" if isinstance(error, NonFiniteError | OSError | BackendError) else f"{type(error).__name__}: "
-            self.say(f"stopped in iteration {self.iteration}: {name}{error}{notes}")
-        try:
-            self._write_pages()
-        except OSError as failure:
-            self.say(f"curves and pages could not be written to {self.folder}/: {failure}")
-            if error is None:
-                raise
-        os.close(self.lock)
-        self.say(f"written to {self.folder}/: {', '.join(sorted(p.name for p in self.folder.iterdir()))}")
-        if self.done < self.config.iterations:
-            self.say(f"go on with: python train.py --resume {self.folder}")
-
-    def _write_pages(self) -> None:
-        if self.file:
-            self.file.close()
-            if self.replay_file:
-                self.replay_file.close()
-                diagnostics.plot(self.folder)
-        if self.done:
-            metrics = diagnostics.read(self.folder, "metrics.csv")
-            plot(metrics, self.baselines, self.title(), self.folder / "curve.png")
-            write_whole(self.folder / "episodes.html", episodes_page(self.episodes, self.policy, self.title()))
-
-    def state_dict(self) -> dict[str, Any]:
-        """With all rows of metrics.csv, so that a run goes on from its checkpoint alone."""
-        self.file.seek(0)
-        _, _, rows = self.file.read().partition("\n")
-        kept = {"recent": list(self.recent), "evaluations": self.evaluations, "rows": rows}
-        return {"done": self.done, "wall_s": self.wall_s, **kept}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.done, self.wall_s, self.rows = state["done"], state["wall_s"], state["rows"]
-        self.collected = int(self.rows.splitlines()[-1].split(",")[COLUMNS.index("episodes")])
-        self.recent.extend(state["recent"])
-        self.evaluations = [(done, success) for done, success in state["evaluations"]]
-
-    def best(self) -> int:
-        """After how many iterations held-out success was highest (the first time); 0 before the first evaluation."""
-        return max(self.evaluations, key=lambda evaluation: evaluation[1])[0] if self.evaluations else 0
-
-    def _start_metrics(self) -> None:
-        """metrics.csv with the rows so far, open for more."""
-        columns = COLUMNS + [f"{phase}_{name}" for phase in ("train", "eval") for name in self.metrics]
-        write_whole(self.folder / "metrics.csv", ",".join(columns) + "\n" + self.rows)
-        self.file = (self.folder / "metrics.csv").open("a+", newline="")
-        if self.config.replay_ratio:
-            self._start_replay(self.folder / "replay.csv")
-        self.writer = csv.DictWriter(self.file, columns, restval="", lineterminator="\n")
-        self.began, self.rows = time.perf_counter() - self.wall_s, ""
-
-    def _start_replay(self, path: Path) -> None:
-        """replay.csv with the rows of the iterations so far, as far as they are there, open for more."""
-        kept = [",".join(REPLAY_COLUMNS) + "\n"]
-        if self.done and path.is_file():
-            with path.open() as file:
-                rows = [line for line in list(file)[1:] if line.endswith("\n")]  # a kill cuts the last one anywhere
-            kept += [row for row in rows if int(row.partition(",")[0]) < self.done]
-        write_whole(path, "".join(kept))
-        self.replay_file = path.open("a", newline="")
-
-    def progress(self) -> Iterator[int]:
-        """The numbers of the iterations to come, with a progress bar."""
-        self._start_metrics()
-        done, total = self.done, self.config.iterations
-        self.bar = tqdm(range(done, total), initial=done, total=total, unit="it", dynamic_ncols=True)
-        for iteration in self.bar:
-            self.iteration = iteration
-            self.values.clear()
-            yield iteration
-
-    def add(self, stats: dict[str, float]) -> None:
-        """Numbers of this iteration; several of a name are averaged."""
-        for name, value in stats.items():
-            self.values[name].append(value)
-
-    def add_replay(self, replay: Replay, stats: dict[str, float], drift: dict[str, np.ndarray]) -> None:
-        """Numbers of one replay update, and of each trajectory in it."""
-        own = {
-            "iteration": [self.iteration] * len(replay.episodes),
-            "age": replay.ages,
-            "probability": replay.probabilities,
-            "reward": [e.reward for e in replay.episodes],
-        }
-        columns = own | {name: np.round(values, 6) for name, values in drift.items()}
-        rows = zip(*(columns[name] for name in REPLAY_COLUMNS), strict=True)
-        in_all = self.config.iterations * self.config.replay_ratio * self.config.batch_size
-        if self.iteration % math.ceil(in_all / REPLAY_ROWS) == 0:
-            with self._logging():
-                csv.writer(self.replay_file, lineterminator="\n").writerows(rows)
-        drawn = {"success": np.mean([e.info["success"] for e in replay.episodes]), "age": replay.ages.mean()}
-        self.add({f"replay_{name}": float(value) for name, value in (stats | drawn).items()})
-
-    def evaluation_due(self) -> bool:
-        done = self.iteration + 1
-        return done % self.config.eval_every == 0 or done == self.config.iterations
-
-    def evaluated(self, episodes: list[Episode]) -> None:
-        """Take note of games on held-out seeds."""
-        summary = summarize(episodes, self.metrics)
-        self.add({f"eval_{name}": summary[name] for name in ("success", "reward", *self.metrics)})
-
-    def end_iteration(self, trainer: TorchTrainer, episodes: list[Episode], buffer: ReplayBuffer) -> None:
-        """Write the row of this iteration and move the bar."""
-        self.episodes = episodes
-        self.collected += len(episodes)
-        self.wall_s = round(time.perf_counter() - self.began, 2)
-        fresh = summarize(episodes, self.metrics)
-        row = {name: round(float(np.mean(values)), 6) for name, values in self.values.items()}
-        row |= {
-            "iteration": self.iteration,
-            "step": trainer.step,
-            "episodes": self.collected,
-            "wall_s": self.wall_s,
-            "train_success": round(fresh["success"], 4),
-            "train_reward": round(fresh["reward"], 4),
-            "turns": round(fresh["turns"], 3),
-            "invalid": round(fresh["invalid"], 4),
-            **{f"train_{name}": round(fresh[name], 4) for name in self.metrics},
-            "buffer_size": len(buffer),
-            "mean_age": round(float(buffer.ages().mean()), 2),
-            "lr": trainer.optimizer.param_groups[0]["lr"],
-        }
-        with self._logging():
-            self.writer.writerow(row)
-            self.file.flush()
-            if self.config.replay_ratio:
-                self.replay_file.flush()
-        self.done = self.iteration + 1
-        self.recent.append(row["train_success"])
-        if "eval_success" in row:
-            self.evaluations.append((self.done, row["eval_success"]))
-        held_out = f"held-out {self.evaluations[-1][1]:.2f} " if self.evaluations else ""
-        self.bar.set_postfix_str(
-            f"success {np.mean(self.recent):.2f} {held_out}"
-            f"reward {row['train_reward']:.2f} buffer {len(buffer)} age {row['mean_age']:.0f}"
-        )
-
-    @contextlib.contextmanager
-    def _logging(self) -> Iterator[None]:
-        """An OSError that says what could not be written: a full disk does not name the file."""
-        try:
-            yield
-        except OSError as error:
-            raise OSError(f"metrics.csv or replay.csv could not be written in {self.folder}/: {error}") from error
-
-    def title(self) -> str:
-        c = self.config
-        return f"{c.task()}, {c.method}, preset {c.preset}, seed {c.seed}"
-
-    @staticmethod
-    def say(line: str) -> None:
-        tqdm.write(line)
+def plot(path: Path, title: str, ylabel: str, lines: list[tuple], baselines: dict[str, float]) -> None:
+    """Draw lines against episodes, each a metrics.csv, its column and a style, and the baselines; legend below."""
+    names = [style["label"] for *_, style in lines if "label" in style]
+    figure = matplotlib.figure.Figure(figsize=(8, 4.8 + 0.15 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    for metrics, column, style in lines:
+        there = ~np.isnan(metrics[column])
+        axes.plot(metrics["episodes"][there], metrics[column][there], **style)
+    for (name, value), style in zip(baselines.items(), (":", "--"), strict=False):
+        axes.axhline(value, color="black", linestyle=style, label=f"{name} policy: {value:.3f}")
+    axes.set(xlabel="episodes", ylabel=ylabel, title=title)
+    figure.legend(loc="outside lower center", ncols=max(1, 80 // max(24, *map(len, names))), frameon=False)
+    figure.savefig(path, dpi=120)
 
 
-def _lock(folder: Path) -> int:
-    """A handle that keeps other processes out of a run's folder for as long as it is open. Raises OSError where
-    another has it. The lock is the operating system's: a crash leaves nothing behind."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(handle)
-        raise OSError("another process is writing to it") from error
-    return handle
+STYLE = """body{font:15px sans-serif;max-width:70em;margin:auto} td{width:50%;vertical-align:top}
+img{width:128px;image-rendering:pixelated} pre,ruby{white-space:pre-wrap} ruby{background:#fff3d6;padding:0 3px}"""
+
+
+def episodes_page(episodes: list[Episode], policy: Policy, title: str) -> str:
+    """Return a static page of the first eight episodes, turn by turn: the observation, and beside it the sampled reply
+    with the engine's log-prob above each token. All text is escaped."""
+    decode = policy.tokenizer.decode
+    parts = [f"<!doctype html><meta charset=utf-8><style>{STYLE}</style><title>{html.escape(title)}</title>"]
+    parts.append(f"<h1>{html.escape(title)}</h1>Held-out episodes. Right: the sampled tokens, each below its log-prob.")
+    for e in episodes[:8]:
+        parts.append(f"<h2>seed {e.seed}: {'success' if e.success else 'no success'}, return {e.reward:g}</h2><table>")
+        images = iter(e.images)
+        for (start, end), reward in zip(pairwise([0, *(e.turn_ends() + 1)]), e.turn_rewards, strict=True):
+            sampled, tokens = e.action_mask[start:end], e.tokens[start:end]
+            is_image = (tokens == policy.image_token_id) & ~sampled
+            parts.append("<tr><td>")
+            for _ in range(int((np.diff(is_image, prepend=False) & is_image).sum())):  # runs of placeholders
+                Image.fromarray(next(images)).save(stream := io.BytesIO(), "PNG")
+                parts.append(f'<img src="data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}">')
+            text = decode(tokens[~is_image & ~sampled], skip_special_tokens=True).strip()
+            parts.append(f"<pre>{html.escape(text)}</pre><td>")
+            for token, logprob in zip(tokens[sampled], e.behavior_logprobs[start:end][sampled], strict=True):
+                parts.append(f"<ruby>{html.escape(decode([token]))}<rt>{logprob:.2f}</rt></ruby>")
+            parts.append(f"<p>reward {reward:g}")
+        parts.append("</table>")
+    return "".join(parts) + "\n"

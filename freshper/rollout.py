@@ -112,17 +112,3 @@ def rollout(
         total = float(turn_rewards.sum())
         episodes.append(Episode(*arrays, total, turn_rewards, c.images, step, seeds[i], **endings[i]))
     return episodes
-
-
-def summarize(episodes: list[Episode], metrics: tuple[str, ...] = ()) -> dict[str, float]:
-    """Return means over episodes: success, return, turns, truncation and the environment's own `metrics`; `invalid` is
-    the share of replies that could not be read."""
-    n, turns = len(episodes), sum(len(e.turn_rewards) for e in episodes)
-    return {
-        "success": sum(e.success for e in episodes) / n,
-        "reward": sum(e.reward for e in episodes) / n,
-        "turns": turns / n,
-        "invalid": sum(e.invalid for e in episodes) / turns,
-        "truncated": sum(e.truncated for e in episodes) / n,
-        **{name: sum(e.metrics[name] for e in episodes) / n for name in metrics},
-    }

@@ -1,48 +1,55 @@
-"""The trainer on DeepSpeed: any number of ranks, ZeRO stage 0 to 3, the same numbers as freshper/trainer.py.
+"""Train with DeepSpeed: any number of ranks, ZeRO stages 0 to 3, the same numbers as freshper/trainer.py.
 
-Paper: Algorithm 1 lines 3, 5 and 10; Table training_config (the authors train with DeepSpeed inside ROLL).
+Paper: Algorithm 1 lines 3, 5 and 10; section 4.1 and Table 4 (the authors train with DeepSpeed inside ROLL).
 
-    torchrun --nproc_per_node 4 train.py --trainer deepspeed --zero_stage 2 ...
+Rank 0 runs Algorithm 1: it alone has environments, buffer and engine. The other ranks wait in `serve` for the name of a
+method and its arguments. All ranks then run that method of TorchTrainer together, each on its share of the rows:
 
-Rank 0 is the controller: it alone has environments, buffer and engine, and runs Algorithm 1. The other ranks wait
-in `serve` for the name of a method and its arguments; then all ranks run that method of TorchTrainer together, on
-their shares of the rows:
-
-    rows alike in length    0 1 2 3 | 4 5 6 7 | 8        micro_batch_size 2, two ranks
+    rows grouped by length  0 1 2 3 | 4 5 6 7 | 8        micro_batch_size 2, two ranks
     rank 0                  0   2     4   6     8
     rank 1                    1   3     5   7     (8)    a rank without a row gets one whose action mask is empty
 
-All ranks thus do the same number of forward passes, else ZeRO-3, which gathers weights in each, would wait for ever.
-Loss, advantages and constants are computed from the whole batch on every rank; gradients only have to be added up.
-DeepSpeed averages them over ranks, hence the factor in `_backward`, and is told not to divide by the number of
-micro-batches.
+All ranks thus do the same number of forward passes; ZeRO-3 gathers weights in each and would otherwise wait for ever.
+The loss divides by constants of the whole batch, so gradients are added up: DeepSpeed averages them over ranks, hence
+the factor in `_backward`, and is told not to divide by the number of micro-batches.
 
-Where this differs from TorchTrainer: in bfloat16 DeepSpeed keeps float32 master weights; and a gradient that is not
-finite is found after the step instead of before (log-probs and loss are checked before, on all ranks).
+Two differences to TorchTrainer: in bfloat16 the weights are bfloat16 too, with float32 master weights in DeepSpeed; and
+a gradient that is not finite is found after the step (log-probs and loss are checked before, on all ranks).
 """
 
 import contextlib
 import copy
-import datetime
 import os
 import signal
+import socket
 import sys
-import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import deepspeed
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from freshper.backends import BackendError, free_port, last_resort
 from freshper.config import Config
-from freshper.episode import Batch, Episode, NonFiniteError, alike
+from freshper.episode import Batch, alike
+from freshper.errors import TIMEOUT, BackendError, NonFiniteError, watched
 from freshper.models import Policy
-from freshper.trainer import TorchTrainer, action_logprobs
-from freshper.zero_state import put_state, whole_state
+from freshper.trainer import MAX_GRAD_NORM, TorchTrainer, Update, action_logprobs
+
+
+def join_ranks(config: Config) -> int:
+    """Meet the other ranks that torchrun started, or be the only one. Returns this rank's number."""
+    if "RANK" not in os.environ:  # port 0: any that is free
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    if config.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    deepspeed.logger.setLevel("WARNING")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's, every call
+    backend = "nccl" if config.device == "cuda" else "gloo"
+    deepspeed.init_distributed(backend, verbose=False, timeout=timedelta(seconds=TIMEOUT))
+    return dist.get_rank()
 
 
 class _ActionLogprobs(torch.nn.Module):
@@ -56,146 +63,52 @@ class _ActionLogprobs(torch.nn.Module):
         return action_logprobs(self.policy, *arguments)
 
 
-def join_ranks(config: Config) -> int:
-    """Meet the other ranks that torchrun or deepspeed started (or be the only one); returns this one's number."""
-    if "RANK" not in os.environ:
-        own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        os.environ.update(own, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    if config.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    deepspeed.logger.setLevel("WARNING")
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's, every call
-    deepspeed.init_distributed(
-        "nccl" if config.device == "cuda" else "gloo",
-        verbose=False,
-        timeout=datetime.timedelta(seconds=config.timeout),
-    )
-    return dist.get_rank()
-
-
 class DeepSpeedTrainer(TorchTrainer):
-    """Every rank makes one; rank 0 calls its methods, the others call `serve`."""
+    """Every rank makes one. Rank 0 calls its methods, the others call `serve`. Raises BackendError on rank 0 if another
+    rank fails, dies or takes too long."""
 
     def __init__(self, policy: Policy, config: Config, total_updates: int):
         super().__init__(policy, config, total_updates)
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        # messages between ranks are small: gloo, also beside NCCL. They may be far apart, so ranks other than 0 have a
-        # day of patience; when rank 0 loses its own and ends, so do they
-        patience = config.timeout if self.rank == 0 else 86_400
-        self.control = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=patience))
-        self.broken = False
-        # in this case DeepSpeed only adds up gradients and leaves the optimizer, and the gradient's norm, to torch
-        self.plain = config.zero_stage == 0 and config.dtype == "float32"
-        if config.zero_stage == 3:
-            # a picture in one rank's cache would let it skip the vision tower whose weights the others gather
+        self.rank, self.ranks, self.broken = dist.get_rank(), dist.get_world_size(), False
+        # for messages, also beside NCCL; ranks other than 0 wait a day for the next one, or until rank 0 ends
+        patience = timedelta(seconds=TIMEOUT if self.rank == 0 else 86_400)
+        self.control = dist.new_group(backend="gloo", timeout=patience)
+        every: list[Any] = [None] * self.ranks
+        dist.all_gather_object(every, (socket.gethostname(), os.getpid()), group=self.control)
+        self.processes = {pid: f"rank {k}" for k, (host, pid) in enumerate(every) if k and host == socket.gethostname()}
+        if config.zero_stage == 3:  # a cached image would let a rank skip the vision tower that the others gather
             policy.freeze_vision = False
         settings = {
             "train_micro_batch_size_per_gpu": config.micro_batch_size,
             "gradient_accumulation_steps": 1,  # the real boundaries are set in _backward
-            "gradient_clipping": 0.0 if self.plain else config.max_grad_norm,
+            "gradient_clipping": MAX_GRAD_NORM,
             "bf16": {"enabled": config.dtype == "bfloat16"},
             "zero_optimization": {"stage": config.zero_stage},
             "zero_allow_untested_optimizer": True,  # torch's own AdamW, as in TorchTrainer
             "steps_per_print": 10**9,
         }
-        self.model_engine, *_ = deepspeed.initialize(
-            model=_ActionLogprobs(policy), optimizer=self.optimizer, config=settings
-        )
+        model = _ActionLogprobs(policy)
+        self.model_engine, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer, config=settings)
 
-    # -- all ranks together ----------------------------------------------------------------------------------
-
-    def update(
-        self, episodes: list[Episode], weights: np.ndarray | None = None, moments: torch.Tensor | None = None
-    ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-        """TorchTrainer.update on all ranks."""
-        return self._together("update", episodes, weights, moments)
+    def update(self, *arguments: Any) -> Update:
+        with self._together("update", *arguments):
+            return super().update(*arguments)
 
     def logprobs(self, batch: Batch, reference: bool = False) -> torch.Tensor:
-        """TorchTrainer.logprobs on all ranks."""
-        return self._together("logprobs", batch, reference)
+        with self._together("logprobs", batch, reference):
+            return super().logprobs(batch, reference)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter, whole. With ZeRO-3 each is put together in turn and takes memory as long as it is kept; the
-        iterator must be used up, since the other ranks take part in it."""
-        if self.config.zero_stage < 3:
-            yield from super().weights()
-            return
-        self._call("gather")
-        yield from self._gathered()
-
-    def serve(self) -> int:
-        """What ranks other than 0 do: whatever rank 0 says, until it says stop or is gone. Returns an exit status."""
-        for number in (signal.SIGINT, signal.SIGTERM):  # they reach every rank; rank 0 decides
-            signal.signal(number, signal.SIG_IGN)
-        while True:
-            try:
-                name, arguments = self._receive()
-            except RuntimeError:  # rank 0 is gone, and has said why
-                return 0
-            if name == "stop":
-                dist.destroy_process_group()  # gloo's threads, alive when Python ends, may abort the process
-                return 0
-            try:
-                if name == "gather":
-                    for _ in self._gathered():
-                        pass
-                else:
-                    getattr(super(), name)(*arguments)
-            except NonFiniteError:
-                pass  # all ranks meet it together; rank 0 ends the run
-            except RuntimeError as error:
-                print(f"rank {self.rank} stopped in `{name}`: {error}", file=sys.stderr)
-                return 1
-
-    def close(self) -> None:
-        """Rank 0, at the end of the run: the other ranks stop. Where they failed, no one waits for them."""
-        if not self.broken:
-            with contextlib.suppress(RuntimeError):  # gone already: torchrun says which, and with what signal
-                self._call("stop")
-                dist.destroy_process_group()
-
-    def _together(self, name: str, *arguments: Any, others: tuple | None = None) -> Any:
-        self.broken = True  # until it is through: the other ranks may be left waiting, or be gone
-        end, limit = time.monotonic() + self.config.timeout, f"--timeout {self.config.timeout:g} s"
-        late = f"the ranks of DeepSpeed took longer than {limit} in `{name}`"
-        try:
-            with last_resort(lambda: late if time.monotonic() > end else ""):
-                self._call(name, *(arguments if others is None else others))
-                result = getattr(super(), name)(*arguments)
-        except NonFiniteError:
-            self.broken = False
-            raise
-        except RuntimeError as error:
-            reason = " ".join(str(error).split())
-            raise BackendError(
-                f"the ranks of DeepSpeed failed together in `{name}`, seen by rank 0: {reason}"
-            ) from error
-        self.broken = False
-        return result
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        if self.ranks > 1:
-            dist.broadcast_object_list([(name, arguments)], src=0, group=self.control)
-
-    def _receive(self) -> tuple[str, tuple]:
-        message: list[Any] = [None]
-        dist.broadcast_object_list(message, src=0, group=self.control)
-        return message[0]
-
-    def state_dict(self) -> dict[str, Any]:
-        """As TorchTrainer's, whatever the stage and the number of ranks: any of them can go on from it."""
-        return self._together("state_dict")
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse. Rank 0 alone has read the state; arrays reach the other ranks one at a time."""
-        self._together("load_state_dict", state, others=(state | {"optimizer": {}, "reference": {}},))
+        """Yield (name, tensor) of every whole parameter. With ZeRO-3 all ranks take part: use up the iterator."""
+        with self._together("weights"):
+            yield from self._gathered()
 
     def whole_policy(self) -> Policy:
-        """With ZeRO-3 a copy, in the memory of rank 0's CPU."""
+        """Return the policy; with ZeRO-3 a copy in the memory of rank 0's CPU."""
         if self.config.zero_stage < 3:
             return self.policy
         whole, model = copy.copy(self.policy), self.policy.model
-        state = {name: weight.cpu().clone() for name, weight in self.weights()}
+        state = {name: weight.to("cpu", copy=True) for name, weight in self.weights()}
         with torch.device("meta"):
             whole.model = type(model)(model.config)
         whole.model.load_state_dict(state, strict=False, assign=True)  # a tied output layer is in `state` twice
@@ -203,34 +116,79 @@ class DeepSpeedTrainer(TorchTrainer):
         whole.model.generation_config = model.generation_config
         return whole
 
+    def state_dict(self) -> dict[str, Any]:
+        with self._together("state_dict"):
+            return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state that rank 0 has read. Raises BackendError if another number of ranks wrote it."""
+        saved = len(state["optimizer"]["ranks"])
+        if saved != self.ranks:
+            raise BackendError(f"--resume needs {saved} ranks, the number in the checkpoint, not {self.ranks}")
+        with self._together("load_state_dict", state | {"optimizer": {"ranks": None}}):
+            super().load_state_dict(state)
+
+    def close(self) -> None:
+        """End the other ranks. If a call has failed, they may not listen; they end when this process does."""
+        if not self.broken:
+            dist.broadcast_object_list([("stop", ())], src=0, group=self.control)
+            dist.destroy_process_group()
+
+    @contextlib.contextmanager
+    def _together(self, name: str, *arguments: Any) -> Iterator[None]:
+        """Make the other ranks run this method during the block, in which rank 0 runs it too."""
+        self.broken = True  # until the block has ended
+        with watched(f"`{name}` on {self.ranks} ranks of DeepSpeed", self.processes):
+            dist.broadcast_object_list([(name, arguments)], src=0, group=self.control)
+            yield
+        self.broken = False
+
+    def serve(self) -> int:
+        """Worker loop: run the calls that rank 0 broadcasts until "stop" or disconnect. Returns the exit status."""
+        for number in (signal.SIGINT, signal.SIGTERM):  # they reach every rank; rank 0 decides
+            signal.signal(number, signal.SIG_IGN)
+        while True:
+            message: list[Any] = [None]
+            try:
+                dist.broadcast_object_list(message, src=0, group=self.control)
+            except RuntimeError:  # rank 0 has ended, and has said why
+                return 0
+            name, arguments = message[0]
+            try:
+                if name == "stop":
+                    dist.destroy_process_group()  # gloo's threads, alive when Python ends, may abort the process
+                    return 0
+                if name == "weights":
+                    for _ in self._gathered():
+                        pass
+                else:
+                    getattr(super(), name)(*arguments)
+            except NonFiniteError:
+                continue  # all ranks meet it together, and rank 0 ends the run
+            except Exception as error:  # of any kind: rank 0 must not wait for this rank
+                print(f"rank {self.rank} failed in `{name}`: {type(error).__name__}: {error}", file=sys.stderr)
+                return 1
+
     def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The parameters one by one, put together from all ranks' parts."""
         for name, parameter in self._named().items():
-            with deepspeed.zero.GatheredParameters([parameter]):
+            with deepspeed.zero.GatheredParameters([parameter], enabled=self.config.zero_stage == 3):
                 yield name, parameter.data
 
-    # -- this rank's part ------------------------------------------------------------------------------------
-
     def _shares(self, batch: Batch) -> Iterator[tuple[list[int], Batch]]:
-        """The same number of micro-batches on every rank, alike in length."""
         for group in alike(batch.lengths, self.config.micro_batch_size * self.ranks):
-            rows = group[self.rank :: self.ranks]
-            if rows:
-                yield rows, batch.rows(rows)
-            else:
-                spare = batch.rows(group[:1])
-                yield group[:1], spare._replace(action_mask=torch.zeros_like(spare.action_mask))
+            rows = group[self.rank :: self.ranks] or group[:1]
+            part = batch.rows(rows)
+            if self.rank >= len(group):
+                part = part._replace(action_mask=torch.zeros_like(part.action_mask))
+            yield rows, part
 
     def _forward(self, part: Batch, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # as many uses of the output layer on every rank: ZeRO-3 gathers it in each
-        most = part.action_mask.sum()
-        if self.ranks > 1:
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.control)
+        most = part.action_mask.sum()  # as many uses of the output layer on every rank: ZeRO-3 gathers it in each
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.control)
         return self.model_engine(part, self.config.temperature, entropy, int(most))
 
     def _sum(self, values: torch.Tensor) -> torch.Tensor:
-        if self.ranks > 1:
-            dist.all_reduce(values, group=self.control)
+        dist.all_reduce(values, group=self.control)
         return values
 
     def _backward(self, loss: torch.Tensor, last: bool) -> None:
@@ -240,22 +198,29 @@ class DeepSpeedTrainer(TorchTrainer):
             self.model_engine.step()  # counts the micro-batch, no more
 
     def _clip_and_step(self) -> float:
-        if self.plain:
-            norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), self.config.max_grad_norm)
-            self.model_engine.step()
-            return norm.item()
+        plain = self.config.zero_stage == 0 and self.config.dtype == "float32"  # here DeepSpeed gives no norm
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), MAX_GRAD_NORM) if plain else None
         self.model_engine.step()
-        return float(self.model_engine.get_global_grad_norm())
+        return float(self.model_engine.get_global_grad_norm() if norm is None else norm)
 
-    def shared(self, value: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor:
-        """A tensor that rank 0 alone has, in float32 on all ranks; the others give None."""
-        tensor = torch.empty(shape) if value is None else value.detach().float().cpu().contiguous()
-        if self.ranks > 1:
-            dist.broadcast(tensor, src=0, group=self.control)
-        return tensor.to(self.policy.device)
+    def _parts(self) -> Sequence[torch.Tensor]:
+        """Return what AdamW steps on: the parameters, or this rank's flat float32 pieces of them."""
+        if self.config.zero_stage == 3:
+            return self.model_engine.optimizer.fp32_partitioned_groups_flat
+        return [part for group in self.optimizer.param_groups for part in group["params"]]
 
     def _optimizer_state(self) -> dict[str, Any]:
-        return self.optimizer.state_dict() if self.plain else whole_state(self)
+        """Return, on rank 0, the parts of each rank with their moments."""
+        parts = [{"weights": part.detach(), **self.optimizer.state[part]} for part in self._parts()]
+        own = [{name: tensor.to("cpu", copy=True) for name, tensor in part.items()} for part in parts]
+        every = [None] * self.ranks if self.rank == 0 else None
+        dist.gather_object(own, every, group=self.control)
+        return {"ranks": every}
 
     def _load_optimizer(self, state: dict[str, Any]) -> None:
-        put_state(self, state)
+        own: list[Any] = [None]
+        dist.scatter_object_list(own, state["ranks"], src=0, group=self.control)
+        for part, saved in zip(self._parts(), own[0], strict=True):
+            part.data.copy_(saved.pop("weights"))
+            # AdamW keeps its step counter on the CPU
+            self.optimizer.state[part] = {k: v.to(part.device) if v.dim() else v for k, v in saved.items()}

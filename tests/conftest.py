@@ -1,4 +1,4 @@
-"""Shared set-up: one torch thread, and tiny policies with random weights (the warm start is tested on its own)."""
+"""Shared set-up: one torch thread, tiny policies with random weights, and episodes of random tokens."""
 
 import os
 import runpy
@@ -30,17 +30,17 @@ def vision_policy():
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory):
+def model_folder(tmp_path_factory, text_policy, vision_policy):
     """Folders of both families, as `--model` wants them."""
     folders = {}
-    for family, name in (("text", "frozenlake"), ("vision", "frozenlake_vlm")):
+    for family, policy in (("text", text_policy), ("vision", vision_policy)):
         folders[family] = str(tmp_path_factory.mktemp(family))
-        build_policy(ENVS[name]()).save(folders[family])
+        policy.save(folders[family])
     return folders
 
 
 def make_episode(rng, turns=3, vocabulary=200, image=None, reward=None, **fields):
-    """An episode of random tokens: turns of 1 to 5 action tokens between bridges of 1 to 6."""
+    """Return an episode of random tokens: turns of 1 to 5 action tokens between bridges of 1 to 6."""
     mask = [False] * int(rng.integers(2, 8))
     for turn in range(turns):
         mask += [True] * int(rng.integers(1, 6))
@@ -59,11 +59,10 @@ def make_episode(rng, turns=3, vocabulary=200, image=None, reward=None, **fields
     )
 
 
-# no action of a grid world can be read from these
-UNREADABLE = [
-    "", " ", "Right", "<answer>", "<answer>Right", "Right</answer>", "<answer></answer>", "<answer>right</answer>",
-    "<answer>Right</answer><answer>Right</answer>", "<answer><answer>Right</answer></answer>", "</answer>Right<answer>",
-    "<answer>Right Left</answer>", "<answer>2</answer>", "<think><answer>Up</answer>", "\x00\ud800",
-    "<answer>√</answer>", "<search>Up</search>", "<think><answer>Up</answer></think>", "x" * 100_000,
-    "<answer>" * 10_000,
-]  # fmt: skip
+def assert_frequencies(seen, p):
+    """Assert by a chi-square test that counts [n] follow probabilities [n]: 5 standard deviations above its mean."""
+    assert (seen[p == 0] == 0).all()
+    expected = seen.sum() * p[p > 0]
+    statistic = ((seen[p > 0] - expected) ** 2 / expected).sum()
+    degrees = len(expected) - 1
+    assert statistic < degrees + 5 * np.sqrt(2 * degrees)

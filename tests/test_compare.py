@@ -1,132 +1,126 @@
-"""compare.py: real runs side by side, its statistics against known results, and what it does with failed runs."""
+"""compare.py: real runs side by side, its statistics against known results, and what it does with other runs."""
 
 import csv
+import dataclasses
 import json
+import re
 import subprocess
-import sys
-from pathlib import Path
 
-import gymnasium
 import numpy as np
 import pytest
 from scipy import stats
 
 import compare
-from freshper.config import parse_args
+from freshper.diagnostics import read
+from freshper.flags import parse_args
 from freshper.presets import PRESETS
 
-ROOT = Path(__file__).parent.parent
+SHORT = "--rollout_batch_size 8 --eval_episodes 4 --eval_every 1 --max_turns 2 --iterations 2".split()
 
 
-def test_arms_and_seeds_through_train(model_folder, tmp_path):
-    """Two arms, two seeds; a second call repeats nothing; a run that cannot go on is counted, not dropped."""
-    flags = ["--iterations", "2", "--rollout_batch_size", "4", "--batch_size", "4", "--eval_episodes", "4"]
-    flags += ["--eval_every", "1", "--model", model_folder["text"], "--format_penalty", "0.15", "--warmup_steps", "0"]
-    arms = ["on_policy", "freshper --tau 5", "freshper --lr 1e30"]
-    own = [part for arm in arms for part in ("--arm", arm)]
-    command = [sys.executable, "compare.py", *own, "--seeds", "3", "4", "--out", str(tmp_path), *flags]
-    assert subprocess.run(command, cwd=ROOT).returncode == 0
-    with open(tmp_path / "results.csv", newline="") as file:
-        results = list(csv.DictReader(file))
-    assert [(r["arm"], r["seed"]) for r in results] == [(arm, seed) for seed in "34" for arm in arms]
-    assert [r["episodes"] for r in results if "1e30" not in r["arm"]] == ["8"] * 4
-    assert [r["updates"] for r in results if "1e30" not in r["arm"]] == ["2", "6"] * 2
-    assert [r["diverged"] for r in results if "1e30" in r["arm"]] == ["1", "1"]
+def call(monkeypatch, folder, *flags):
+    monkeypatch.setattr("sys.argv", ["compare.py", "--out", str(folder), *flags, *SHORT])
+    compare.main()
+
+
+def test_real_runs_side_by_side(tmp_path, monkeypatch, capsys):
+    """A run that diverges is counted, not dropped; finished runs are not repeated; one seed has no interval."""
+    arms = ["--arm", "on_policy", "--arm", "freshper --lr 1e30 --batch_size 8", "--seeds", "3"]
+    call(monkeypatch, tmp_path, *arms)
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"2 runs, 2 at a time, written to {tmp_path}\n")
+    assert len(re.findall(f", seed 3: success .* s, {tmp_path}/.*-seed3\n", printed)) == 2
+    table = [row.split(" | ") for row in (tmp_path / "table.md").read_text().strip().splitlines()[2:]]
+    assert [row[0] for row in table] == ["| On-policy", "| FreshPER, lr 1e30, batch size 8"]
+    assert [row[6] for row in table] == ["0 of 1", "1 of 1"]
+    assert [row[5] for row in table] == ["2", "0"]  # updates
+    assert "±" not in printed
+    held_out = read(compare.folder_of(tmp_path, "on_policy", 3), "metrics.csv")["eval_success"][1:]
+    assert table[0][1] == f"{held_out.mean():.3f}"
+    results = list(csv.DictReader((tmp_path / "results.csv").open()))
+    assert list(results[0]) == "arm seed last final peak episodes updates invalid diverged wall_s".split()
+    assert [(row["arm"], row["seed"], row["diverged"]) for row in results] == [(arms[1], "3", "0"), (arms[3], "3", "1")]
+    assert [float(results[0][name]) for name in ("last", "final", "episodes")] == [held_out.mean(), held_out[-1], 16]
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    assert len((tmp_path / "table.md").read_text().splitlines()) == 5
-    config = json.loads((compare.folder_of(tmp_path, arms[1], 4) / "config.json").read_text())
-    assert (config["tau"], config["seed"], config["method"]) == (5.0, 4, "freshper")
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.csv")}
-    assert subprocess.run(command, cwd=ROOT).returncode == 0
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.csv")} == before
 
-    for wrong, sentence in (
-        (["--iterations", "3"], "--iterations is 3, but must be 2 as in"),  # the flag that comes last counts
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.csv")}
+    call(monkeypatch, tmp_path, *arms)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.csv")} == before
+    for flags, sentence in (
+        (["--lr", "0.5"], "--lr is 0.5, but must be 0.001 as in"),
         (["--arm", "freshpr --tau 5"], "freshpr"),
         (["--metric", "score"], "--metric is score, but must be one of success with --env frozenlake"),
     ):
-        refused = subprocess.run([*command, *wrong], cwd=ROOT, capture_output=True, text=True)
-        assert refused.returncode == 2
-        assert sentence in refused.stderr
-        assert "Traceback" not in refused.stderr
-
-    unfinished = compare.folder_of(tmp_path, arms[0], 3)
-    rows = (unfinished / "metrics.csv").read_text().splitlines(keepends=True)
-    (unfinished / "metrics.csv").write_text("".join(rows[:-1]))
-    assert not compare.finished(unfinished)
-    compare.run("frozenlake", arms[0], 3, unfinished, ["--preset", "tiny", *flags])  # goes on from its checkpoint
-    assert (unfinished / "metrics.csv").read_text().splitlines(keepends=True) == rows
+        with pytest.raises(SystemExit) as stop:
+            call(monkeypatch, tmp_path, *arms, *flags)
+        assert stop.value.code == 2
+        assert sentence in capsys.readouterr().err
 
 
-def test_scores_and_their_players(tmp_path):
-    """Sokoban's and CliffWalking's number in the paper is a score, below zero too: a stopped run gets its lowest."""
-    config = parse_args(["--env", "cliffwalking", "--preset", "tiny", "--out", str(tmp_path / "none")])
-    found = compare.players(config, "score")
-    assert found["optimal"] == -13  # Gymnasium: the shortest way
-    model = gymnasium.make("CliffWalking-v1").unwrapped.P
-    value = np.zeros(48)
-    for _ in range(50):  # turns to go
-        value = np.array(
-            [np.mean([r + (not end) * value[t] for [(_, t, r, end)] in model[s].values()]) for s in range(48)]
-        )
-    assert found["random"] == pytest.approx(value[36], rel=0.1)  # 256 games
-    for metric, player in (("score", found), ("success", {"random": 0.001, "optimal": 1.0})):
-        assert compare.players(config, metric) == pytest.approx(player, abs=1e-3)
-    settings = vars(config) | {"iterations": 5, "eval_every": 1}
+def test_an_interrupted_run_goes_on_and_a_failed_one_ends_the_comparison(tmp_path, monkeypatch):
+    commands = []
+    done = subprocess.CompletedProcess([], 1, "stopped: no disk", "")
+    monkeypatch.setattr(compare.subprocess, "run", lambda command, **_: commands.append(command[1:]) or done)
+    settings = dataclasses.asdict(parse_args(["--preset", "tiny", "--method", "per"]))
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    rows = [f"{k},{100 * k},{100 * k},{k},0,0,{0.1 * k},{-50 * k}" for k in range(1, 4)]
-    header = "iteration,step,episodes,wall_s,train_success,invalid,eval_success,eval_score"
-    (tmp_path / "metrics.csv").write_text("\n".join([header, *rows]) + "\n")
+    (tmp_path / "metrics.csv").write_text("iteration,eval_success\n0,0.2\n1,0.3\n")
+    with pytest.raises(SystemExit, match="no disk"):
+        compare.run("frozenlake", "per", 42, tmp_path, ["--preset", "tiny"])
+    assert commands == [["train.py", "--resume", str(tmp_path)]]
+
+
+@pytest.mark.parametrize("metric, expected", [("success", (0.1, 0.3)), ("score", (-150, -50))])
+def test_a_stopped_run_gets_the_lowest_value_for_what_it_missed(tmp_path, metric, expected):
+    settings = dataclasses.asdict(parse_args(["--env", "cliffwalking", "--iterations", "5", "--eval_every", "1"]))
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    rows = [f"{k},{k},{k},{k},0,{0.1 * k},{-50 * k}" for k in range(1, 4)]  # 2 of 5 evaluations are missing
+    header = "iteration,step,episodes,wall_s,invalid,eval_success,eval_score"
+    (tmp_path / "metrics.csv").write_text("\n".join([header, "0,0,0,0,,0.9,9", *rows]) + "\n")
     (tmp_path / "stopped.txt").write_text("not finite")
-    assert compare.summary(tmp_path, "score") == compare.summary(tmp_path) | {"last": -150, "final": -150, "peak": -50}
-    assert compare.summary(tmp_path)["last"] == pytest.approx(0.1)
-    assert compare.summary(tmp_path)["peak"] == pytest.approx(0.3)
-    compare.figure(tmp_path / "figure.png", {"per": [compare.read(tmp_path, "metrics.csv")]}, "", found, "score")
-    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    found = compare.summary(tmp_path, metric)
+    assert (found["last"], found["peak"]) == pytest.approx(expected)
+    assert found["diverged"] == 1
 
 
-def test_methods_have_the_paper_s_colors():
-    """Blue, yellow and red in the captions of Fig. 3 and 4, whatever the order of the arms."""
-    found = compare.colors(["per", "freshper", "on_policy", "freshper --tau 5", "freshper --tau 80"])
-    assert [found[m] for m in ("on_policy", "per", "freshper")] == ["#4285F4", "#FBBC04", "#EA4335"]
-    assert len(set(found.values())) == 5
+def test_methods_have_the_paper_s_colors_and_legends_cover_no_axes(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure))
+    arms = [*compare.exhibits("tiny", "frozenlake")["showcase"], "per", "on_policy", "freshper"]
+    table = {"episodes": np.arange(3.0), "eval_success": np.array([0.1, np.nan, 0.4])}
+    compare.figure(tmp_path / "x.png", {arm: [table, table] for arm in arms}, "title", {"random": 0.2}, "success")
+    (figure,) = figures
+    lines = {line.get_label(): line.get_color() for line in figure.axes[0].lines}
+    paper = {"Standard PER": "#FBBC04", "On-policy": "#4285F4", "FreshPER": "#EA4335"}  # captions of Fig. 3 and 4
+    assert {name: lines[name] for name in paper} == paper
+    assert len({lines[compare.label(arm)] for arm in arms}) == len(arms)
+    figure.draw_without_rendering()
+    box = figure.legends[0].get_window_extent()  # of fifteen lines
+    assert 0 < box.x0 < box.x1 < figure.bbox.x1
+    assert not box.overlaps(figure.axes[0].get_window_extent())
 
 
 def test_intervals():
-    values = np.array([0.5, 0.6, 0.9])
-    low, high = stats.t.interval(0.95, 2, loc=values.mean(), scale=stats.sem(values))
-    assert compare.interval(values) == pytest.approx((high - low) / 2)
-    rng = np.random.default_rng(0)
-    covered = 0
-    for _ in range(300):  # the difference of the means is 0.2; ten seeds an arm
-        low, high = compare.difference(rng.normal(0.7, 0.1, 10), rng.normal(0.5, 0.1, 10), draws=1000)
-        covered += low <= 0.2 <= high
-    assert 0.85 < covered / 300 < 0.98
+    runs = {"on_policy": np.array([0.1, 0.4, 0.2, 0.5]), "per": np.array([0.5, 0.6, 0.9])}
+    rest = {"peak": 1.0, "updates": 2, "wall_s": 3.0, "diverged": 1}
+    table = compare.table({arm: [rest | {"last": x} for x in values] for arm, values in runs.items()}).splitlines()
+    low, high = stats.t.interval(0.95, 2, loc=runs["per"].mean(), scale=stats.sem(runs["per"]))
+    assert table[3].startswith(f"| Standard PER | 0.500 0.600 0.900 | 0.667 ± {(high - low) / 2:.3f} | ")
+    assert table[3].endswith("| 1.000 | 2 | 3 of 3 | 3 |")
+    rng = np.random.default_rng(1)
+    draws = [rng.choice(runs["per"], 3).mean() - rng.choice(runs["on_policy"], 4).mean() for _ in range(20_000)]
+    found = [float(x) for x in table[3].split(" | ")[3].split(" to ")]
+    assert found == pytest.approx(np.percentile(draws, [2.5, 97.5]), abs=0.02)
+    assert table[2].split(" | ")[3] == ""
 
 
 @pytest.mark.parametrize("preset", list(PRESETS))
-def test_every_arm_of_every_exhibit_is_a_valid_command(preset, tmp_path):
-    for name, arms in compare.exhibits(preset, "frozenlake").items():
-        assert len(arms) == len(set(arms)) > 1, name
+def test_every_arm_of_every_exhibit_is_a_valid_command_with_a_name_of_its_own(preset):
+    found = compare.exhibits(preset, "frozenlake")
+    for name, arms in found.items():
+        assert len({compare.label(arm) for arm in arms}) == len(arms) > 1, name
         for arm in arms:
             method, *flags = arm.split()
-            config = parse_args(["--preset", preset, "--method", method, *flags, "--out", str(tmp_path / "none")])
+            config = parse_args(["--preset", preset, "--method", method, *flags])
             assert config.method == method
-    epochs, _, longer = compare.exhibits(preset, "frozenlake")["controls"][4:7]
-    base = parse_args(["--preset", preset, "--out", str(tmp_path / "none")])
-    assert epochs.endswith(f"--ppo_epochs {base.replay_ratio + 1}")
-    replayed = base.replay_ratio * base.batch_size // base.rollout_batch_size
-    assert longer.startswith(f"on_policy --iterations {base.iterations * (replayed + 1)} --eval_every ")
-
-
-def test_a_run_that_was_made_with_other_flags_is_not_taken_for_this_one(tmp_path):
-    """Finished or not. What only concerns the machine may differ."""
-    flags = ["--preset", "tiny", "--lr", "0.1"]
-    settings = vars(parse_args([*flags, "--seed", "3", "--method", "per"])) | {"threads": 2}
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    (tmp_path / "stopped.txt").write_text("not finite")
-    compare.run("frozenlake", "per", 3, tmp_path, flags)
-    with pytest.raises(ValueError, match=r"--lr is 0\.2, but must be 0\.1 as in .*, or --out another folder"):
-        compare.run("frozenlake", "per --lr 0.2", 3, tmp_path, flags)
-    with pytest.raises(ValueError, match=r"--lr is 0\.001, but must be 0\.1 as in "):
-        compare.run("frozenlake", "per", 3, tmp_path, flags[:2])
+    replay, epochs = (parse_args(["--preset", preset, "--method", *found["matched"][k].split()]) for k in (0, 4))
+    assert epochs.ppo_epochs == replay.ppo_epochs + replay.replay_ratio  # as many updates per iteration

@@ -1,228 +1,331 @@
-"""The embedded engine: cached, turn-by-turn log-probs are those of one full pass of the stock model."""
+"""Engine, model and trainer against transformers' own full pass, generation, logits processors and rope index."""
+
+import copy
+import dataclasses
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from conftest import assert_frequencies, make_episode
 from PIL import Image
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from envs import ENVS
 from envs.base import Observation
-from freshper.engine_hf import HFEngine, KVCache, Sampling, truncated
-from freshper.rollout import Conversation, rollout
-
-NAMES = {"text": "frozenlake", "vision": "frozenlake_vlm"}
-
-
-def stock_logprobs(policy, episode, temperature):
-    """The model's own forward pass over the whole conversation: its positions, masks, vision path and head."""
-    tokens = torch.from_numpy(episode.tokens.astype(np.int64))[None]
-    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-    if episode.images:
-        inputs |= policy.image_processor([Image.fromarray(i) for i in episode.images], return_tensors="pt")
-        inputs["mm_token_type_ids"] = (tokens == policy.image_token_id).int()
-    with torch.no_grad():
-        logits = policy.model(**inputs).logits[0].double() / temperature
-    logits[:, policy.suppressed_ids] = -torch.inf  # what is never sampled has no probability
-    chosen = logits.log_softmax(-1)[:-1].gather(1, tokens[0, 1:, None])[:, 0].numpy()
-    return np.where(episode.action_mask, np.append(0.0, chosen), 0.0)
+from freshper.config import Config
+from freshper.engine_hf import HFEngine, Sampling, truncated
+from freshper.episode import collate
+from freshper.errors import NonFiniteError
+from freshper.models import Policy
+from freshper.reinforce import policy_loss, training_batch
+from freshper.rollout import Conversation, rollout, training_seeds
+from freshper.trainer import TorchTrainer, action_logprobs
 
 
-@pytest.fixture
+@pytest.fixture(params=["text", "vision"])
 def policy(request, text_policy, vision_policy):
     return {"text": text_policy, "vision": vision_policy}[request.param]
 
 
-def play(policy, family, n=12, max_new_tokens=5, max_tokens=3000, **sampling):
-    """Random weights sample any token, so replies have all lengths and hardly ever parse; slippery or not,
-    episodes end early only by luck. Mixing in environments of fewer turns makes early finishers."""
-    envs = [ENVS[NAMES[family]](style="full" if k % 4 == 0 else "terse") for k in range(n)]
-    for k, env in enumerate(envs):
-        env.max_turns = 1 + k % 5
-    engine = HFEngine(policy, Sampling(**sampling), seed=3)
+def own_copy(policy, **changes):
+    return dataclasses.replace(policy, model=copy.deepcopy(policy.model), **changes)
+
+
+def stock_inputs(policy, tokens, images):
+    tokens = torch.as_tensor(np.asarray(tokens, dtype=np.int64))[None]
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    if images:
+        inputs |= policy.image_processor([Image.fromarray(i) for i in images], return_tensors="pt")
+        inputs["mm_token_type_ids"] = (tokens == policy.image_token_id).int()
+    return inputs
+
+
+def stock_logits(policy, episode, temperature=0.99):
+    """The model's own forward pass over one whole conversation; what is never sampled has no probability."""
+    logits = policy.model(**stock_inputs(policy, episode.tokens, episode.images)).logits[0] / temperature
+    return logits.index_fill(1, torch.tensor(policy.suppressed_ids), -torch.inf)
+
+
+def stock_logprobs(policy, episode, temperature=0.99):
+    """log pi of the action tokens, [T], 0 elsewhere."""
+    found = stock_logits(policy, episode, temperature).log_softmax(-1)[:-1]
+    chosen = found.gather(1, torch.from_numpy(episode.tokens[1:].astype(np.int64))[:, None])[:, 0]
+    return torch.where(torch.from_numpy(episode.action_mask), torch.cat([torch.zeros(1), chosen]), 0.0)
+
+
+def play(policy, n=12, max_new_tokens=5, max_tokens=3000, engine=None, **sampling):
+    """Episodes of 1 to 5 turns, with long and short prompts in one batch; random weights sample any token."""
+    name = "frozenlake_vlm" if policy.image_processor else "frozenlake"
+    envs = [ENVS[name](style="full" if k % 4 == 0 else "terse", max_turns=1 + k % 5) for k in range(n)]
+    engine = engine or HFEngine(policy, Sampling(**sampling), seed=3)
     return rollout(engine, policy, envs, list(range(n)), max_tokens, max_new_tokens)
 
 
-@pytest.mark.parametrize(("policy", "family"), [("text", "text"), ("vision", "vision")], indirect=["policy"])
-def test_cached_log_probs_equal_one_full_pass(policy, family):
-    episodes = play(policy, family, temperature=0.7, top_k=0, top_p=1.0)
-    lengths = {len(e.tokens) for e in episodes}
-    replies = {int(np.diff(np.flatnonzero(np.diff(np.pad(e.action_mask, 1).astype(int))))[0]) for e in episodes}
-    ends = [e.tokens[t] == policy.eos_id for e in episodes for t in e.turn_ends()]
-    assert len(lengths) > 5  # ragged
+def replies(episode):
+    """(start, end) of each reply."""
+    edges = np.flatnonzero(np.diff(np.pad(episode.action_mask.astype(int), 1)))
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def test_log_probs_of_engine_and_trainer_equal_one_full_pass(policy):
+    """For ragged rows, turns and micro-batches; and the entropies."""
+    episodes = play(policy, temperature=0.99, top_k=0, top_p=1.0)
+    assert len({len(e.tokens) for e in episodes}) > 5  # ragged
     assert {len(e.turn_rewards) for e in episodes} == {1, 2, 3, 4, 5}  # early finishers
-    assert max(replies) == 5  # replies cut by the limit
-    assert not all(ends)
-    for e in episodes:
-        np.testing.assert_allclose(e.behavior_logprobs, stock_logprobs(policy, e, 0.7), atol=1e-4)
+    assert {e.tokens[t] == policy.eos_id for e in episodes for t in e.turn_ends()} == {True, False}
+    batch = collate(episodes)
+    trained, (_, entropies) = trainer_for(policy).logprobs(batch), action_logprobs(policy, batch, 0.99, entropy=True)
+    for row, e in enumerate(episodes):
+        with torch.no_grad():
+            logits, expected, mask = stock_logits(policy, e), stock_logprobs(policy, e), e.action_mask
+            np.testing.assert_allclose(e.behavior_logprobs, expected, atol=1e-4)
+            np.testing.assert_allclose(trained[row, : len(mask)], expected, atol=1e-4)
+            entropy = torch.distributions.Categorical(logits=logits[np.flatnonzero(mask) - 1]).entropy()
+            np.testing.assert_allclose(entropies[row, : len(mask)][mask], entropy, atol=1e-4)
+        assert (trained[row, len(mask) :] == 0).all()
+        # an eos that was not sampled is written by the bridge: one for each message but a last reply that was cut
+        text = policy.tokenizer.decode(e.tokens)
+        assert text.count("<|im_end|>") == 2 * len(e.turn_rewards) - (e.tokens[-1] != policy.eos_id)
 
 
-@pytest.mark.parametrize(("policy", "family"), [("text", "text"), ("vision", "vision")], indirect=["policy"])
-def test_a_row_computes_what_it_would_alone(policy, family):
-    """Forced replies: the logits of each row of a ragged batch equal those of the row in a batch of one."""
-    together, alone = HFEngine(policy, Sampling(), 0), HFEngine(policy, Sampling(), 0)
-    envs = [ENVS[NAMES[family]](style="full" if k == 1 else "terse") for k in range(3)]
-    conversations = []
-    for k, env in enumerate(envs):
-        o = env.reset(seed=k)[0]
-        conversations.append(Conversation(policy.first_prompt(o), list(o.images)))
-    together._keep(conversations)
-    logits = together._feed([np.array(c.tokens) for c in conversations], [c.images for c in conversations])
-    for k, c in enumerate(conversations):
-        alone.sync()
-        alone._keep([c])
-        torch.testing.assert_close(alone._feed([np.array(c.tokens)], [c.images])[0], logits[k], atol=1e-4, rtol=1e-4)
+def test_greedy_replies_are_those_of_generate(policy):
+    """Every reply of every turn, although ours come from one cache for ragged rows and all turns."""
+    for e in play(policy, n=4, top_k=1):
+        for start, end in replies(e):
+            shown = np.count_nonzero(np.diff(e.tokens[:start] == policy.image_token_id)) // 2
+            stock = policy.model.generate(
+                **stock_inputs(policy, e.tokens[:start], e.images[:shown]), max_new_tokens=5, do_sample=False,
+                suppress_tokens=policy.suppressed_ids, eos_token_id=policy.eos_id,
+            )  # fmt: skip
+            np.testing.assert_array_equal(stock[0, start:], e.tokens[start:end])
 
 
-def test_the_cache_takes_chunks_of_any_length():
-    cache, everything = KVCache(), torch.randn(2, 3, 1400, 4)
-    for length in (50, 300, 1, 49, 1000):
-        new = everything[:, :, cache.length : cache.length + length]
-        keys, values = cache.update(new, -new, 0)
-        cache.length += length
-        assert torch.equal(keys, everything[:, :, : cache.length])
-        assert torch.equal(values, -keys)
+def test_sampling_follows_temperature_top_k_and_top_p(text_policy):
+    """Frequencies of 20,000 tokens against transformers' logits processors, and log-probs before truncation."""
+    engine = HFEngine(text_policy, Sampling(temperature=0.8, top_k=20, top_p=0.9), 0)
+    logits = torch.randn(1, len(text_policy.tokenizer), generator=torch.Generator().manual_seed(0)) * 2
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopKLogitsWarper(20), TopPLogitsWarper(0.9)])
+    p = warpers(None, logits.double())[0].softmax(-1).numpy()
+    assert 5 < (p > 0).sum() < 20
+    tokens, logprobs = engine._sample(logits.expand(20_000, -1))
+    assert_frequencies(np.bincount(tokens, minlength=logits.shape[1]), p)
+    np.testing.assert_allclose(logprobs, (logits[0] / 0.8).log_softmax(-1)[tokens], rtol=1e-6)
 
 
-def test_eos_ends_a_reply_and_the_bridge_closes_what_was_not_sampled(text_policy):
-    episodes = play(text_policy, "text", n=40, max_new_tokens=3)
-    decode = text_policy.tokenizer.decode
-    closed = cut = 0
-    for e in episodes:
-        for end in e.turn_ends()[:-1]:
-            sampled_eos = e.tokens[end] == text_policy.eos_id
-            closed, cut = closed + sampled_eos, cut + (not sampled_eos)
-            following = decode(e.tokens[end + 1 : end + 4])
-            assert following.startswith("\n<|im_start|>" if sampled_eos else "<|im_end|>\n")
-            assert not e.action_mask[end + 1 : end + 4].any()  # template tokens are never trained on
-    assert cut > 0
-    assert closed > 0
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.99, 1.0])
+@pytest.mark.parametrize("top_k", [0, 1, 3, 12, 500])
+def test_truncation_keeps_what_transformers_keeps(top_k, top_p):
+    p = torch.rand(100, 40, generator=torch.Generator().manual_seed(top_k), dtype=torch.float64) ** 4
+    p /= p.sum(-1, keepdim=True)
+    scores = TopKLogitsWarper(top_k)(None, p.log()) if top_k else p.log()
+    kept = TopPLogitsWarper(top_p)(None, scores) > -torch.inf
+    assert torch.equal(truncated(p, top_k, top_p), torch.where(kept, p, 0.0))
 
 
-def test_conversations_equal_the_chat_template(text_policy, vision_policy):
-    """Prompt, replies and bridges, put together piece by piece, are what the template writes in one go."""
-    for policy in (text_policy, vision_policy):
-        image = np.zeros((56, 56, 3), dtype=np.uint8)
-        images = (image,) if policy is vision_policy else ()
-        turns = [Observation("first", images), Observation("", images), Observation("a <b> {c}", images)]
-        tokens, messages = [], []
-        for k, observation in enumerate(turns):
-            tokens += policy.first_prompt(observation) if k == 0 else policy.bridge(observation, closed=True)
-            content = [{"type": "image"}] * len(images) + [{"type": "text", "text": observation.text}]
-            messages.append({"role": "user", "content": content if images else observation.text})
-            if k < 2:
-                tokens += [*policy.tokenizer.encode("<answer>Up</answer>"), policy.eos_id]
-                messages.append({"role": "assistant", "content": "<answer>Up</answer>"})
-        whole = policy.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert policy.tokenizer.decode(tokens).replace("<|image_pad|>" * 16, "<|image_pad|>") == whole
+def test_a_long_observation_and_new_weights(text_policy):
+    """A chunk longer than the cache's buffers are when they double; after a sync no key of older weights is left."""
+    own, rng = own_copy(text_policy), np.random.default_rng(0)
+    engine, conversation = HFEngine(own, Sampling(top_k=0, top_p=1.0), 0), Conversation([5, 6, 7])
+    for longer in (2, 1000, 30):
+        conversation.tokens += [*engine.generate([conversation], 2)[0].tokens, *rng.integers(0, 200, longer).tolist()]
+        reply = engine.generate([conversation], 1)[0]
+        e = make_episode(rng)
+        e.tokens = np.array([*conversation.tokens, *reply.tokens], dtype=np.int32)
+        e.action_mask = np.arange(len(e.tokens)) == len(e.tokens) - 1
+        with torch.no_grad():
+            assert reply.logprobs[0] == pytest.approx(stock_logprobs(own, e)[-1].item(), abs=1e-4)
+            own.model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+        engine.sync()
+
+
+def test_the_seed_and_the_state_determine_the_replies(text_policy):
+    engine, other = (HFEngine(text_policy, Sampling(), seed) for seed in (3, 4))
+
+    def sampled(engine):
+        return [e.tokens.tolist() for e in play(text_policy, n=4, engine=engine)]
+
+    assert sampled(engine) == sampled(HFEngine(text_policy, Sampling(), 3)) != sampled(other)
+    other.load_state_dict(engine.state_dict())
+    assert sampled(engine) == sampled(other)
 
 
 def test_no_placeholder_or_other_special_token_is_ever_sampled(vision_policy):
+    own = own_copy(vision_policy)
     with torch.no_grad():
-        vision_policy.model.lm_head.weight[vision_policy.suppressed_ids] += 10.0
-    try:
-        episodes = play(vision_policy, "vision", n=8)
-    finally:
-        with torch.no_grad():
-            vision_policy.model.lm_head.weight[vision_policy.suppressed_ids] -= 10.0
-    sampled = np.concatenate([e.tokens[e.action_mask] for e in episodes])
-    assert not set(sampled.tolist()) & set(vision_policy.suppressed_ids)
+        own.model.lm_head.weight[own.suppressed_ids] += 10.0
+    sampled = np.concatenate([e.tokens[e.action_mask] for e in play(own, n=8)])
+    assert own.image_token_id in own.suppressed_ids
+    assert not set(sampled.tolist()) & set(own.suppressed_ids)
 
 
 def test_a_conversation_that_would_grow_too_long_is_truncated(text_policy):
-    episodes = play(text_policy, "text", n=8, max_tokens=450)
-    assert any(e.info.get("truncated") for e in episodes)
-    assert all(len(e.tokens) <= 450 for e in episodes)
-    with pytest.raises(OSError, match="--max_tokens is 100, but must be at least "):
-        play(text_policy, "text", n=2, max_tokens=100)
+    longest = max(len(e.tokens) for e in play(text_policy, n=8))
+    episodes = play(text_policy, n=8, max_tokens=longest - 1)
+    assert any(e.truncated for e in episodes)
+    assert all(len(e.tokens) < longest for e in episodes)
+    with pytest.raises(OSError, match=r"--max_tokens is 20, but must be at least .*the first turn of episode seed"):
+        play(text_policy, n=2, max_tokens=20)
 
 
-def test_the_same_seed_samples_the_same(text_policy):
-    one, two = (play(text_policy, "text") for _ in range(2))
-    assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(one, two, strict=True))
+def test_training_seeds_come_in_groups_and_do_not_repeat():
+    iterations = [training_seeds(Config(rollout_batch_size=6, group_size=3), i) for i in range(100)]
+    assert all(a[:3] == [a[0]] * 3 and a[3:] == [a[3]] * 3 for a in iterations)
+    seeds = {seed for iteration in iterations for seed in iteration}
+    assert len(seeds) == 200
+    assert not seeds & {s for i in range(100) for s in training_seeds(Config(seed=43, rollout_batch_size=6), i)}
 
 
-def test_sync_forgets_the_cache(text_policy):
-    """After a change of the weights, log-probs must be those of the new weights for the whole conversation."""
-    env = ENVS["frozenlake"]()
-    engine = HFEngine(text_policy, Sampling(top_k=0, top_p=1.0), 0)
-    conversation = Conversation(text_policy.first_prompt(env.reset(seed=0)[0]))
-    with torch.no_grad():
-        engine.generate([conversation], 2)
-        text_policy.model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
-        engine.sync()
-        reply = engine.generate([conversation], 1)[0]
-        tokens = torch.tensor([conversation.tokens])
-        logits = text_policy.model(tokens).logits[0, -1] / 0.99
-        logits[text_policy.suppressed_ids] = -torch.inf
-        text_policy.model.model.layers[0].mlp.up_proj.weight.div_(1.5)
-    assert reply.logprobs[0] == pytest.approx(logits.log_softmax(-1)[reply.tokens[0]].item(), abs=1e-4)
+def test_conversations_equal_the_chat_template(policy):
+    """Prompt, replies and bridges, put together piece by piece, are what the template writes in one go."""
+    images = (np.zeros((56, 56, 3), dtype=np.uint8),) if policy.image_processor else ()
+    tokens, messages = [], []
+    for k, text in enumerate(("first", "", "a <b> {c}")):
+        observation = Observation(text, images)
+        tokens += policy.bridge(observation, closed=k == 2) if k else policy.first_prompt(observation)
+        content = [{"type": "image"}, {"type": "text", "text": text}] if images else text
+        messages.append({"role": "user", "content": content})
+        if k < 2:  # the first reply was cut, the second ended with eos
+            tokens += [*policy.tokenizer.encode("<answer>Up</answer>"), *[policy.eos_id] * k]
+            messages.append({"role": "assistant", "content": "<answer>Up</answer>"})
+    whole = policy.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert policy.tokenizer.decode(tokens).replace("<|image_pad|>" * 16, "<|image_pad|>") == whole
 
 
-def test_sampling_follows_the_model(text_policy):
-    """Frequencies of 20,000 first tokens against softmax(logits / T), truncated and renormalised."""
-    from scipy import stats
-
-    engine = HFEngine(text_policy, Sampling(temperature=0.8, top_k=20, top_p=0.9), 0)
-    logits = torch.randn(1, 274, generator=torch.Generator().manual_seed(0)) * 2
-    logits[:, text_policy.suppressed_ids] = -torch.inf
-    tokens, _ = engine._sample(logits.expand(20_000, -1))
-    allowed = (logits[0].double() / 0.8).softmax(-1)
-    order = allowed.argsort(descending=True)[:20]
-    shares = allowed[order] / allowed[order].sum()
-    kept = order[: int((shares.cumsum(0) - shares < 0.9).sum())]
-    seen = np.bincount(tokens, minlength=274)
-    p = (allowed[kept] / allowed[kept].sum()).numpy()
-    assert seen[kept].sum() == 20_000
-    assert stats.chisquare(seen[kept], p * 20_000).pvalue > 1e-4
-
-
-@settings(deadline=None)
-@given(seed=st.integers(0, 10**6), top_k=st.integers(0, 12), top_p=st.sampled_from([0.05, 0.5, 0.99, 1.0]))
-def test_truncation_against_a_loop(seed, top_k, top_p):
-    p = torch.rand(3, 10, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) ** 3
-    for row, found in zip(p.tolist(), truncated(p, top_k, top_p).tolist(), strict=True):
-        ranked = sorted(range(10), key=lambda i: -row[i])[: top_k or None]
-        total, mass, kept = sum(row[i] for i in ranked), 0.0, set()
-        for i in ranked:
-            if mass < top_p * total or top_p == 1.0:
-                kept.add(i)
-            mass += row[i]
-        assert {i for i in range(10) if found[i] > 0} == kept
-
-
-@pytest.mark.parametrize("sizes", [[(56, 56)], [(28, 70), (56, 56), (14, 14)]])
+@pytest.mark.parametrize("sizes", [[(56, 56)], [(28, 70), (56, 56), (14, 14)], [(200, 90), (31, 45)]])
 def test_positions_equal_the_stock_m_rope(vision_policy, sizes):
-    tokens, images = [5, 6, 7], []
-    for h, w in sizes:
-        image = np.random.default_rng(h).integers(0, 255, (h, w, 3), dtype=np.uint8)
-        rows, columns = vision_policy.grid(image)
-        tokens += [vision_policy.image_token_id] * (rows * columns) + [8, 9]
-        images.append(image)
-    tokens = np.array(tokens)
-    inputs = vision_policy.image_processor([Image.fromarray(i) for i in images], return_tensors="pt")
+    images = [np.random.default_rng(h).integers(0, 255, (h, w, 3), dtype=np.uint8) for h, w in sizes]
+    tokens = [5, 6, 7]
+    for image in images:
+        tokens += [vision_policy.image_token_id] * int(np.prod(vision_policy.grid(image))) + [8, 9]
+    inputs = stock_inputs(vision_policy, tokens, images)
     stock, _ = vision_policy.model.model.get_rope_index(
-        torch.from_numpy(tokens)[None],
-        torch.from_numpy(tokens == vision_policy.image_token_id).int()[None],
-        inputs["image_grid_thw"],
+        inputs["input_ids"], inputs["mm_token_type_ids"], inputs["image_grid_thw"]
     )
-    np.testing.assert_array_equal(vision_policy.positions(tokens, images), stock[:, 0])
+    np.testing.assert_array_equal(vision_policy.positions(np.array(tokens), images), stock[:, 0])
     with pytest.raises(ValueError, match="placeholders"):
-        vision_policy.positions(tokens, images[:-1])
+        vision_policy.positions(np.array(tokens), images[:-1])
 
 
 def test_frozen_vision_reuses_features_and_changes_nothing(vision_policy):
-    import copy
-
-    from freshper.models import Policy
-
-    frozen = Policy(
-        copy.deepcopy(vision_policy.model), vision_policy.tokenizer, vision_policy.image_processor, freeze_vision=True
-    )
+    own = copy.deepcopy(vision_policy.model)
+    frozen = Policy(own, vision_policy.tokenizer, vision_policy.image_processor, freeze_vision=True)
     images = [np.random.default_rng(k % 3).integers(0, 255, (56, 56, 3), dtype=np.uint8) for k in range(6)]
     expected = vision_policy.image_features(images)
     torch.testing.assert_close(frozen.image_features(images[:2]), expected[:32])
     torch.testing.assert_close(frozen.image_features(images), expected)
     assert len(frozen._features) == 3
-    assert not any(p.requires_grad for p in frozen.model.model.visual.parameters())
+    assert not any(p.requires_grad for p in own.model.visual.parameters())
+
+
+def trainer_for(policy, **changes):
+    settings = {"advantage_clip": 20.0, "micro_batch_size": 4, "lr": 1e-3} | changes
+    return TorchTrainer(own_copy(policy), Config(**settings), total_updates=14)
+
+
+def episodes_for(policy, n):
+    rng = np.random.default_rng(0)
+    episodes = [make_episode(rng, turns=int(rng.integers(1, 5)), seed=k) for k in range(n)]
+    speakable = np.setdiff1d(np.arange(len(policy.tokenizer)), policy.suppressed_ids)
+    for e in episodes:
+        e.tokens[e.action_mask] = rng.choice(speakable, e.action_mask.sum())
+    return episodes
+
+
+def gradient(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("at_once", [2**27, 700])  # all logits in one piece, and two tokens at a time
+@pytest.mark.parametrize("terms", [{}, {"entropy_coef": 0.01, "kl_loss_coef": 0.05, "kl_reward_coef": 0.1}])
+def test_the_gradient_is_that_of_the_stock_pass_whatever_the_micro_batches(text_policy, monkeypatch, terms, at_once):
+    """Reference: one unpadded episode after the other through transformers' own forward pass."""
+    monkeypatch.setattr("freshper.trainer.MAX_GRAD_NORM", 1e9)
+    monkeypatch.setattr("freshper.trainer.LOGITS_AT_ONCE", at_once)
+    episodes, weights = episodes_for(text_policy, 8), np.linspace(0.2, 1.0, 8)
+    reference, noise = trainer_for(text_policy, **terms), np.random.default_rng(0)
+    reference.record_behavior_logprobs(episodes)
+    for e in episodes:  # off-policy, and away from pi_ref
+        for values in (e.behavior_logprobs, e.ref_logprobs) if terms else (e.behavior_logprobs,):
+            values += (noise.normal(0, 0.2, len(e.tokens)) * e.action_mask).astype(np.float32)
+    batch, own, total = training_batch(episodes, reference.config, weights), reference.policy, 0.0
+    for row, e in enumerate(episodes):
+        one = batch.rows([row])
+        entropies = torch.distributions.Categorical(logits=stock_logits(own, e)).entropy().roll(1)
+        loss, _ = policy_loss(
+            stock_logprobs(own, e)[None], one.behavior_logprobs, one.advantages, one.action_mask, one.weights,
+            entropies=entropies[None], entropy_coef=terms.get("entropy_coef", 0.0), ref_logprobs=one.ref_logprobs,
+            kl_coef=terms.get("kl_loss_coef", 0.0), batch_size=8, scale=int(batch.action_mask.sum()) / 8,
+        )  # fmt: skip
+        loss.backward()
+        total += loss.item()
+    expected = gradient(own.model)
+    assert expected.abs().max() > 1e-3
+    for size in (1, 3, 8):
+        trainer = trainer_for(text_policy, micro_batch_size=size, **terms)
+        stats = trainer.update(episodes, weights).stats
+        assert (stats["loss"], stats["grad_norm"]) == pytest.approx((total, expected.norm().item()), rel=1e-4)
+        torch.testing.assert_close(gradient(trainer.policy.model), expected, rtol=1e-3, atol=1e-5)
+        assert 0.0 < stats["clip_fraction"] < 1.0
+
+
+def test_updates_follow_the_schedule_and_move_log_probs_with_the_advantage(text_policy):
+    """Ten warm-up steps to --lr, then a cosine to 0 (appendix F); log rho of the drift is the whole trajectory's."""
+    trainer, episodes = trainer_for(text_policy, kl_loss_coef=1e-9), episodes_for(text_policy, 8)
+    trainer.record_behavior_logprobs(episodes)
+    for k in range(14):
+        trainer.update(episodes)
+        expected = k / 10 if k < 10 else 0.5 * (1 + np.cos(np.pi * (k - 10) / 4))
+        assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * expected)
+    assert trainer.step == 14
+    batch = training_batch(episodes, trainer.config)
+    change = trainer.logprobs(batch) - batch.behavior_logprobs
+    assert (change * batch.advantages).sum() > 1.0
+    np.testing.assert_allclose(trainer.update(episodes).drift["log_ratio"], change.sum(-1), atol=1e-3)
+    trainer.record_behavior_logprobs(episodes)
+    with torch.no_grad():  # pi_ref is still the initial policy
+        np.testing.assert_allclose(episodes[0].ref_logprobs, stock_logprobs(text_policy, episodes[0]), atol=1e-4)
+
+
+def test_what_the_engine_sampled_otherwise_is_logged_and_weighed(text_policy):
+    """An engine that is off by known amounts: the logged numbers, and min(pi_trainer / pi_engine, cap) per token."""
+    trainer, episodes = trainer_for(text_policy, truncated_is=2.0), episodes_for(text_policy, 5)
+    right, off, rng = trainer.logprobs(collate(episodes)).numpy(), [], np.random.default_rng(0)
+    for e, row in zip(episodes, right, strict=True):
+        off.append(rng.normal(0, 0.7, len(e.tokens)) * e.action_mask)
+        e.behavior_logprobs = (row[: len(e.tokens)] - off[-1]).astype(np.float32)
+    stats = trainer.record_behavior_logprobs(episodes)
+    of_actions = np.concatenate([d[e.action_mask] for d, e in zip(off, episodes, strict=True)])
+    assert stats["mismatch"] == pytest.approx(np.abs(of_actions).mean(), rel=1e-4)
+    low, high = np.exp(np.quantile(of_actions, [0.01, 0.99]))
+    assert (stats["mismatch_p01"], stats["mismatch_p99"]) == pytest.approx((low, high), rel=1e-3)
+    for e, d, row in zip(episodes, off, right, strict=True):
+        np.testing.assert_allclose(e.engine_weights, np.minimum(np.exp(d), 2.0), rtol=1e-4)
+        np.testing.assert_array_equal(e.behavior_logprobs, row[: len(e.tokens)])
+
+
+def test_mixed_precision_computes_in_bfloat16_and_keeps_float32_weights(policy):
+    episodes = play(policy, n=4)
+    exact, mixed = trainer_for(policy).logprobs(collate(episodes)), trainer_for(own_copy(policy, mixed=True))
+    assert 1e-4 < (mixed.logprobs(collate(episodes)) - exact).abs().max() < 0.2
+    assert np.isfinite([list(mixed.update(episodes).stats.values()) for _ in range(3)]).all()
+    assert {p.dtype for p in mixed.policy.model.parameters()} == {torch.float32}
+    (e,) = play(mixed.policy, n=1)  # the engine agrees with the trainer as far as bfloat16 can
+    np.testing.assert_allclose(e.behavior_logprobs, mixed.logprobs(collate([e]))[0], atol=0.2)
+
+
+@pytest.mark.parametrize("phase", ["record", "update", "advantage"])
+def test_numbers_that_are_not_finite_name_an_episode_and_touch_no_weight(text_policy, phase):
+    trainer, episodes = trainer_for(text_policy), episodes_for(text_policy, 4)
+    trainer.record_behavior_logprobs(episodes)
+    if phase == "advantage":
+        episodes[2].turn_rewards[0] = np.nan
+    else:
+        episodes[2].tokens[0] = 250  # in no other episode: ids below 200, and those that can be sampled
+        with torch.no_grad():
+            trainer.policy.model.model.embed_tokens.weight[250] = torch.nan
+    before = [p.clone() for p in trainer.policy.model.parameters()]
+    with pytest.raises(NonFiniteError, match=r"episode seeds? \[?(0, 1, )?2"):
+        trainer.record_behavior_logprobs(episodes) if phase == "record" else trainer.update(episodes)
+    assert trainer.step == 0
+    for p, old in zip(trainer.policy.model.parameters(), before, strict=True):
+        assert torch.equal(p.nan_to_num(), old.nan_to_num())

@@ -1,117 +1,119 @@
-"""Priorities, decay and IS weights against their formulas, and the laws that follow from them."""
+"""Priorities, IS weights and automatic tau against their formulas and the laws that follow from them."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
 
+from freshper import priority
+from freshper.auto_tau import AutoTau
 from freshper.is_weights import annealed_beta, importance_weights
-from freshper.priority import (
-    advantage_priority,
-    age_limit,
-    exponential_decay,
-    polynomial_decay,
-    reward_priority,
-    td_error_priority,
-)
+from freshper.priority import age_limit, exponential_decay, polynomial_decay, reward_priority
 
 
-def test_base_priorities_are_magnitudes_plus_epsilon():
-    signal = np.array([-2.0, 0.0, 0.5])
-    for priority in (reward_priority, advantage_priority, td_error_priority):
-        np.testing.assert_allclose(priority(signal, 0.01), [2.01, 0.01, 0.51])
-
-
-def test_decay_at_known_ages():
-    tau = 500.0
-    np.testing.assert_allclose(exponential_decay(np.array([0.0, tau, tau * np.log(2)]), tau), [1, np.exp(-1), 0.5])
-    np.testing.assert_allclose(polynomial_decay(np.array([0.0, tau, 3 * tau]), tau, 2.0), [1, 1 / 4, 1 / 16])
+def test_priorities_and_decays_at_known_values():
+    for base in (reward_priority, priority.advantage_priority, priority.td_error_priority):
+        np.testing.assert_allclose(base(np.array([-2.0, 0.0, 0.5]), 0.01), [2.01, 0.01, 0.51])
+    np.testing.assert_allclose(exponential_decay(np.array([0.0, 500.0]), 500.0), [1, np.exp(-1)])
+    np.testing.assert_allclose(polynomial_decay(np.array([0.0, 500.0, 1500.0]), 500.0, 2.0), [1, 1 / 4, 1 / 16])
     np.testing.assert_array_equal(exponential_decay(np.array([0, 10, 10**6]), np.inf), 1.0)
+    np.testing.assert_array_equal(age_limit(np.array([0, 1, 67, 68, 10_000]), 67.0), [1, 1, 1, 0, 0])
+    # section 3.4: at tau = 500 the priority halves in 347 steps; the probability, at alpha = 0.6, in 578
+    half_lives = exponential_decay(np.array([347.0, 578.0]), 500.0)
+    np.testing.assert_allclose(half_lives ** [1.0, 0.6], 0.5, atol=1e-3)
+    for decay in (exponential_decay, age_limit, lambda age, tau: polynomial_decay(age, tau, 1.0)):
+        for tau in (0.0, -1.0, np.nan):
+            with pytest.raises(ValueError, match="tau"):
+                decay(np.array([1]), tau)
 
 
-def test_half_lives_stated_in_the_module():
-    """At tau = 500 and alpha = 0.6 the priority halves in 347 steps, the probability in 578."""
-    assert exponential_decay(np.array([347.0]), 500.0)[0] == pytest.approx(0.5, abs=1e-3)
-    assert exponential_decay(np.array([578.0]), 500.0)[0] ** 0.6 == pytest.approx(0.5, abs=1e-3)
+def test_exponential_decay_never_changes_p_and_polynomial_decay_does():
+    rng = np.random.default_rng(0)
+    base, ages = rng.random(50) + 1e-6, rng.integers(0, 300, 50)
 
-
-@given(
-    base=arrays(np.float64, 20, elements=st.floats(1e-6, 10)),
-    ages=arrays(np.int64, 20, elements=st.integers(0, 300)),
-    more=st.integers(1, 300),
-)
-def test_exponential_decay_never_changes_p_and_polynomial_decay_does(base, ages, more):
-    def p(decay, extra):
-        leaves = (base * decay(ages + extra)) ** 0.6
+    def p(decay, extra, *settings):
+        leaves = (base * decay(ages + extra, 50.0, *settings)) ** 0.6
         return leaves / leaves.sum()
 
-    def exponential(age):
-        return exponential_decay(age, 50.0)
-
-    def polynomial(age):
-        return polynomial_decay(age, 50.0, 1.0)
-
-    np.testing.assert_allclose(p(exponential, 0), p(exponential, more), rtol=1e-9)
-    if np.ptp(ages) > 20 and more > 50:
-        assert np.abs(p(polynomial, 0) / p(polynomial, more) - 1).max() > 1e-3
+    for more in (10, 347, 5000):
+        np.testing.assert_allclose(p(exponential_decay, 0), p(exponential_decay, more), rtol=1e-9)
+        assert np.abs(p(polynomial_decay, 0, 1.0) / p(polynomial_decay, more, 1.0) - 1).max() > 0.01
 
 
-@pytest.mark.parametrize("tau", [0.0, -1.0, np.nan])
-def test_tau_must_be_positive(tau):
-    with pytest.raises(ValueError, match="tau"):
-        exponential_decay(np.array([1]), tau)
-    with pytest.raises(ValueError, match="tau"):
-        polynomial_decay(np.array([1]), tau, 1.0)
-    with pytest.raises(ValueError, match="tau"):
-        age_limit(np.array([1]), tau)
-
-
-def test_a_hard_limit_is_one_up_to_it_and_nothing_beyond():
-    np.testing.assert_array_equal(age_limit(np.array([0, 1, 67, 68, 10_000]), 67.0), [1, 1, 1, 0, 0])
-
-
-@given(
-    leaves=arrays(np.float64, 30, elements=st.floats(1e-3, 1e3)),
-    beta=st.floats(0, 1),
-    drawn=st.lists(st.integers(0, 29), min_size=1, max_size=40),
-)
-def test_weights_are_the_formula(leaves, beta, drawn):
-    p = (leaves / leaves.sum())[drawn]
-    raw = [(1.0 / (30 * p_i)) ** beta for p_i in p]
-    weights = importance_weights(p, 30, beta)
-    np.testing.assert_allclose(weights, [w / max(raw) for w in raw], rtol=1e-9)
-    assert weights.max() == 1.0
-    assert weights.min() > 0.0
-
-
-def test_beta_one_makes_the_weighted_mean_unbiased():
-    """Monte Carlo: sum(w f) / sum(w) over prioritized draws tends to the plain mean of f; without w it does not."""
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+def test_weights_are_the_formula(beta):
+    """Eq. 3, with the maximum over the drawn batch or over the buffer, whose least P(i) weighs most."""
     rng = np.random.default_rng(0)
-    f, leaves = rng.normal(size=50), rng.random(50) + 0.05
-    leaves[f > 0] *= 10  # priorities that correlate with f, so that the bias is large
+    for size in (1, 2, 30):
+        buffer = 10.0 ** rng.uniform(-5, 3, 30)
+        buffer /= buffer.sum()
+        p = rng.choice(buffer, size)
+        raw, of_buffer = (1.0 / (30 * p)) ** beta, (1.0 / (30 * buffer)) ** beta
+        np.testing.assert_allclose(importance_weights(p, 30, beta), raw / raw.max(), rtol=1e-9)
+        found = importance_weights(p, 30, beta, smallest=buffer.min())
+        np.testing.assert_allclose(found, raw / of_buffer.max(), rtol=1e-9)
+        assert beta > 0 or (found == 1.0).all()  # no correction
+
+
+def test_beta_one_undoes_the_sampling_with_the_buffers_maximum_only():
+    """Batches of 128 at epsilon 1e-6 and 10 % successes: the weighted share of successes over failures, divided by that
+    in the buffer. With the batch's maximum a batch of successes alone weighs 1, a success beside a failure 0.00025."""
+    rng, successes = np.random.default_rng(0), np.arange(1000) < 100
+    leaves = reward_priority(successes.astype(float), 1e-6) ** 0.6
     p = leaves / leaves.sum()
-    drawn = rng.choice(50, size=200_000, p=p)
-    w = importance_weights(p[drawn], 50, 1.0)
-    error = np.std(w * (f[drawn] - f.mean())) / w.mean() / np.sqrt(len(drawn))
-    assert abs((w * f[drawn]).sum() / w.sum() - f.mean()) < 4 * error
-    assert abs(f[drawn].mean() - f.mean()) > 40 * error
+    drawn = rng.choice(1000, size=(20_000, 128), p=p)
+
+    def ratio(smallest):
+        weights = np.array([importance_weights(p[batch], 1000, 1.0, smallest) for batch in drawn])
+        return weights[successes[drawn]].sum() / weights[~successes[drawn]].sum() * 900 / 100
+
+    assert ratio(p.min()) == pytest.approx(1.0, abs=0.05)  # 5,800 failures are drawn: a standard error of 0.013
+    assert ratio(None) == pytest.approx(2_820, rel=0.15)
+    # at the paper's beta of 0.4 the buffer's maximum makes every success weigh 0.036
+    assert importance_weights(p[:1], 1000, 0.4, p.min()) == pytest.approx(0.036, abs=5e-4)
+    assert importance_weights(p[:1], 1000, 0.4) == 1.0
 
 
-def test_the_maximum_over_the_buffer_would_silence_successes():
-    """One success among failures at the paper's alpha 0.6 and beta 0.4 and the authors' epsilon: drawn alone, it weighs
-    1 against the maximum of the batch, but 0.036 against the buffer's."""
-    leaves = reward_priority(np.array([1.0, 0.0, 0.0, 0.0]), 1e-6) ** 0.6
-    p = leaves / leaves.sum()
-    assert importance_weights(p[:1], 4, 0.4) == 1.0
-    assert importance_weights(p, 4, 0.4)[0] == pytest.approx(0.036, abs=5e-4)
-
-
-def test_impossible_weights_are_refused():
-    for p, beta in (([0.0, 0.5], 0.4), ([1.1], 0.4), ([np.nan], 0.4), ([0.5], 1.5)):
-        with pytest.raises(ValueError):
-            importance_weights(np.array(p), 10, beta)
-
-
-def test_beta_anneals_linearly_to_one():
+def test_impossible_weights_are_refused_and_beta_anneals_to_one():
+    bad = ([0.0, 0.5], 0.4, None), ([1.1], 0.4, None), ([np.nan], 0.4, None), ([0.5], 1.5, None), ([0.5], -0.1, None)
+    for p, beta, smallest in (*bad, ([0.5, 0.6], 0.4, 0.55), ([0.5], 0.4, 0.0), ([0.5], 0.4, np.nan)):
+        with pytest.raises(ValueError, match="must lie in"):
+            importance_weights(np.array(p), 10, beta, smallest)
     assert [annealed_beta(0.4, x) for x in (0.0, 0.5, 1.0, 2.0)] == pytest.approx([0.4, 0.7, 1.0, 1.0])
+
+
+@given(st.floats(5.0, 400.0), st.floats(0.1, 1.0), st.lists(st.integers(1, 500), min_size=1, max_size=20))
+def test_a_steady_drift_gives_alpha_over_twice_its_rate(wanted, alpha, ages):
+    tau, c = AutoTau(alpha, 20), alpha / (2 * wanted)  # between the bounds or beyond either
+    for age in ages:
+        batch = np.array([age, 2 * age, 3])
+        tau.observe(batch, c * batch)
+    assert tau.tau == pytest.approx(np.clip(wanted, 20, 100))
+
+
+def test_probabilities_decay_as_the_effective_sample_size_does():
+    """Log-normal ratios with a KL of c Delta: the law behind the estimate, by Monte Carlo."""
+    rng, c, alpha = np.random.default_rng(0), 0.02, 0.6
+    tau, ages = AutoTau(alpha, 10), np.arange(1, 41)
+    tau.observe(ages, c * ages)
+    for age in (5, 15, 30):
+        variance = 2 * c * age
+        rho = np.exp(rng.normal(-variance / 2, variance**0.5, 400_000))  # mean 1, KL(mu || theta) = variance / 2
+        assert -np.log(rho).mean() == pytest.approx(c * age, abs=0.01)
+        assert tau(np.array([age]))[0] ** alpha == pytest.approx(rho.mean() ** 2 / (rho**2).mean(), rel=0.05)
+
+
+def test_the_estimate_has_bounds_forgets_and_can_be_restored():
+    tau = AutoTau(0.6, 3)
+    assert tau.tau == 15.0  # nothing known
+    tau.observe(np.array([5.0, 9.0]), np.zeros(2))
+    assert tau.tau == 15.0  # no drift
+    tau.observe(np.array([1.0]), np.array([1e9]))
+    assert tau.tau == 3.0
+    tau, restored = AutoTau(0.6, 10), AutoTau(0.6, 10)
+    for rate in (0.02, 0.008):
+        for _ in range(300):
+            tau.observe(np.array([10.0]), np.array([10 * rate]))
+        assert tau.tau == pytest.approx(0.3 / rate, rel=1e-3)
+    restored.load_state_dict(tau.state_dict())
+    assert restored.tau == tau.tau

@@ -1,66 +1,85 @@
-"""What vLLM's proof of a sync says of wrong weights, for test_train_for_real.py: one parameter of the trainer after the
-other is changed behind vLLM's back and put right again. Prints `parameter > what the error says`, a line each.
+"""The engine alone, for test_train_for_real.py: a small KV cache, and weights that are not the trainer's.
 
-    python tests/engines/proof_of_sync.py [flags of train.py]
+    python tests/engines/proof_of_sync.py BLOCKS [flags of train.py]
+
+The KV cache has BLOCKS blocks of 32 tokens. Prints a JSON object per line, and ends by killing itself in a rollout: the
+test looks at what vLLM leaves behind.
 """
 
+import json
+import os
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import torch
+import vllm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from freshper.backends import BackendError, backends
-from freshper.config import parse_args
-from freshper.engine_vllm import VLLMEngine
-from freshper.load import load
-from freshper.models import Policy
-from freshper.trainer import TorchTrainer
+from freshper.backends import backends, load
+from freshper.errors import BackendError
+from freshper.flags import parse_args
+from freshper.rollout import rollout, training_seeds
+
+
+def say(**found):
+    print(json.dumps(found), flush=True)
+
+
+def proof(engine, trainer):
+    """The error that the proof found, or what it says."""
+    try:
+        return {"error": engine.prove(trainer)}
+    except BackendError as error:
+        return {"said": str(error)}
 
 
 @torch.no_grad()
-def main() -> None:
-    config = parse_args()
+def main(blocks, *flags):
+    start = vllm.LLM
+    vllm.LLM = lambda **ours: start(**ours | {"num_gpu_blocks_override": int(blocks), "disable_log_stats": False})
+    config = parse_args(list(flags))
     torch.set_num_threads(1)
-    policy = load(config)
+    seeds = training_seeds(config, 0)
+    policy = load(config, seeds)
+    policy.freeze_vision = False  # else the trainer keeps features of the images
     with backends(policy, config) as (trainer, engine):
+        envs = [config.make_env() for _ in seeds]
+        episodes = rollout(engine, policy, envs, seeds, config.max_tokens, config.max_new_tokens)
+        counts = {metric.name: metric for metric in engine.llm.get_metrics()}
+        say(preempted=counts["vllm:num_preemptions"].value, **trainer.record_behavior_logprobs(episodes))
+
+        say(name="the same", **proof(engine, trainer))
         for name, parameter in policy.model.named_parameters():
             right = parameter.clone()
             parameter += 0.3 * torch.randn_like(parameter)
-            report(name, engine, trainer)
+            say(name=name, **proof(engine, trainer))
             parameter.copy_(right)
-        if policy.model.config.get_text_config().tie_word_embeddings:
-            stale_head(policy, trainer, engine)
-        engine.prove(trainer)
 
+        for parameter in policy.model.parameters():
+            parameter += 0.03 * torch.randn_like(parameter)
+        say(name="all", **proof(engine, trainer))
+        say(name="all, synced", error=engine.sync(trainer)["sync_error"])
 
-def report(name: str, engine: VLLMEngine, trainer: TorchTrainer) -> None:
-    try:
-        engine.prove(trainer)
-        print(f"{name} > nothing", flush=True)
-    except BackendError as error:
-        print(f"{name} > {error}", flush=True)
+        class Tied:  # vLLM gets a new embedding, and of the tied output layer nothing, as transformers would save it
+            logprobs = trainer.logprobs
 
+            def weights(self):
+                return (pair for pair in trainer.weights() if pair[0] != "lm_head.weight")
 
-def stale_head(policy: Policy, trainer: TorchTrainer, engine: VLLMEngine) -> None:
-    """vLLM is given a new embedding, and of the tied output layer nothing, as in a folder that transformers saves."""
-    embedding = policy.model.get_input_embeddings().weight
-    embedding += 0.3 * torch.randn_like(embedding)
-
-    class Tied:
-        step = trainer.step + 1
-
-        def weights(self):
-            return (pair for pair in trainer.weights() if pair[0] != "lm_head.weight")
-
-    engine.config.sync_check_every = 10**9
-    engine.syncs = 1  # this sync is not proven ...
-    engine.sync(Tied())
-    report("a tied output layer", engine, trainer)  # ... but here
-    trainer.step += 2
-    engine.sync(trainer)
+        embedding = policy.model.get_input_embeddings().weight
+        embedding += 0.3 * torch.randn_like(embedding)
+        try:
+            engine.sync(Tied())
+        except BackendError as error:
+            say(name="tied output layer", said=str(error))
+        say(name="tied output layer, synced", error=engine.sync(trainer)["sync_error"])
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        while True:
+            rollout(engine, policy, envs, seeds, config.max_tokens, config.max_new_tokens)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -1,9 +1,9 @@
-"""One rank of a trainer, for test_trainer_deepspeed.py: log-probs, updates, weights, on given episodes.
+"""One rank of test_trainer_deepspeed.py: DeepSpeed and plain torch make the same updates, and a resumed one the last.
 
-    torchrun --nproc_per_node 2 tests/engines/rank_of_a_trainer.py OUT BEFORE FIRST LAST [flags of train.py]
+    torchrun --nproc_per_node 2 tests/engines/rank_of_a_trainer.py OUT [case ...] [--resume-only]
 
-Updates FIRST to LAST - 1, after those of the run that wrote the folder BEFORE ("-": from the start). Rank 0 writes
-the folder OUT. With `--trainer torch` and one process the same script gives the oracle's numbers.
+Rank 0 writes OUT/<case>.pt with the numbers of all three, and OUT/<case>/ with a checkpoint after two of three updates.
+With --resume-only the checkpoint is one that is there. The case `broken` makes rank 1 fail in a call.
 """
 
 import sys
@@ -11,75 +11,123 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 from conftest import make_episode
 
 import freshper.trainer
-from freshper.backends import join, make_trainer
-from freshper.config import parse_args
+from freshper.backends import join_ranks, make_trainer
 from freshper.episode import collate
+from freshper.errors import BackendError
+from freshper.flags import parse_args
 from freshper.models import load_policy
 from freshper.tiny import build_policy
+from freshper.trainer import TorchTrainer
+
+FLAGS = "--backend vllm+deepspeed --batch_size 13 --micro_batch_size 2 --lr 0.01 --iterations 4".split()
+TERMS = "--kl_loss_coef 0.05 --kl_reward_coef 0.1 --entropy_coef 0.01 --dtype float32".split()
+CASES = {f"zero_{stage}": ["--zero_stage", str(stage), *TERMS] for stage in range(4)}
+CASES["images"] = ["--zero_stage", "3", "--env", "frozenlake_vlm", *TERMS]
+CASES["bfloat16"] = ["--zero_stage", "2", "--dtype", "bfloat16"]
+CASES["broken"] = CASES["zero_2"]
 
 
-def episodes_for(policy, n, image):
-    """Random episodes of very different lengths; those with a picture have its placeholders in the prompt."""
+def random_episodes(policy, n):
+    """Episodes of very different lengths; an image has its placeholders in the prompt."""
     rng = np.random.default_rng(0)
     speakable = np.setdiff1d(np.arange(len(policy.tokenizer)), policy.suppressed_ids)
     episodes = []
     for k in range(n):
         e = make_episode(rng, turns=1 + 2 * (k % 4), seed=k, vocabulary=len(policy.tokenizer))
         e.tokens = rng.choice(speakable, len(e.tokens)).astype(np.int32)
-        if image:
-            picture = np.random.default_rng(k % 3).integers(0, 255, (56, 56, 3), dtype=np.uint8)
-            e.images = [picture]
-            front = np.full(16, policy.image_token_id, dtype=np.int32)
-            e.tokens = np.concatenate([front, e.tokens])
-            e.action_mask = np.concatenate([np.zeros(16, dtype=bool), e.action_mask])
-            e.behavior_logprobs = np.concatenate([np.zeros(16, dtype=np.float32), e.behavior_logprobs])
+        if policy.image_processor:
+            e.images = [np.random.default_rng(k % 3).integers(0, 255, (56, 56, 3), dtype=np.uint8)]
+            e.tokens = np.append(np.full(16, policy.image_token_id, dtype=np.int32), e.tokens)
+            e.action_mask = np.append(np.zeros(16, dtype=bool), e.action_mask)
+            e.behavior_logprobs = np.append(np.zeros(16, dtype=np.float32), e.behavior_logprobs)
         episodes.append(e)
     return episodes
 
 
-def main(out, before, first, last, *flags):
-    config = parse_args(flags)
-    freshper.trainer.LOGITS_AT_ONCE = 1000  # three tokens of the tiny vocabulary: a text batch is cut into chunks
-    rank = join(config)
-    torch.set_num_threads(1)
-    if before == "-":
-        policy = build_policy(config.make_env())
-        policy.model.to(getattr(torch, config.dtype))
-        policy.freeze_vision = config.freeze_vision
-        policy.__post_init__()
-    else:
-        policy = load_policy(before, "cpu", getattr(torch, config.dtype), config.freeze_vision)
-    trainer = make_trainer(policy, config)
-    if rank:
-        sys.exit(trainer.serve())
-    episodes = episodes_for(policy, config.batch_size, image=config.env == "frozenlake_vlm")
-    if before == "-":
-        found = trainer.record_behavior_logprobs(episodes)
-    else:
-        trainer.load_state_dict(torch.load(f"{before}/state.pt", weights_only=False))
-        found = torch.load(f"{before}/found.pt", weights_only=False)
-        for episode, recorded, info in zip(episodes, found["behavior"], found["infos"], strict=True):
-            episode.behavior_logprobs, episode.info = recorded, info
+def numbers(trainer, episodes, first=0, folder=None):
+    """Log-probs, the updates number `first` to 2, log-probs and weights again. Saves the state before the last."""
+    found = {"mismatch": trainer.record_behavior_logprobs(episodes)["mismatch"]} if first == 0 else {}
     found["before"] = trainer.logprobs(collate(episodes))
-    moments = torch.tensor([[0.1, 0.9]] * len(episodes)).T[..., None]
-    weights = np.linspace(0.2, 1.0, len(episodes))
-    arguments = [(episodes,), (episodes, weights, moments), (episodes[:3], weights[:3])]
-    found["updates"] = [trainer.update(*arguments[k % 3]) for k in range(int(first), int(last))]
-    found["after"] = trainer.logprobs(collate(episodes))
-    kept = list(trainer.weights())  # all at once, as vLLM's sender keeps them until a buffer is full
-    found["weights"] = {name: weight.float().clone() for name, weight in kept}
-    found["behavior"], found["infos"] = [e.behavior_logprobs for e in episodes], [e.info for e in episodes]
-    found["lr"] = trainer.optimizer.param_groups[0]["lr"]
-    trainer.whole_policy().save(out)
-    torch.save(trainer.state_dict(), f"{out}/state.pt")
-    torch.save(found, f"{out}/found.pt")
+    weights, moments = np.linspace(0.2, 1.0, len(episodes)), torch.tensor([0.1, 0.9])[:, None, None]
+    arguments = [(episodes,), (episodes[:3], weights[:3], moments), (episodes, weights, moments)]
+    found["updates"] = []
+    for k in range(first, 3):
+        if k == 2 and folder:
+            trainer.whole_policy().save(str(folder))
+            torch.save(trainer.state_dict(), folder / "state.pt")
+        found["updates"].append(trainer.update(*arguments[k])._asdict())
+    found["recorded"] = [(e.behavior_logprobs, e.ref_logprobs) for e in episodes]
+    found["after"], found["lr"] = trainer.logprobs(collate(episodes)), trainer.optimizer.param_groups[0]["lr"]
+    kept = list(trainer.weights())  # as vLLM gets them
+    return found | {"weights": {name: weight.float().clone() for name, weight in kept}}
+
+
+def policy_from(folder, config):
+    return load_policy(str(folder), "cpu", getattr(torch, config.dtype))
+
+
+def run(case, out):
+    """Make the updates of a case with torch and DeepSpeed, then leave a checkpoint."""
+    config = parse_args([*FLAGS, *CASES[case]])
+    rank, folder, found = join_ranks(config), out / case, {}
+    if rank == 0:
+        build_policy(config.make_env()).save(str(folder))
+    dist.barrier()
+    policy = policy_from(folder, config)
+    trainer = make_trainer(policy, config)
+    if case == "broken":
+        break_rank_1(trainer, random_episodes(policy, 13), rank)
+    if rank:
+        trainer.serve()
+    else:
+        alone = TorchTrainer(policy_from(folder, config), config, total_updates=12)
+        found["torch"] = numbers(alone, random_episodes(policy, 13))
+        found["deepspeed"] = numbers(trainer, random_episodes(policy, 13), folder=folder)
+        torch.save(found, f"{folder}.pt")
+        trainer.close()
+
+
+def resume(case, out):
+    """Make the last update of a case again, from the checkpoint."""
+    config = parse_args([*FLAGS, *CASES[case]])
+    rank, folder = join_ranks(config), out / case
+    trainer = make_trainer(policy_from(folder, config), config)
+    if rank:
+        trainer.serve()
+        return
+    trainer.load_state_dict(torch.load(folder / "state.pt", weights_only=True))
+    found = torch.load(f"{folder}.pt", weights_only=False)
+    episodes = random_episodes(trainer.policy, 13)
+    for episode, fields in zip(episodes, found["deepspeed"]["recorded"], strict=True):
+        episode.behavior_logprobs, episode.ref_logprobs = fields
+    torch.save(found | {"resumed": numbers(trainer, episodes, first=2)}, f"{folder}.pt")
     trainer.close()
 
 
+def break_rank_1(trainer, episodes, rank):
+    if rank:
+        trainer._shares = lambda batch: [][0]
+        sys.exit(trainer.serve())
+    try:
+        trainer.logprobs(collate(episodes))
+    except BackendError as error:
+        print(f"rank 0 raised BackendError: {error}")
+    sys.exit(1)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    torch.set_num_threads(1)
+    freshper.trainer.LOGITS_AT_ONCE = 1000  # three tokens of the tiny vocabulary: a text batch is cut into chunks
+    end, dist.destroy_process_group = dist.destroy_process_group, lambda: None  # the ranks go on to the next case
+    for name in sys.argv[2:]:
+        if name != "--resume-only":
+            if "--resume-only" not in sys.argv:
+                run(name, Path(sys.argv[1]))
+            resume(name, Path(sys.argv[1]))
+    end()

@@ -1,0 +1,278 @@
+"""Settings: the paper's tables value for value, and one sentence for what cannot be or would have no effect."""
+
+import dataclasses
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from envs import ENVS
+from freshper.backends import choose_backend, join_ranks
+from freshper.config import Config
+from freshper.flags import FIXED, parse_args
+from freshper.presets import CONFIG_A, CONFIG_DEFAULT, PRESETS
+from freshper.trainer import MAX_GRAD_NORM, WARMUP_STEPS
+
+ROOT = Path(__file__).parent.parent
+TABLES = json.loads((ROOT / "tests/data/paper_tables.json").read_text())  # typed from the paper
+
+
+def paper_table(name, row):
+    """A row of a table of the paper: column -> value."""
+    return dict(zip(TABLES[name]["columns"], TABLES[name][row], strict=True))
+
+
+@pytest.mark.parametrize("env", ENVS)
+def test_the_paper_preset_holds_the_tables(env):
+    """Tables 2, 3 and 4, section 4.1 and appendix F."""
+    config = parse_args(["--preset", "paper", "--env", env])
+    row, training = paper_table("env_details", env), paper_table("training_config", env)
+    assert config.model == f"Qwen/Qwen2.5-{row['model']}-Instruct"
+    assert (config.max_tokens, config.max_turns or ENVS[env]().max_turns) == (row["seq_len"], row["max_actions"])
+    assert (config.micro_batch_size, config.iterations) == (training["micro_batch"], training["max_steps"])
+    assert config.zero_stage == training["zero"]
+    constants = {"warmup_steps": WARMUP_STEPS, "max_grad_norm": MAX_GRAD_NORM}
+    for name, value in (paper_table("config_comparison", row["config"]) | TABLES["common"]).items():
+        assert (constants.get(name) or getattr(config, name)) == value, name
+    assert config.tau == (1000 if env == "aime" else 500)  # section 4.1
+    assert config.batch_size == 128  # BS/dev x GA of Table 4, on one training GPU
+    assert config.slippery is (env == "frozenlake")  # docs/differences.md
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("env", ENVS)
+def test_the_methods_differ_in_nothing_but_their_rows_of_table_5(preset, env):
+    given = ["--preset", preset, "--env", env, "--method"]
+    configs = {method: parse_args([*given, method]) for method in ("freshper", "per", "on_policy")}
+    fresh, standard, on_policy = map(vars, configs.values())
+    assert {k for k in fresh if fresh[k] != standard[k]} == {"method", "decay", "beta"}
+    assert {k for k in fresh if fresh[k] != on_policy[k]} == {"method", "replay_ratio"}
+    assert set(CONFIG_A) == set(CONFIG_DEFAULT)
+    for method in ("freshper", "per") if (preset, env) == ("paper", "frozenlake") else ():
+        row, config = paper_table("replay_config", method), configs[method]
+        assert (config.capacity, config.replay_ratio, config.beta or None) == (row["capacity"], row["K"], row["beta"])
+        assert (config.tau if config.decay == "exponential" else None) == row["tau"]
+
+
+def test_there_are_at_most_48_settings_and_help_explains_them_before_torch_is_imported():
+    code = """if True:
+        import atexit, runpy, sys
+        atexit.register(lambda: print({"torch", "transformers"} & set(sys.modules)))
+        sys.argv = ["train.py", "--help"]
+        runpy.run_path("train.py", run_name="__main__")"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("set()\n")
+    shown, fields = " ".join(done.stdout.split()), dataclasses.fields(Config)
+    assert len(fields) <= 48
+    for field in fields:
+        sentence = " ".join(field.metadata["help"].replace("%%", "%").split())
+        assert f"{sentence} [{field.default}]" in shown
+    groups = ["task:", "method and replay:", "optimization:", "sampling:", "backends:", "the run:"]
+    assert [line for line in done.stdout.splitlines() if line in groups] == groups
+
+
+PAPERS = "Qwen/Qwen2.5-0.5B-Instruct"
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpu", "cached", "model", "reason"),
+    [
+        ("", False, False, "tiny", "there is no GPU"),
+        ("", True, False, "tiny", f"{PAPERS} is not in the Hugging Face cache"),
+        ("", True, True, PAPERS, "it is in the Hugging Face cache"),
+        ("--preset tiny", True, True, "tiny", ""),
+        ("--preset paper", False, False, PAPERS, ""),
+        ("--model someone/model", False, False, "someone/model", ""),
+    ],
+)
+def test_the_numbers_follow_from_the_model(flags, gpu, cached, model, reason, monkeypatch):
+    """A pretrained model never gets the tiny preset, nor a tiny one the paper's."""
+    monkeypatch.setattr("freshper.flags.glob", lambda pattern: ["/dev/nvidia0"] * gpu)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: "config.json" if cached else None)
+    config = parse_args(flags.split())
+    assert (config.model, config.preset) == (model, "tiny" if model == "tiny" else "paper")
+    assert reason in config.reason
+    assert bool(reason) == bool(config.reason)
+    env = config.make_env()
+    assert (env.style, env.cell_size) == (("terse", 14) if config.tiny else ("full", 56))
+
+
+def test_what_follows_from_the_settings(tmp_path, monkeypatch, model_folder):
+    monkeypatch.chdir(tmp_path)
+    config, per = parse_args([]), parse_args("--method per --iterations 11".split())
+    assert config.title() == "frozenlake (not slippery), freshper, preset tiny, seed 42"
+    for name in ("out/frozenlake-freshper-42", "out/frozenlake-freshper-42-2"):  # no run overwrites another
+        assert config.folder() == Path(name)
+        config.folder().mkdir(parents=True)
+    assert parse_args(["--model", model_folder["text"]]).preset == "tiny"  # a folder of one of ours
+    assert parse_args(["--slippery"]).make_env().slippery is True
+    for decay, expected in {"exponential": 0.36788, "polynomial": 0.5, "limit": 1.0}.items():  # at tau = 20
+        assert parse_args(["--decay", decay]).decay_function()(20) == pytest.approx(expected, abs=1e-5)
+    auto = parse_args("--tau auto --replay_ratio 4 --ppo_epochs 2".split()).decay_function()
+    assert (auto.shortest, auto.longest) == (6.0, 30.0)  # one to five iterations of 2 + 4 steps
+    assert per.decay_function() is None
+    assert [per.beta_at(i) for i in (0, 5, 10)] == pytest.approx([0.4, 0.7, 1.0])
+    assert config.beta_at(0) == config.beta_at(199) == 0.0
+
+
+ALLOWED = {  # what is allowed: values that are not
+    "above 0": """iterations=0 rollout_batch_size=0 group_size=0 batch_size=-4 ppo_epochs=0 capacity=0 lr=0 ratio_clip=0
+    advantage_clip=-1 micro_batch_size=0 temperature=0 epsilon=0 max_new_tokens=0 eval_every=0 eval_episodes=0""",
+    "0 or more": """replay_ratio=-1 seed=-1 kl_loss_coef=-0.1 kl_reward_coef=-1 entropy_coef=-1 top_k=-1
+    format_penalty=-1 max_turns=-1 save_every=-1 truncated_is=-2""",
+    "finite": "tau=nan tau=inf lr=inf alpha=nan temperature=inf kl_reward_coef=nan",
+    "below 2**31": "iterations=2147483648 seed=4294967296",
+    "between 0 and 1": "alpha=1.5 alpha=-0.1 beta=2 beta=-1",
+    "above 0, or auto": "tau=0 tau=-5",
+    "above 0 and at most 1": "top_p=0 top_p=1.5",
+    "0 or above 1": "dual_clip=-2 dual_clip=0.9",
+    "at least a batch": "capacity=10",
+    "at most 100,000,000": "capacity=1000000000",
+    "a divisor of rollout_batch_size": "group_size=5",
+    "below max_tokens 512": "max_new_tokens=600",
+    f"one of {', '.join(ENVS)}": "env=nowhere",
+    "tiny, a folder with a config.json, or a hub id": "model=./no/such/folder model=nothing model=afile",
+    "a folder that does not exist yet": "out=afile",
+}
+SENTENCES = {  # flags: how the sentence begins
+    "--method dqn": "argument --method: invalid choice: 'dqn' (choose from 'on_policy', 'per', 'freshper')",
+    "--zero_stage 4": "argument --zero_stage: invalid choice: 4 (choose from 0, 1, 2, 3)",
+    "--tau five": "argument --tau: invalid ",
+    "--it 3": "unrecognized arguments: --it 3",
+    "--preset tiny --model someone/model": "--preset is tiny, but must be paper with --model someone/model",
+    "--method on_policy --replay_ratio 4": "--replay_ratio is 4, but must be 0 with --method on_policy",
+    "--method per --decay exponential": "--decay is exponential, but must be none with --method per",
+    "--tau auto --decay polynomial": "--tau is auto, but must be a number with this --decay",
+    "--backend hf+deepspeed --zero_stage 3": "--zero_stage is 3, but must be below 3 with --backend hf+deepspeed",
+    "--backend vllm+torch --engine_memory 1.5": "--engine_memory is 1.5, but must be above 0 and below 1",
+}
+IDLE = {  # flags of which the first has no effect: with what
+    "--data questions.json": "--env frozenlake",
+    "--slippery True --env sokoban_simple": "--env sokoban_simple",
+    "--search_url http://a --env gsm8k": "--env gsm8k",
+    "--tau 5 --method per": "--method per and --decay none",
+    "--tau auto --decay none": "--method freshper and --decay none",
+    "--alpha 0.5 --method on_policy": "--method on_policy and --replay_ratio 0",
+    "--beta 0.4 --replay_ratio 0": "--method freshper and --replay_ratio 0",
+    "--epsilon 0.5 --alpha 0": "--alpha 0",
+    "--tau 5.0 --alpha 0": "--alpha 0",
+    "--zero_stage 1 --backend hf+torch": "--backend hf+torch",
+    "--engine_memory 0.3 --backend hf+deepspeed": "--backend hf+deepspeed",
+    "--out elsewhere --resume run": "--resume",
+}
+
+
+def cases():
+    """Yield (flags, how the sentence begins)."""
+    for allowed, settings in ALLOWED.items():
+        for name, _, value in (setting.partition("=") for setting in settings.split()):
+            shown = float(value) if type(getattr(Config, name)) is float else value
+            yield f"--{name}={value}", f"--{name} is {shown}, but must be {allowed}"
+    yield from SENTENCES.items()
+    for flags, why in IDLE.items():
+        name, value = flags.split()[:2]
+        shown = float(value) if name == "--tau" and value != "auto" else value
+        yield flags, f"{name} is {shown}, but has no effect with {why}"
+
+
+def refusal(capsys, flags):
+    """The one line that train.py ends with, with exit status 2 and nothing written."""
+    before = sorted(Path().rglob("*"))
+    with pytest.raises(SystemExit) as stop:
+        parse_args(flags.split())
+    assert stop.value.code == 2
+    assert sorted(Path().rglob("*")) == before
+    (line,) = capsys.readouterr().err.splitlines()
+    return line.partition(": error: ")[2]
+
+
+def earlier_run(**changes):
+    """Write run/config.json as a run does."""
+    Path("run").mkdir()
+    stored = dataclasses.asdict(parse_args(["--backend", "hf+torch"])) | {"out": "run"} | changes
+    Path("run/config.json").write_text(json.dumps(stored))
+
+
+@pytest.mark.parametrize(("flags", "sentence"), list(cases()))
+def test_bad_flags_get_one_sentence(flags, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    earlier_run()
+    Path("afile").write_text("no folder")
+    assert refusal(capsys, flags).startswith(sentence)
+
+
+def test_resuming_keeps_the_settings_and_a_flag_that_is_given_again_wins(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    earlier_run(lr=0.02, tau="auto", slippery=True)
+    same, again = parse_args(["--resume", "run"]), parse_args("--resume run --iterations 300 --lr 0.02".split())
+    assert (same.lr, same.tau, same.slippery, same.iterations, same.changes) == (0.02, "auto", True, 200, ())
+    assert same.folder() == Path("run")
+    assert (again.iterations, again.lr, again.changes) == (300, 0.02, ("iterations is 300, was 200",))
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_what_the_saved_state_consists_of_cannot_change(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    earlier_run()
+    others = """env=gsm8k method=per model=someone/model preset=paper seed=7 dtype=bfloat16 capacity=20000 zero_stage=1
+    eviction=lowest_priority base_priority=advantage replay_advantage=recompute backend=hf+deepspeed"""
+    other = dict(pair.split("=") for pair in others.split()).get(name, "0.5")
+    sentence = refusal(capsys, f"--resume run --{name} {other}")
+    assert sentence.startswith(f"--{name} is {other}, but must be ")
+    assert sentence.endswith(" as in the earlier run")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "must be the folder of a run, with a config.json"),
+        (b"{oops", "its config.json cannot be read: Expecting property name"),
+        (b"[" * 100_000, "its config.json cannot be read: maximum recursion depth"),
+        (b"[1]", "its settings differ from this code's in everything"),
+        (b'{"lr": 1.0}', "its settings differ from this code's in advantage_clip, alpha, backend"),
+        ({"more": 1}, "its settings differ from this code's in more"),
+        ({"lr": "fast"}, "argument --lr: invalid float value: 'fast'"),
+        ({"alpha": 7.0}, "--alpha is 7.0, but must be between 0 and 1"),
+    ],
+)
+def test_resuming_what_cannot_be(content, reason, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    if content:
+        earlier_run(**content if isinstance(content, dict) else {})
+    if isinstance(content, bytes):
+        Path("run/config.json").write_bytes(content)
+    assert reason in refusal(capsys, "--resume run")
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpu", "missing", "found"),
+    [
+        ("--model tiny", True, "", "backend hf+torch: the tiny model runs on the CPU"),
+        ("--preset paper", False, "", "backend hf+torch: torch finds no GPU"),
+        ("--preset paper", True, "deepspeed", "backend hf+torch: deepspeed is not installed"),
+        ("--preset paper", True, "", "backend vllm+deepspeed: there is a GPU, with vLLM and DeepSpeed"),
+        ("--backend vllm+torch", True, "vllm", "--backend is vllm+torch, but vllm is not installed; "),
+        ("--backend hf+deepspeed", False, "deepspeed", "--backend is hf+deepspeed, but deepspeed is not installed; "),
+        ("--preset paper --zero_stage 1", False, "", "--zero_stage is 1, but has no effect with --backend hf+torch"),
+        ("--model tiny", "2 ranks", "", "--backend is hf+torch, but must train with deepspeed on the 2 ranks started"),
+    ],
+)
+def test_the_backend_follows_from_what_is_installed(flags, gpu, missing, found, monkeypatch):
+    config = parse_args(flags.split())
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu is True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == missing else name)
+    monkeypatch.setenv("WORLD_SIZE", "2" if gpu == "2 ranks" else "1")
+    monkeypatch.setitem(sys.modules, "freshper.trainer_deepspeed", SimpleNamespace(join_ranks=lambda config: 1))
+    if found.startswith("--"):
+        with pytest.raises(ValueError) as error:
+            choose_backend(config)
+        assert str(error.value).startswith(found)
+    else:
+        choose_backend(config)
+        assert join_ranks(config) == ("deepspeed" in found and "not" not in found)  # the rank
+        assert config.backend_reason == found
+        assert found.startswith(f"backend {config.backend}: ")

@@ -1,0 +1,156 @@
+"""What a run prints and writes: the tables against each other and a brute-force ESS, the pages against the episodes."""
+
+import base64
+import html
+import io
+import re
+
+import matplotlib.figure
+import numpy as np
+import pytest
+from PIL import Image
+
+import train
+from envs import ENVS
+from freshper.config import Config
+from freshper.diagnostics import read
+from freshper.errors import NonFiniteError
+from freshper.report import COLUMNS, REPLAY_COLUMNS, Report, episodes_page
+from freshper.rollout import Reply, rollout
+
+FLAGS = """--model tiny --iterations 5 --eval_every 2 --rollout_batch_size 8 --batch_size 4 --eval_episodes 8
+--max_turns 3 --ppo_epochs 2 --tau auto --seed 3""".split()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A real run: its folder, what it printed, its figures."""
+    folder, figures, lines = tmp_path_factory.mktemp("runs") / "run", [], []
+    with pytest.MonkeyPatch.context() as patch:
+        save = matplotlib.figure.Figure.savefig
+        patch.setattr(matplotlib.figure.Figure, "savefig", lambda f, *a, **k: (save(f, *a, **k), figures.append(f)))
+        patch.setattr(Report, "say", staticmethod(lambda text: lines.extend(text.splitlines())))
+        assert train.main([*FLAGS, "--out", str(folder)]) == 0
+    return folder, lines, figures
+
+
+def test_metrics_agree_with_the_trajectories_that_were_replayed(run):
+    folder = run[0]
+    metrics, replayed = read(folder, "metrics.csv"), read(folder)
+    assert list(metrics) == COLUMNS
+    assert list(replayed) == REPLAY_COLUMNS
+    assert metrics["iteration"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert metrics["step"].tolist() == [0, 4, 8, 12, 16, 20]  # two epochs and two replay updates
+    assert metrics["episodes"].tolist() == [0, 8, 16, 24, 32, 40]
+    assert np.flatnonzero(~np.isnan(metrics["eval_success"])).tolist() == [0, 2, 4, 5]
+    assert (np.diff(metrics["wall_s"]) > 0).all()
+    for name in ("train_success", "loss", "replay_loss", "ess", "truncated", "tau", "rollout_s"):
+        assert np.isnan(metrics[name][0]), name
+        assert np.isfinite(metrics[name][1:]).all(), name
+    phases = sum(metrics[f"{phase}_s"][1:] for phase in ("rollout", "logprobs", "update", "replay"))
+    assert (phases <= np.diff(metrics["wall_s"]) + 1e-3).all()
+    for k in range(1, 6):
+        batches = np.flatnonzero(replayed["iteration"] == k).reshape(2, 4)  # K, B
+        rho = np.exp(replayed["log_ratio"][batches])
+        ess = rho.sum(1) ** 2 / (4 * (rho**2).sum(1))
+        ratio, ratio_sq, tokens = (replayed[name][batches].sum(1) for name in ("ratio", "ratio_sq", "tokens"))
+        assert metrics["ess"][k] == pytest.approx(ess.mean(), rel=1e-4)
+        assert metrics["ess_token"][k] == pytest.approx((ratio**2 / tokens / ratio_sq).mean(), rel=1e-4)
+        assert metrics["max_age"][k] == replayed["age"][batches].max()
+        assert metrics["replay_age"][k] == pytest.approx(replayed["age"][batches].mean())
+
+
+def test_what_is_printed(run):
+    folder, lines, _ = run
+    last, env = read(folder, "metrics.csv")["eval_success"][[2, 4, 5]].mean(), ENVS["frozenlake"](max_turns=3)
+    random, optimal = (np.mean([env.baselines(10**9 + k)[name] for k in range(8)]) for name in ("random", "optimal"))
+    known = f"(random policy {random:.2f}, optimal policy {optimal:.2f})"
+    assert f"held-out success, mean of the last three evaluations: {last:.2f} {known}" in lines
+    assert re.fullmatch(r"Qwen2ForCausalLM, [\d,]+ parameters", lines[1])
+    assert lines[-1].startswith(f"written to {folder}: checkpoint")
+    assert {"curve.png", "diagnostics.png", "episodes.html", "config.json"} <= set(re.split("[ ,]+", lines[-1]))
+
+
+def test_legends_cover_no_axes(run):
+    figures = run[2]
+    assert len(figures) == 2
+    for figure in figures:
+        figure.draw_without_rendering()
+        legends = [*figure.legends, *(axes.get_legend() for axes in figure.axes if axes.get_legend())]
+        assert legends
+        for legend in legends:
+            assert legend.get_window_extent().width < figure.bbox.width
+            assert not any(legend.get_window_extent().overlaps(axes.get_window_extent()) for axes in figure.axes)
+
+
+class Scripted:
+    """An engine of random valid replies with log-probs of its own."""
+
+    def __init__(self, policy, envs):
+        self.policy, self.envs, self.rng = policy, envs, np.random.default_rng(0)
+
+    def generate(self, conversations, max_new_tokens):
+        texts = [self.envs[c.seed].random_reply(self.rng) for c in conversations]
+        ids = [[*self.policy.tokenizer.encode(t, add_special_tokens=False), self.policy.eos_id] for t in texts]
+        return [Reply(tokens, [-0.25 * k for k in range(len(tokens))]) for tokens in ids]
+
+
+def test_each_image_stands_beside_its_own_turn(vision_policy):
+    """Play the replies of the page again: every turn must show the image that the environment shows then."""
+    envs = [ENVS["frozenlake_vlm"](max_turns=4) for _ in range(3)]
+    episodes = rollout(Scripted(vision_policy, envs), vision_policy, envs, [0, 1, 2], 512, 6)
+    page = episodes_page(episodes, vision_policy, "a < title")
+    assert page.count("a &lt; title") == 2
+    sections = iter(re.findall(r"<tr>.*?<p>", page, re.DOTALL))
+    for seed, episode in enumerate(episodes):
+        observation, _ = envs[0].reset(seed=seed)
+        for reward in episode.turn_rewards:
+            section = next(sections)
+            (image,) = re.findall(r"base64,([^\"]+)", section)
+            np.testing.assert_array_equal(
+                np.array(Image.open(io.BytesIO(base64.b64decode(image)))), observation.images[0]
+            )
+            tokens = re.findall(r"<ruby>(.*?)<rt>(.*?)</rt>", section)
+            assert [float(x) for _, x in tokens] == [-0.25 * k for k in range(len(tokens))]
+            reply = html.unescape("".join(text for text, _ in tokens)).removesuffix(vision_policy.tokenizer.eos_token)
+            observation, again, *_ = envs[0].step(reply)
+            assert again == pytest.approx(reward)
+    assert next(sections, None) is None
+
+
+def test_a_run_that_stops_says_why_and_how_to_go_on(tmp_path, text_policy, monkeypatch):
+    lines = []
+    monkeypatch.setattr(Report, "say", staticmethod(lines.append))
+    config = Config(model="tiny", eval_episodes=2, out=str(tmp_path / "run"))
+    with pytest.raises(NonFiniteError), Report(config, text_policy):
+        raise NonFiniteError("the rollout met a reward nan")
+    assert "stopped after iteration 0: the rollout met a reward nan" in lines
+    assert lines[-1] == f"continue with: python train.py --resume {tmp_path / 'run'}"
+    again = Config(model="tiny", eval_episodes=2, resume=str(tmp_path / "run"))
+    with Report(again, text_policy), pytest.raises(ValueError, match=r"--resume is .*: another process is writing"):
+        Report(again, text_policy)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"--out is .*file/run, but must be a folder to write to: .*Not a directory"):
+        Report(Config(out=str(tmp_path / "file/run")), text_policy)
+
+
+def test_plots_that_cannot_be_written_fail_the_run(tmp_path, monkeypatch, capsys):
+    def full(*_, **__):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    assert train.main([*FLAGS, "--iterations", "1", "--out", str(tmp_path / "run")]) == 1
+    assert f"plots and pages could not be written to {tmp_path / 'run'}: the disk is full" in capsys.readouterr().out
+
+
+def test_a_resumed_report_drops_what_came_after_its_checkpoint(run, tmp_path, text_policy):
+    metrics, text = read(run[0], "metrics.csv"), (run[0] / "replay.csv").read_text()
+    (tmp_path / "replay.csv").write_text(text + "5,1,0.")  # cut by a kill
+    rows = [{"iteration": k, "wall_s": k, "eval_success": metrics["eval_success"][k]} for k in (0, 2)]
+    report = Report(Config(model="tiny", resume=str(tmp_path)), text_policy)
+    report.load_state_dict({"rows": rows})
+    assert report.done == 2
+    assert report.best() == [0, 2][int(rows[1]["eval_success"] > rows[0]["eval_success"])]
+    assert next(report.iterations()) == 2
+    kept = [line for line in text.splitlines()[1:] if int(line.split(",")[0]) <= 2]
+    assert (tmp_path / "replay.csv").read_text().splitlines()[1:] == kept
