@@ -18,83 +18,43 @@ METHODS: dict[str, dict[str, Any]] = {
 CONFIG_A = {"advantage_clip": 0.2, "kl_loss_coef": 0.0, "kl_reward_coef": 0.0, "entropy_coef": 0.0}
 CONFIG_DEFAULT = {"advantage_clip": 20.0, "kl_loss_coef": 0.05, "kl_reward_coef": 0.1, "entropy_coef": 0.01}
 
-_PAPER_0_5B = {"model": "Qwen/Qwen2.5-0.5B-Instruct", **CONFIG_A}
-_PAPER_7B = {"model": "Qwen/Qwen2.5-7B-Instruct"}
-_PAPER_3B = {
-    "model": "Qwen/Qwen2.5-VL-3B-Instruct",
-    "iterations": 100,
-    "max_tokens": 4096,
-    "micro_batch_size": 1,
-    **CONFIG_DEFAULT,
-}
+_PAPER_0_5B = CONFIG_A | {"model": "Qwen/Qwen2.5-0.5B-Instruct"}
+_PAPER_3B = CONFIG_DEFAULT | {"model": "Qwen/Qwen2.5-VL-3B-Instruct", "iterations": 100, "max_tokens": 4096}
+_PAPER_3B |= {"micro_batch_size": 1}
+_NQ = CONFIG_DEFAULT | {"model": "Qwen/Qwen2.5-7B-Instruct", "iterations": 300, "max_tokens": 12800, "zero_stage": 3}
+_AIME = CONFIG_A | {"model": "Qwen/Qwen2.5-7B-Instruct", "max_tokens": 4096, "micro_batch_size": 2, "tau": 1000.0}
 
-_TINY = {
-    "model": "tiny",
-    "dtype": "float32",
-    "capacity": 10_000,
-    "max_tokens": 512,
-    "max_new_tokens": 6,
-    "micro_batch_size": 16,
-    "advantage_clip": 20.0,
-    "dual_clip": 3.0,
-    "epsilon": 0.1,
-    "tau": 20.0,
-    "lr": 1e-3,
-    "iterations": 200,
-    "rollout_batch_size": 32,
-    "batch_size": 32,
-    "eval_every": 20,
-    "eval_episodes": 256,
-}
-_SOKOBAN = {**_TINY, "format_penalty": 1.5, "max_tokens": 768}  # beside 10 for a solved room 0.15 is nothing
+_TINY = {"model": "tiny", "dtype": "float32", "max_tokens": 512, "max_new_tokens": 6, "micro_batch_size": 16}
+_TINY |= {"advantage_clip": 20.0, "dual_clip": 3.0, "epsilon": 0.1, "tau": 20.0, "lr": 1e-3, "capacity": 10_000}
+_TINY |= {"iterations": 200, "rollout_batch_size": 32, "batch_size": 32, "eval_every": 20, "eval_episodes": 256}
+_TEXT = _TINY | {"batch_size": 64}
+# beside 10 for a solved room a penalty of 0.15 is nothing
+_SOKOBAN = {"format_penalty": 1.5, "max_tokens": 768}
+# returns from -13 to -600: |r| prefers the worst episodes, an epsilon this large treats all alike
+_CLIFF = {"epsilon": 1000.0, "format_penalty": 5.0, "max_tokens": 1024}
 
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "paper": {
-        "frozenlake": {**_PAPER_0_5B, "slippery": True},
+        "frozenlake": _PAPER_0_5B | {"slippery": True},
         "frozenlake_vlm": _PAPER_3B,
         "sokoban_simple": _PAPER_0_5B,
         "sokoban_hard": _PAPER_0_5B,
-        "cliffwalking": {**_PAPER_0_5B, "max_turns": 200},
-        "nq_search": {
-            **_PAPER_7B,
-            **CONFIG_DEFAULT,
-            "zero_stage": 3,
-            "iterations": 300,
-            "max_tokens": 12800,
-            "max_new_tokens": 500,
-            "micro_batch_size": 1,
-        },
-        "gsm8k": {**_PAPER_0_5B, "data": "openai/gsm8k:main", "max_tokens": 4096, "max_new_tokens": 512},
-        "aime": {
-            **_PAPER_7B,
-            **CONFIG_A,
-            "data": "AI-MO/aimo-validation-aime",
-            "max_tokens": 4096,
-            "max_new_tokens": 1024,
-            "micro_batch_size": 2,
-            "tau": 1000.0,
-        },
-        "geoqa": {**_PAPER_3B, "data": "leonardPKU/GEOQA_R1V_Train_8K", "max_new_tokens": 512},
+        "cliffwalking": _PAPER_0_5B | {"max_turns": 200},
+        "nq_search": _NQ | {"max_new_tokens": 500, "micro_batch_size": 1},
+        "gsm8k": _PAPER_0_5B | {"data": "openai/gsm8k:main", "max_tokens": 4096, "max_new_tokens": 512},
+        "aime": _AIME | {"data": "AI-MO/aimo-validation-aime", "max_new_tokens": 1024},
+        "geoqa": _PAPER_3B | {"data": "leonardPKU/GEOQA_R1V_Train_8K", "max_new_tokens": 512},
     },
     "tiny": {
-        "frozenlake": {**_TINY, "batch_size": 64},
+        "frozenlake": _TEXT,
         "frozenlake_vlm": _TINY,
-        "sokoban_simple": {**_SOKOBAN, "batch_size": 64},
+        "sokoban_simple": _TEXT | _SOKOBAN,
         # one of two boxes in place is a return of 0: only a large epsilon replays it like a failure, |r| = 1
-        "sokoban_hard": {**_SOKOBAN, "epsilon": 1.0, "iterations": 120},
-        # returns from -13 to -600: |r| prefers the worst episodes, an epsilon this large treats all alike
-        "cliffwalking": {
-            **_TINY,
-            "epsilon": 1000.0,
-            "format_penalty": 5.0,
-            "max_tokens": 1024,
-            "iterations": 60,
-            "eval_every": 15,
-            "eval_episodes": 64,
-        },
-        "nq_search": {**_TINY, "batch_size": 64, "rollout_batch_size": 64},
-        "gsm8k": {**_TINY, "batch_size": 64},
-        "aime": {**_TINY, "batch_size": 64},
+        "sokoban_hard": _TINY | _SOKOBAN | {"epsilon": 1.0, "iterations": 120},
+        "cliffwalking": _TINY | _CLIFF | {"iterations": 60, "eval_every": 15, "eval_episodes": 64},
+        "nq_search": _TEXT | {"rollout_batch_size": 64},
+        "gsm8k": _TEXT,
+        "aime": _TEXT,
         "geoqa": _TINY,
     },
 }

@@ -8,7 +8,6 @@ a fiftieth of the first step.
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,20 +30,11 @@ def run(ranks, out, *cases):
     """Run the cases in one launch. Returns the exit status and the output."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *launcher, str(SCRIPT), str(out), *cases]
-    process = subprocess.Popen(
-        command,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "FRESHPER_TIMEOUT": "300"}
+    done = subprocess.run(
+        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=400
     )
-    try:
-        output, _ = process.communicate(timeout=400)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    return process.returncode, output
+    return done.returncode, done.stdout
 
 
 @pytest.fixture(scope="module")
