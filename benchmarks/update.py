@@ -25,20 +25,16 @@ import freshper.trainer
 from freshper.episode import Episode, collate
 from freshper.malloc import keep_freed_memory
 from freshper.models import Policy
+from freshper.tiny import build_tokenizer
 from freshper.trainer import action_logprobs
-
-
-class _Tokenizer:
-    """What Policy asks of a tokenizer when no text is involved."""
-
-    chat_template, eos_token_id, added_tokens_decoder = "none", 0, {}
 
 
 def measure(at_once: int, vocabulary: int, episodes: int, length: int, queue: multiprocessing.Queue) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-    policy = Policy(Qwen2ForCausalLM(Qwen2Config(vocab_size=vocabulary, num_key_value_heads=4, **shape)), _Tokenizer())
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=vocabulary, num_key_value_heads=4, **shape))
+    policy = Policy(model, build_tokenizer(()))
     rng = np.random.default_rng(0)
     mask = np.arange(length) >= length // 4
     batch = collate(
