@@ -3,8 +3,8 @@
     python train.py --env frozenlake_vlm                 an image task, on a laptop, in minutes
     python train.py --env frozenlake --method on_policy  the baseline without replay
 
-Each line of the algorithm is one call; open the module behind it to see how it works. Where we differ from the paper or
-from the authors' code is said at the head of that module and in docs/differences.md.
+Each line of the algorithm is one call; the module behind it says how it works. Where we differ from the paper or from
+the authors' code is said at the head of that module and in docs/differences.md.
 """
 
 import os
@@ -25,19 +25,19 @@ from freshper.checkpoint import RunState, StopSignals
 from freshper.engine_hf import HFEngine
 from freshper.errors import BackendError, Interrupted, NonFiniteError
 from freshper.is_weights import importance_weights
-from freshper.malloc import keep_freed_memory
 from freshper.models import Policy
 from freshper.reinforce import ReplayBaseline
 from freshper.report import Report
 from freshper.rollout import rollout, training_seeds
+from freshper.tiny import keep_freed_memory
 from freshper.trainer import TorchTrainer
 
 
 def train(
     config: Config, policy: Policy, trainer: TorchTrainer, engine: HFEngine, report: Report, signals: StopSignals
 ) -> None:
-    """Run Algorithm 1, from its start or from a checkpoint. Raises NonFiniteError if log-probs, loss or gradient stop
-    being numbers, OSError if the disk fails, BackendError if vLLM or DeepSpeed does, Interrupted after a signal."""
+    """Run Algorithm 1, from its start or a checkpoint. Raises NonFiniteError if log-probs, loss or gradient stop being
+    numbers, OSError if the disk fails, BackendError if vLLM or DeepSpeed does, Interrupted after a signal."""
     envs = [config.make_env() for _ in range(max(config.rollout_batch_size, config.eval_episodes))]
     buffer = ReplayBuffer(config.capacity, config.alpha, config.decay_function(), config.eviction, config.seed)
     baseline = ReplayBaseline(config)
@@ -47,8 +47,7 @@ def train(
     for iteration in report.iterations():  # Algorithm 1, line 1
         # 2: roll out pi_mu in E to collect episodes {e_j} with rewards {r_j}
         seeds = training_seeds(config, iteration)
-        players = envs[: len(seeds)]
-        episodes = rollout(engine, policy, players, seeds, config.max_tokens, config.max_new_tokens, trainer.step)
+        episodes = rollout(engine, policy, envs, seeds, config.max_tokens, config.max_new_tokens, trainer.step)
         # 3: compute behavior log-probs log pi_mu(e_j), before training
         mismatch = trainer.record_behavior_logprobs(episodes)
         baseline.observe(episodes)
@@ -73,7 +72,6 @@ def train(
             replays.append((drawn, replayed))
         # 12: sync the inference engine, pi_mu <- pi_theta
         sync = engine.sync(trainer)
-
         report.log(episodes, mismatch, fresh, replays, sync, trainer=trainer, buffer=buffer)
         report.evaluate_if_due(engine, policy, envs)
         run.save_if_due()

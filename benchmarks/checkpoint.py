@@ -59,7 +59,7 @@ def run_state(out, buffer, policy):
     """Return the state of a run that has nothing but a buffer and a policy."""
     nothing = {"state_dict": dict, "load_state_dict": lambda state: None}
     trainer = SimpleNamespace(whole_policy=lambda: policy, **nothing)
-    report = SimpleNamespace(folder=out, done=1, best=int, say=lambda line: None, **nothing)
+    report = SimpleNamespace(folder=out, done=1, evaluations=dict, say=lambda line: None, **nothing)
     config = SimpleNamespace(resume=str(out), save_every=1, iterations=2)
     return RunState(config, policy, report, StopSignals(), trainer=trainer, buffer=buffer)
 

@@ -20,8 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from envs import ENVS
-from freshper.malloc import keep_freed_memory
-from freshper.tiny import build_policy
+from freshper.tiny import build_policy, keep_freed_memory
 from freshper.warm_start import warm_start
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from freshper.buffer import ReplayBuffer
 from freshper.episode import Episode
 from freshper.is_weights import importance_weights
-from freshper.malloc import keep_freed_memory
 from freshper.priority import exponential_decay, reward_priority
+from freshper.tiny import keep_freed_memory
 
 BATCH, ROUNDS, ALPHA, BETA, TAU, EPSILON = 128, 200, 0.6, 0.4, 500.0, 0.01
 MILLISECONDS = {"refresh": 3.0, "add, fifo": 2.0, "add, lowest_priority": 2.0}  # targets

@@ -39,9 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from envs.frozenlake import FrozenLake
 from freshper.engine_hf import HFEngine, Sampling
-from freshper.malloc import keep_freed_memory
 from freshper.rollout import Reply, rollout
-from freshper.tiny import build_policy
+from freshper.tiny import build_policy, keep_freed_memory
 
 SEEDS, TURNS, REPLY, ROUNDS = list(range(64)), 10, 4, {"terse": 5, "full": 1}
 SPEEDUP, GROWTH = 4.0, 1.5  # the targets: at least, at most

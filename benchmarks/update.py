@@ -23,9 +23,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import freshper.trainer
 from freshper.episode import Episode, collate
-from freshper.malloc import keep_freed_memory
 from freshper.models import Policy
-from freshper.tiny import build_tokenizer
+from freshper.tiny import build_tokenizer, keep_freed_memory
 from freshper.trainer import action_logprobs
 
 

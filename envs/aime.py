@@ -1,66 +1,61 @@
 """AIME: competition problems whose answer is an integer from 000 to 999, in up to three attempts.
 
 Paper: appendix D, "AIME"; tau is 1000 there.
-Data: the fields `problem` and `answer` (in any case: `Problem`, `Answer`), as in `AI-MO/aimo-validation-aime`, which
-has one split, 90 problems of the years 2022 to 2024. The paper does not say which problems it used.
+Data: the fields `problem` and `answer`, as in `AI-MO/aimo-validation-aime`, which has one split, 90 problems of the
+years 2022 to 2024. The paper does not say which problems it used.
 
 Without data, problems on four numbers up to 16 are generated: their greatest common divisor, the smallest of them, or
 how many are multiples of 2, 3 or 5. Answers 000 to 007 are equally likely. There are 12,931 problems for training and
-1,874 held out, the order of the numbers aside. They are ours, and scores on them say nothing about AIME.
+1,874 held out, the order of the numbers aside. Scores on them say nothing about AIME.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from fractions import Fraction
 from itertools import combinations_with_replacement
 from typing import Any
 
 import numpy as np
 
-from envs.answer_parsing import read_number
-from envs.question_answering import FEEDBACK, Problem, Question, QuestionAnswering
+from envs.question_answering import FEEDBACK, Question, QuestionAnswering
 
 LARGEST = 16
-ANSWERS = tuple(f"{n:03d}" for n in range(8))
 GCD, SMALLEST, MULTIPLES = "Find the greatest common divisor of", "Find the smallest of", "Find how many multiples of"
 AMONG = " there are among"
 
 
 class AIME(QuestionAnswering):
+    generated_answers = tuple(f"{n:03d}" for n in range(8))
     words = (GCD, SMALLEST, MULTIPLES, AMONG, *FEEDBACK, *(f" {n}" for n in range(1, LARGEST + 1)))
-    words += tuple(f" {n}" for n in ANSWERS)
-    generated_answers = ANSWERS
+    words += tuple(map(" {}".format, generated_answers))
     fields = ("problem", "answer")
     rules = "Solve this competition problem step by step; its answer is an integer from 000 to 999."
     form = "End your reply with the integer alone between tags, for example <answer>042</answer>."
 
-    @staticmethod
-    def read(answer: str) -> Fraction | None:
-        """Return an integer from 000 to 999; anything else is no answer."""
-        number = read_number(answer)
-        value = number.value if number else None
-        return value if isinstance(value, Fraction) and value.denominator == 1 and 0 <= value <= 999 else None
+    @classmethod
+    def read(cls, answer: str) -> Fraction | None:
+        value = super().read(answer)
+        return value if value in range(1000) else None
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Question:
-        gold = cls.read(str(row["answer"]))
-        if gold is None:
+        if (gold := cls.read(str(row["answer"]))) is None:
             raise ValueError(f"the field answer is {str(row['answer'])[:30]!r}, but must be an integer from 000 to 999")
-        return Question(row["problem"], f"{int(gold):03d}")
+        return Question(str(row["problem"]), f"{int(gold):03d}")
 
     @classmethod
-    def problems(cls) -> Iterator[Problem]:
+    def problems(cls) -> Iterator[tuple[str, Hashable, Any]]:
         """Yield all problems. Those with the same four numbers are in the same split."""
         for numbers in combinations_with_replacement(range(1, LARGEST + 1), 4):
             found = [(math.gcd(*numbers), GCD), (numbers[0], SMALLEST)]
             found += [(sum(n % m == 0 for n in numbers), f"{MULTIPLES} {m}{AMONG}") for m in (2, 3, 5)]
             for answer, task in found:
-                yield Problem(f"{answer:03d}", numbers, (task, numbers))
+                yield f"{answer:03d}", numbers, (task, numbers)
 
-    def question_of(self, problem: Problem, rng: np.random.Generator) -> Question:
-        task, numbers = problem.content
+    def question_of(self, content: Any, answer: str, rng: np.random.Generator) -> Question:
+        task, numbers = content
         listed = "".join(f" {n}" for n in rng.permutation(numbers))
-        return Question(f"{task}{listed}.", problem.answer, listed)
+        return Question(f"{task}{listed}.", answer, listed)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,7 @@ candidates (72 or 73), words that change the value (72 squared) and work left un
 
 The place is between <answer> tags, else inside \boxed{}. Full prompts also accept a reply without either if it
 announces its answer, as in `#### 72` or "The answer is 72 apples.", or is nothing else: `72`, `x = 72`. No other number
-counts, so a reply that was cut is not paid for a step of its reasoning ("so 36 + 36 = 72.") or the "2." of a list. The
-text cannot show whether it was cut inside the very number that it announces.
+counts, so a reply that was cut is not paid for a step of its reasoning ("so 36 + 36 = 72.") or the "2." of a list.
 """
 
 import ast
@@ -15,42 +14,28 @@ import math
 import operator
 import re
 from fractions import Fraction
-from itertools import accumulate
 from typing import NamedTuple
 
 from envs.base import outside_think, split_tags
 
 MAX_ANSWER = 100  # characters of an answer and the words around it
 
-# -- where the answer stands -----------------------------------------------------------------------------------
-
+_BOX = re.compile(r"\\boxed(?:\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*+\})*+\})*+)\})?")  # "" if it is not closed
 _ANNOUNCED = re.compile(r"(?:####|\banswer\b[^\n.]{0,60}?(?:\bis\b|\bbe\b|\bwas\b|[:=]))[\s*:]*([^\n]*)", re.I)
 
 
-def final_answer(reply: str, untagged: bool) -> str | None:
-    r"""Return the text between <answer> tags, else in \boxed{}, else, with `untagged`, the one that is announced.
-
-    Returns None if there is none, if several differ, or if it is longer than MAX_ANSWER. <think> is not read.
-    """
-    spoken = outside_think(reply) or ""
+def final_answer(reply: str, untagged: bool) -> str:
+    r"""Return the text between <answer> tags, else in \boxed{}, else, with `untagged`, the one that is announced; "" if
+    there is none, if several differ, or if it is longer than MAX_ANSWER. <think> is not read."""
+    spoken = outside_think(reply)
     parts = split_tags(spoken, "answer")
-    texts = [spoken]
     if len(parts) > 1:
         texts = parts[2::4] if parts[1::2] == ["", "/"] * (len(parts) // 4) else []
-    elif "\\boxed" not in spoken:
-        texts = [_announced(spoken)] if untagged else []
-    texts = [found for text in texts for found in (_boxes(text) if "\\boxed" in text else [text])]
-    answer = texts[0].strip() if len({text.strip() for text in texts}) == 1 else ""
-    return answer if 0 < len(answer) <= MAX_ANSWER else None
-
-
-def _boxes(text: str) -> list[str]:
-    r"""Return the contents of each \boxed{...}, whose braces may be nested; "" if one is not closed."""
-    contents = []
-    for piece in text.split("\\boxed")[1:]:
-        open_braces = accumulate((c == "{") - (c == "}") for c in piece[: MAX_ANSWER + 2])
-        contents.append(piece[1 : next((k for k, number in enumerate(open_braces) if number == 0), 0)])
-    return contents
+    else:
+        texts = [spoken if "\\boxed" in spoken else _announced(spoken) if untagged else ""]
+    found = {answer.strip() for text in texts for answer in (_BOX.findall(text) if "\\boxed" in text else [text])}
+    answer = found.pop() if len(found) == 1 else ""
+    return answer if len(answer) <= MAX_ANSWER else ""
 
 
 def _announced(text: str) -> str:
@@ -62,17 +47,15 @@ def _announced(text: str) -> str:
     return alone if number or read_choice(alone) else ""
 
 
-# -- what it says ----------------------------------------------------------------------------------------------
-
 _MARK = "\x00"  # of LaTeX, Markdown or a currency; no number goes on behind it: 12$50 is not 1250
-_SPELLINGS = {
-    "\\!": "", "\\,": " ", "\\;": " ", "\\:": " ", "\\ ": " ", "~": " ", "\u00a0": " ", "\u2009": " ",
-    "\u202f": " ", "\\left": "", "\\right": "", "\\%": "%", "\\$": _MARK, "$": _MARK, "€": _MARK, "£": _MARK,
-    "¥": _MARK, "₹": _MARK, "**": _MARK, "__": _MARK, "`": _MARK, "\\(": _MARK, "\\)": _MARK, "\\[": _MARK,
-    "\\]": _MARK, "−": "-", "–": "-", "^{\\circ}": "°", "^\\circ": "°", "\\circ": "°", "\\degree": "°", "^°": "°",
-    "˚": "°", "º": "°", "^{2}": "²", "^{3}": "³", "^2": "²", "^3": "³", "\\dfrac": "\\frac", "\\tfrac": "\\frac",
-    "\\cdot": "*", "\\times": "*", "×": "*", "·": "*", "÷": "/", "\\angle": "∠", "\\approx": "=", "≈": "=",
-    "\\pi": "π", "\\sqrt": "√", "sqrt": "√", "½": "\\frac12", "¼": "\\frac14", "¾": "\\frac34", "⅓": "\\frac13",
+_SPELLINGS = dict.fromkeys(r"\$ $ € £ ¥ ₹ ** __ ` \( \) \[ \]".split(), _MARK)
+_SPELLINGS |= dict.fromkeys(("\\,", "\\;", "\\:", "\\ ", "~", "\u00a0", "\u2009", "\u202f"), " ")
+_SPELLINGS |= {
+    "\\!": "", "\\left": "", "\\right": "", "{,}": ",", "\\%": "%", "−": "-", "–": "-", "^{\\circ}": "°",
+    "^\\circ": "°", "\\circ": "°", "\\degree": "°", "^°": "°", "˚": "°", "º": "°", "^{2}": "²", "^{3}": "³",
+    "^2": "²", "^3": "³", "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cdot": "*", "\\times": "*", "×": "*",
+    "·": "*", "÷": "/", "\\angle": "∠", "\\approx": "=", "≈": "=", "\\pi": "π", "\\sqrt": "√", "sqrt": "√",
+    "½": "\\frac12", "¼": "\\frac14", "¾": "\\frac34", "⅓": "\\frac13",
 }  # fmt: skip
 _SPELLING = re.compile("|".join(re.escape(written) for written in sorted(_SPELLINGS, key=len, reverse=True)))
 _FRACTION = re.compile(r"\\frac\s*(?:\{([^{}]*)\}|([0-9]))\s*(?:\{([^{}]*)\}|([0-9]))")
@@ -86,8 +69,7 @@ _ARITHMETIC = r"[-0-9\s\0.,+*/x()²³√π%°]*"
 _WORK = re.compile(rf"{_ARITHMETIC}(?:[√π]|[0-9)²³%°][\s\0]*[-+*/x][\s\0]*[-(0-9.]){_ARITHMETIC}|[^0-9]*")
 _BEFORE = re.compile(r"((?:[A-Za-z',:∠△\s\0]|\.(?![0-9]))*)(.*)", re.S)  # words before a number, and the rest
 _DENIED = re.compile(  # beside a number: words that deny it or offer another
-    r"≠|n't|\b(?:not|cannot|never|none|neither|n?or|if|unless|but|except|either|maybe|perhaps|possibly|versus|vs|wrong)\b",
-    re.I,
+    r"(?i)≠|n't|\b(?:not|cannot|never|none|neither|n?or|if|unless|but|except|either|maybe|perhaps|possibly|vs|wrong)\b"
 )
 _SCALES = (
     r"k|[mbt]n|mil|bil|grand|hundred|thousand|[mbtr]+illion|dozen|lakh|crore|gross|half|third|quarter|fold|itself|"
@@ -97,25 +79,21 @@ _SCALED_BEFORE = re.compile(
     rf"\b(?:{_SCALES}|(?<!total )of|than|at least|at most|up to|over|under|above|below|between|no|log|ln)[\s\0]*$", re.I
 )
 _SCALED_BEHIND = re.compile(
-    rf"^\W*(?:squared|cubed)|\bso\W*$|\b(?:(?:{_SCALES})[ds]?|at least|at most|plus|minus|divided|multiplied|rads?|"
-    r"radians?|pi|nan|inf|(?:times|over|by) (?:one|two|three|four|five|six|seven|eight|nine|ten|itself|[xyn]))\b",
-    re.I,
+    rf"(?i)^\W*(?:squared|cubed)|\bso\W*$|\b(?:(?:{_SCALES})[ds]?|at least|at most|plus|minus|divided|multiplied|rads?|"
+    r"radians?|pi|nan|inf|(?:times|over|by) (?:one|two|three|four|five|six|seven|eight|nine|ten|itself|[xyn]))\b"
 )
 _UNIT = re.compile(r"(?<![A-Za-z])[cdkm]?m[23]|[A-Za-z]+[²³]?")
 _LETTERS = frozenset("mglLshtAVWNJCFpcd")  # units of one letter
-_CHOICE = re.compile(  # words before it, letter, delimiter, remainder
-    r"(?:([^0-9]*)\b(?:is|be|answer|option|choice)[\s\0:]+)?[(\[]?([A-F])(?![A-Z])[)\]]?[\s\0]*([.:)]?)[\s\0]*(.*)",
-    re.S | re.I,
+_CHOICE = re.compile(  # letter, delimiter, remainder
+    r"(?is)(?:[^0-9]*\b(?:is|be|answer|option|choice)[\s\0:]+)?[(\[]?([A-F])(?![A-Z])[)\]]?[\s\0]*([.:)]?)[\s\0]*(.*)"
 )
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 class Number(NamedTuple):
-    """A number as written: a float if a root or π stands in it, the digits after its point, the word behind it."""
-
-    value: Fraction | float
-    decimals: int
-    unit: str
+    value: Fraction | float  # a float if a root or π stands in it
+    decimals: int  # digits after its point
+    unit: str  # the word behind it
 
 
 def plain(text: str) -> str:
@@ -125,7 +103,6 @@ def plain(text: str) -> str:
         top, bottom = found[1] or found[2], found[3] or found[4]
         return f" {top}/{bottom}{_MARK}" if f"{top}{bottom}".lstrip("-").isdigit() else f"(({top})/({bottom}))"
 
-    text = text.replace(_MARK, "?").replace("{,}", ",")
     text = re.sub(r"\\(?:text|math|mbox)[a-z]*\s*\{([^{}]*)\}", rf"{_MARK}\1{_MARK}", text)
     text = _SPELLING.sub(lambda found: _SPELLINGS[found[0]], text.replace(f"{_MARK}^", "^"))
     for _ in range(3):  # from the inside out
@@ -141,22 +118,17 @@ def _bare(text: str) -> str:
 
 
 def read_number(text: str) -> Number | None:
-    r"""Return the number that a text states, or None if it is not one number.
-
-    Read are integers (1,250 or 1 250), decimals, fractions (7/2, \frac72), mixed numbers (3 1/2), roots and multiples
-    of π (\frac{2\sqrt3}{3}, 9π), with a sign, a currency or unit, and words or an equation that lead to them.
-
-    >>> read_number("$1,250.50").value, read_number("x = 3 1/2 cups").value, read_number("6*7"), read_number("72 or 73")
-    (Fraction(2501, 2), Fraction(7, 2), None, None)
-    """
+    r"""Return the number that a text states, or None if it is not one number. Read are integers (1,250 or 1 250),
+    decimals, fractions (7/2, \frac72), mixed numbers (3 1/2), roots and multiples of π (\frac{2\sqrt3}{3}, 9π), with a
+    sign, a currency or unit, and words or an equation that lead to them."""
     left, _, right = plain(text).rpartition("=") if len(text) <= MAX_ANSWER else ("", "", "")
     *names, work = re.sub(r"(?:_\{?|∠)\s*[0-9A-Za-z]{1,3}\}?", "", left).split("=")
-    if re.search("[0-9]", "".join(names)) or _DENIED.search(left) or not _WORK.fullmatch(work):
+    if re.search("[0-9]", "".join(names)) or not _WORK.fullmatch(work):
         return None
     words, body = _BEFORE.match(_bare(right)).groups()  # type: ignore[union-attr]
     surd = re.search("[√π]", body)
     found = (_SURD if surd else _NUMBER).match(body)
-    if not found or _DENIED.search(words) or _SCALED_BEFORE.search(words):
+    if not found or _DENIED.search(f"{left} {words}") or _SCALED_BEFORE.search(words):
         return None
     value, unit = _evaluate(found[0]), _unit(body[found.end() :])
     if value is None or unit is None:
@@ -179,10 +151,7 @@ def _unit(rest: str) -> str | None:
 
 def _evaluate(source: str) -> Fraction | float | None:
     """Return the value of an expression of numbers, + - * /, √ and π, or None if it is not well formed."""
-    if (mixed := re.search(_MIXED, source)) and int(mixed[2]) >= int(mixed[3]):
-        return None
-    source = re.sub(_MIXED, r"(\1+\2/\3)", source)
-    source = re.sub(r"√[\s\0]*([0-9.]+|π)", r"√(\1)", source)
+    source = re.sub(r"√[\s\0]*([0-9.]+|π)", r"√(\1)", re.sub(_MIXED, r"(\1+\2/\3)", source))
     source = re.sub(r"(?<=[0-9)π])[\s\0]*(?=[√π(])", "*", source)  # 2√3
     source = re.sub(r"[\s\0,]+", "", source).lstrip("+").replace("√", "sqrt").replace("π", "pi")
     source = re.sub(r"(?<![0-9.])0+(?=[0-9])", "", source)
@@ -210,7 +179,8 @@ def _value(node: ast.AST) -> Fraction | float:
 def read_choice(text: str) -> tuple[str, str] | None:
     """Return letter and remainder of a choice, such as `B`, `(B)`, `Option B` or `B. 145°`, or None."""
     found = _CHOICE.fullmatch(plain(text)) if len(text) <= MAX_ANSWER else None
-    if not found or _DENIED.search(f"{found[1] or ''} {found[4]}"):
+    if not found or _DENIED.search(text):
         return None
-    named = found[3] and re.fullmatch("[A-Za-z]{2}[A-Za-z -]*", found[4])  # as in `B. a rectangle`
-    return (found[2].upper(), found[4]) if not found[4] or named or read_number(found[4]) else None
+    letter, colon, rest = found.groups()
+    named = colon and re.fullmatch("[A-Za-z]{2}[A-Za-z -]*", rest)  # as in `B. a rectangle`
+    return (letter.upper(), rest) if not rest or named or read_number(rest) else None

@@ -1,9 +1,7 @@
 """Define an environment: a `gymnasium.Env` whose action is the text of the model's reply.
 
 Paper: section 3.1 (the turn MDP) and appendix D. A turn is one reply; the environment answers with an `Observation`
-(text, and images for the VLM tasks) and a reward. An episode ends after `max_turns` turns at the latest.
-
-docs/own_environment.md explains how to add one.
+and a reward. An episode ends after `max_turns` turns at the latest. docs/own_environment.md explains how to add one.
 """
 
 import re
@@ -21,28 +19,29 @@ EVAL_SEEDS, WARM_START_SEEDS = 1_000_000_000, 2_000_000_000
 
 
 def held_out(seed: int) -> bool:
-    """Return whether a seed belongs to evaluation: tasks with data then take it from the validation split."""
+    """Return whether a seed belongs to evaluation."""
     return EVAL_SEEDS <= seed < WARM_START_SEEDS
 
 
 class Observation(NamedTuple):
-    """Hold one user turn: images first, then text."""
+    """Hold one user turn: images (uint8 [H, W, 3]) first, then text."""
 
     text: str
-    images: tuple[np.ndarray, ...] = ()  # uint8 [H, W, 3]
+    images: tuple[np.ndarray, ...] = ()
 
 
-class FreeText(spaces.Text):
+class AnyText(spaces.Text):
     """The space of strings of at most `max_length` characters; Gymnasium's own `Text` fixes an alphabet."""
 
     def contains(self, x: Any) -> bool:
         return isinstance(x, str) and len(x) <= self.max_length
 
 
-def observations(longest: int, height: int = 1, width: int = 1) -> spaces.Tuple:
-    """Return the space of observations: at most `longest` characters, any number of images [height, width, 3]."""
-    images = spaces.Sequence(spaces.Box(0, 255, (height, width, 3), np.uint8))
-    return spaces.Tuple((FreeText(longest, min_length=0), images))
+class AnyImage(spaces.Box):
+    """The space of images, uint8 [H, W, 3], of any height and width."""
+
+    def contains(self, x: Any) -> bool:
+        return isinstance(x, np.ndarray) and x.dtype == np.uint8 and x.ndim == 3 and x.shape[2] == 3
 
 
 class TextEnv(gymnasium.Env):
@@ -52,14 +51,19 @@ class TextEnv(gymnasium.Env):
     a dict `metrics` of those numbers, which are averaged over episodes and logged.
     """
 
+    # every task defines these, `reset` and `step`
+    observe: Callable[[], Observation]
+    caption: Callable[[], str]  # what the observation shows, in other words, not empty (only for the warm start)
+
     max_turns: int = 10  # H of section 3.1
     metrics: ClassVar[tuple[str, ...]] = ()
-    action_space = FreeText(min_length=0, max_length=100_000)
-    observation_space = observations(5000)
-    actions: ClassVar[tuple[str, ...]] = ()  # of tasks with a few; others override `random_reply`
+    actions: tuple[str, ...] = ()  # of the random policy; tasks without override `random_reply`
     # for the tiny models: words that are one token each, and the warm start's (batches, turns of their episodes)
     words: ClassVar[tuple[str, ...]] = ()
     warm_start: tuple[tuple[int, int], ...] = ((300, 10),)
+    data, rows = "", dict[str, list]()  # of tasks with questions: where they come from (envs/data.py), rows by split
+    action_space = AnyText(min_length=0, max_length=100_000)
+    observation_space = spaces.Tuple((action_space, spaces.Sequence(AnyImage(0, 255, (1, 1, 3), np.uint8))))
 
     def __init__(self, style: str = "terse", format_penalty: float = FORMAT_PENALTY, max_turns: int = 0):
         """`style` "full" writes out rules and reply format for a pretrained model, "terse" shows a tiny model the state
@@ -82,19 +86,17 @@ class TextEnv(gymnasium.Env):
         """Return the reply of the random policy: one of `actions`, drawn uniformly."""
         return f"<answer>{self.actions[rng.integers(len(self.actions))]}</answer>"
 
-    def observe(self) -> Observation:
-        """Return the current observation."""
-        raise NotImplementedError
-
-    def caption(self) -> str:
-        """Return what the current observation shows, in other words, not empty (used by the warm start only)."""
-        raise NotImplementedError
-
     def baselines(self, seed: int) -> dict[str, float]:
-        """Return the success of the `random` policy on this seed, and of the `optimal` one if the task knows it. This
-        default plays one random episode; tasks that know the exact probability return that."""
+        """Return the success of the `random` policy on this seed, and of the `optimal` one if there is `optimal_reply`.
+        This default plays one episode of each; tasks that know the exact probability return that."""
         rng = np.random.default_rng((seed, 1))  # independent of the stream that draws the task
-        return {"random": float(play_out(self, seed, lambda: self.random_reply(rng))[2]["success"])}
+        policies = {"random": lambda: self.random_reply(rng), "optimal": getattr(self, "optimal_reply", None)}
+        return {name: float(play_out(self, seed, reply)[2]["success"]) for name, reply in policies.items() if reply}
+
+    def data_summary(self) -> str:
+        """Return a sentence that counts the rows of `data`, or "" without."""
+        counts = {split: len(rows) for split, rows in self.rows.items()}
+        return f"{self.data}: {counts['train']} rows for training, {counts['held_out']} held out" if counts else ""
 
 
 def play_out(env: TextEnv, seed: int, reply: Callable[[], str]) -> tuple[float, int, dict]:
@@ -112,25 +114,20 @@ def split_tags(text: str, tag: str) -> list[str]:
     return re.split(f"<(/?){tag}>", text, flags=re.ASCII | re.IGNORECASE)
 
 
-def outside_think(reply: str) -> str | None:
-    """Return the reply without its `<think>` block, or None if the block is not closed or there are several."""
+def outside_think(reply: str) -> str:
+    """Return the reply without its `<think>` block, or "" if the block is not closed or there are several."""
     parts = split_tags(reply, "think")
     if len(parts) == 1:
         return reply
     *opening, closing = parts[1::2]
-    return parts[0] + parts[-1] if opening and closing == "/" and "/" not in opening else None
+    return parts[0] + parts[-1] if opening and closing == "/" and "/" not in opening else ""
 
 
-def parse_tag(reply: str, tag: str) -> str | None:
-    """Return the stripped text of the only `<tag>` ... `</tag>` outside a `<think>` block, or None if there is not
-    exactly one. Tags are read in any case, and text around them is ignored."""
-    parts = split_tags(outside_think(reply) or "", tag)
+def parse_answer(reply: str, tag: str = "answer") -> str | None:
+    """Return the stripped text of the only `<answer>` ... `</answer>` (or another tag) outside a `<think>` block, or
+    None if there is not exactly one. Tags are read in any case, and text around them is ignored."""
+    parts = split_tags(outside_think(reply), tag)
     return parts[2].strip() if parts[1::2] == ["", "/"] else None
-
-
-def parse_answer(reply: str) -> str | None:
-    """Return `parse_tag` for `<answer>`."""
-    return parse_tag(reply, "answer")
 
 
 def parse_action(reply: str, actions: Sequence[str]) -> int | None:

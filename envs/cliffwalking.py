@@ -1,16 +1,13 @@
 """CliffWalking, as text: along the cliff to the goal, one step at a time.
 
-Paper: section 4.3, appendix D "CliffWalking"; Table 2 (200 actions). A control: on-policy training solves it, so replay
-is not expected to help. The dynamics are Gymnasium's own `CliffWalking-v1` (Sutton and Barto, example 6.6): 4x12 cells,
--1 a step, -100 for a fall, which leads back to the start. All seeds are the same task. `score` is the sum of these
-rewards. An unreadable reply costs -1 and the format penalty, which counts in the return but not in the score.
+Paper: section 4.3, appendix D "CliffWalking"; Table 2 (200 actions). A control: on-policy training solves it. The
+dynamics are Gymnasium's own `CliffWalking-v1` (Sutton and Barto, example 6.6): 4x12 cells, -1 a step, -100 for a fall,
+which leads back to the start. All seeds are the same task; `score` is the sum of rewards.
 
-Where we differ: the paper's optimal score is 0 (its environment comes from a private package), here it is -13, the
-length of the shortest way. The random policy scores -2079 in 200 turns (exact, by `solve` of envs/frozenlake.py). 200
-turns are the paper preset's; the default here is 50, for the tiny models.
-
-Exercise: |r| + epsilon is a poor priority here, because good episodes have a return near -13 and bad ones near -1000.
-The tiny preset's epsilon of 1000 makes them almost equal. Try `--epsilon 0.01` and watch `replay_success`.
+Where we differ: the optimal score is -13, the length of the shortest way; the paper's 0 comes from a private package.
+The random policy scores -2079 in 200 turns (exact, by `solve` of envs/frozenlake.py). The default here is 50 turns.
+Exercise: |r| + epsilon is a poor priority if good episodes have |r| near 13 and bad ones near 1000. The tiny preset's
+epsilon of 1000 makes them almost equal. Try `--epsilon 0.01` and watch `replay_success`.
 """
 
 import gymnasium
@@ -18,7 +15,7 @@ import gymnasium
 from envs.base import Observation
 from envs.grid_world import FORM, GridWorld, cell_name
 
-COLUMNS, SHORTEST = 12, 13  # of the grid; turns from start to goal
+COLUMNS = 12
 
 RULES = f"""\
 You are walking along a cliff, on a grid of 4 rows and 12 columns. You start in row 4, column 1; the goal G is in row \
@@ -34,7 +31,7 @@ Actions: Left, Down, Right, Up.
 
 
 class CliffWalking(GridWorld):
-    """`style` "full" draws the grid once and names row and column in every turn; "terse" shows the cell alone."""
+    """`style` "full" draws the grid once and names row and column in every turn; "terse" names the cell alone."""
 
     max_turns = 50
     turn_reward = -1.0
@@ -51,31 +48,23 @@ class CliffWalking(GridWorld):
         _, reward, ended, _, _ = self.cliff.step(action)
         return float(reward), bool(ended), bool(ended)
 
-    def position(self) -> tuple[int, int]:
-        """Return row and column of the player."""
-        return divmod(int(self.cliff.s), COLUMNS)
-
     def optimal_reply(self) -> str:
         """Return a step of the shortest way: up from the start, to the last column, down."""
-        row, col = self.position()
+        row, col = divmod(int(self.cliff.s), COLUMNS)
         return f"<answer>{'Up' if row == 3 else 'Right' if col < COLUMNS - 1 else 'Down'}</answer>"
-
-    def baselines(self, seed: int) -> dict[str, float]:
-        """Return the success of one episode of the random policy, and that of the optimal policy."""
-        return super().baselines(seed) | {"optimal": float(self.max_turns >= SHORTEST)}
 
     def caption(self) -> str:
         """Return the four neighbours, such as `Up c2 Right d3 Down X Left b3`; X is the cliff."""
-        moves = zip(self.actions, self.cliff.P[int(self.cliff.s)].values(), strict=True)
-        cells = {way: "X" if r == -100 else cell_name(*divmod(to, COLUMNS)) for way, [(_, to, r, _)] in moves}
-        return " ".join(f"{way} {cell}" for way, cell in cells.items())
+        outcomes = [outcome for [outcome] in self.cliff.P[int(self.cliff.s)].values()]
+        cells = ["X" if r == -100 else cell_name(*divmod(to, COLUMNS)) for _, to, r, _ in outcomes]
+        return " ".join(f"{way} {cell}" for way, cell in zip(self.actions, cells, strict=True))
 
     def observe(self) -> Observation:
-        row, col = self.position()
+        row, col = divmod(int(self.cliff.s), COLUMNS)
         if self.style == "terse":
             return Observation(f" {cell_name(row, col)}")
-        state = f"You: row {row + 1}, column {col + 1}."
-        return Observation(self.prompt(RULES.format(turns=self.max_turns), state))
+        rules = RULES.format(turns=self.max_turns)
+        return Observation(self.prompt(rules, f"You: row {row + 1}, column {col + 1}."))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,15 @@
 """Read questions with the library `datasets`: from a hub id, a file, or a folder of files.
 
-Paper: appendix D names the tasks with data (NQ, GSM8K, AIME, GeoQA), not their files. Any source that has the fields
-of a task will do.
+Paper: appendix D names the tasks with data, not their files. Any source that has the fields of a task will do.
 
     openai/gsm8k:main            a dataset of the hub, and after a colon its configuration
     questions.jsonl              one object per line; also .json (a list of objects) and .parquet
     folder/                      train.* (or train-*.*), and validation.* or test.*, with one of these endings
 
 Without a validation split, `test` takes its place. If there is only one split, every tenth different row is held out.
-Names of fields are compared without regard to case (AIME sets have `Problem` or `problem`). Images stay encoded, as
-{"bytes": ..., "path": ...}, so that thousands of them fit into memory.
+Names of fields are compared without regard to case (AIME sets have `Problem` or `problem`). Images stay encoded.
 """
 
-import hashlib
 import re
 from functools import cache
 from pathlib import Path
@@ -20,76 +17,55 @@ from typing import Any
 
 import numpy as np
 
+from envs.base import held_out
+
 KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-HELD_OUT_SHARE = 10  # one row in this many, if a source has one split only
-
-Rows = list[dict[str, Any]]
-
-
-def load_rows(source: str, split: str, fields: tuple[str, ...]) -> Rows:
-    """Return the rows of `split` ("train" or "validation"): dicts of `fields`, `where` and `folder`.
-
-    `where` names file and row for error messages, and paths in a row are relative to `folder`. All callers share the
-    list. Raises ValueError with one sentence that names source, row and field: no such source, an unknown ending, an
-    unreadable file, a field that is missing or empty, too few rows.
-    """
-    return _splits(source, fields)[split]
-
-
-def row_for(rows: list[Any], seed: int) -> Any:
-    """Return the row of a seed: successive seeds go through all rows, in shuffled order, before any comes again."""
-    return rows[_order(len(rows))[seed % len(rows)]]
-
-
-def data_summary(source: str, fields: tuple[str, ...]) -> str:
-    """Return a sentence that counts the rows for training and those held out, or "" without a source."""
-    counts = {split: len(rows) for split, rows in _splits(source, fields).items()} if source else {}
-    return f"{source}: {counts['train']} rows for training, {counts['validation']} held out" if source else ""
 
 
 @cache
-def _order(n: int) -> np.ndarray:
-    return np.random.default_rng(0).permutation(n)  # files are often sorted by year or by difficulty
-
-
-@cache
-def _splits(source: str, fields: tuple[str, ...]) -> dict[str, Rows]:
-    splits = {name: [_checked(row, fields) for row in rows] for name, rows in _load(source).items()}
-    for name, rows in splits.items():
-        if not rows:
-            raise ValueError(f"--data is {source}, but its split {name} has no rows")
-    held_out = splits.get("validation", splits.get("test"))
-    if "train" in splits and held_out:
-        return {"train": splits["train"], "validation": held_out}
-    if len(splits) != 1:
-        raise ValueError(f"--data is {source}, with splits {', '.join(splits)}, but train and validation or test")
-    numbers: dict[bytes, int] = {}  # of the different rows: equal ones stay on one side
-    parts: dict[str, Rows] = {"train": [], "validation": []}
-    for row in next(iter(splits.values())):
-        content = repr([row[name] for name in fields]).encode("utf-8", "surrogatepass")
-        number = numbers.setdefault(hashlib.sha256(content).digest(), len(numbers))
-        parts["train" if number % HELD_OUT_SHARE else "validation"].append(row)
-    if not parts["train"]:
-        raise ValueError(f"--data is {source}, but needs at least two different rows, to divide them")
+def load_rows(source: str, fields: tuple[str, ...]) -> dict[str, list[dict]]:
+    """Return the rows of the splits "train" and "held_out": dicts of `fields`, `where` (for error messages) and
+    `folder` (to which paths in a row are relative). Raises ValueError with one sentence that names source, row and
+    field: no such source, an unknown ending, an unreadable file, a field that is missing or empty, too few rows."""
+    path = Path(source).expanduser()
+    folder = path if path.is_dir() else path.parent
+    splits = {
+        split: [_checked(row, fields, f"{source}, {split} row {n}", folder) for n, row in enumerate(rows, 1)]
+        for split, rows in _load(source, path).items()
+    }
+    parts = {"train": splits.get("train", []), "held_out": splits.get("validation", splits.get("test", []))}
+    if len(splits) == 1:
+        numbers: dict[int, int] = {}  # of the different rows: equal ones stay on one side
+        parts = {"train": [], "held_out": []}
+        for row in next(iter(splits.values())):
+            number = numbers.setdefault(hash(repr([row[name] for name in fields])), len(numbers))
+            parts["train" if number % 10 else "held_out"].append(row)
+    if not all(parts.values()):
+        found = ", ".join(f"{len(rows)} in {name}" for name, rows in splits.items())
+        raise ValueError(f"--data is {source}, with too few different rows to train and to hold out: {found}")
     return parts
 
 
-def _checked(row: dict[str, Any], fields: tuple[str, ...]) -> dict[str, Any]:
-    """Return the named fields of a row. Raises ValueError if one is missing or empty."""
-    lower = {name.lower(): value for name, value in row.items()} | row
+def row_for(rows: dict[str, list], seed: int) -> Any:
+    """Return the row of a seed: successive seeds go through all rows of their split, in shuffled order, before any
+    comes again."""
+    split = rows["held_out" if held_out(seed) else "train"]
+    order = np.random.default_rng(0).permutation(len(split))  # files are often sorted by year or by difficulty
+    return split[order[seed % len(split)]]
+
+
+def _checked(row: dict, fields: tuple[str, ...], where: str, folder: Path) -> dict[str, Any]:
+    """Return the named fields of a row, `where` and `folder`. Raises ValueError if one is missing or empty."""
+    lower = {name.lower(): value for name, value in row.items()}
     for name in fields:
-        value = lower.get(name, lower.get(name.lower()))
-        if value is None or value == [] or (isinstance(value, str) and not value.strip()):
-            others = ", ".join(other for other in row if other not in ("where", "folder"))
-            problem = "is empty" if name.lower() in lower else f"is missing among {others}"
-            raise ValueError(f"{row['where']}: the field {name} {problem}")
-        lower[name] = value
-    return {name: lower[name] for name in ("where", "folder", *fields)}
+        value = lower.get(name)
+        if value in (None, []) or (isinstance(value, str) and not value.strip()):
+            raise ValueError(f"{where}: the field {name} is missing or empty, the row has {', '.join(row)}")
+    return {"where": where, "folder": folder} | {name: lower[name] for name in fields}
 
 
-def _load(source: str) -> dict[str, Rows]:
-    """Return all rows of a source by split, with `where` and `folder`. A lone file is the split `train`."""
-    path = Path(source).expanduser()
+def _load(source: str, path: Path) -> dict[str, list[dict]]:
+    """Return all rows of a source by split. A lone file is the split `train`."""
     if path.is_file() and (path.suffix not in KINDS or not path.stat().st_size):
         raise ValueError(f"--data is {source}, but a file must not be empty and must end in {', '.join(KINDS)}")
     if not path.exists() and (path.suffix in KINDS or not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", source)):
@@ -97,7 +73,6 @@ def _load(source: str) -> dict[str, Rows]:
     import datasets  # here, because it takes a second and generated questions do without
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it also raises
-    splits: dict[str, Rows] = {}
     try:  # streaming leaves no copy in the cache
         if path.is_file():
             loaded = datasets.load_dataset(KINDS[path.suffix], data_files={"train": str(path)}, streaming=True)
@@ -108,11 +83,8 @@ def _load(source: str) -> dict[str, Rows]:
         for split, rows in loaded.items():
             for column, feature in (rows.features or {}).items():
                 if isinstance(feature, datasets.Image):
-                    rows = rows.cast_column(column, datasets.Image(decode=False))
-            where = f"{source}, row" if path.is_file() else f"{source}, {split} row"
-            folder = str(path if path.is_dir() else path.parent)
-            splits[split] = [row | {"where": f"{where} {n}", "folder": folder} for n, row in enumerate(rows, 1)]
+                    loaded[split] = loaded[split].cast_column(column, datasets.Image(decode=False))
+        return {split: list(rows) for split, rows in loaded.items()}
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # pyarrow's are ValueErrors
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"--data is {source}, but `datasets` cannot read it (rows from 0): {reason}") from error
-    return splits

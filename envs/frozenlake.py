@@ -1,29 +1,27 @@
 """FrozenLake, as text and as images: walk over the ice to the goal, avoid the holes.
 
 Paper: appendix D, "FrozenLake (LLM)" and "FrozenLake (VLM)"; Table 2 (10 actions, binary reward). The dynamics are
-Gymnasium's own `FrozenLake-v1`; maps, text and images are ours. Each seed gives a random solvable 4x4 map: a cell is
-frozen with probability 0.8, start and goal are any two cells (as the authors ran it). Reaching the goal earns 1. An
-unreadable reply costs its turn and the format penalty, and leaves the state as it is.
+Gymnasium's own `FrozenLake-v1`. Each seed gives a random solvable 4x4 map: a cell is frozen with probability 0.8, start
+and goal are any two cells (as the authors ran it).
 
 Where we differ: `slippery` is a parameter. The paper describes slippery ice (the intended direction with probability
-1/3), on which no policy exceeds a success of 0.502 on these maps; its VLM result of 0.630 is therefore from ice that
-is not slippery. `solve` gives these bounds exactly.
+1/3), on which no policy exceeds a success of 0.502 on these maps (exact, by `solve`); its VLM result of 0.630 is
+therefore from ice that is not slippery.
 """
 
 import gymnasium
 import numpy as np
 from PIL import Image, ImageDraw
 
-from envs.base import FORMAT_PENALTY, Observation, observations
+from envs.base import FORMAT_PENALTY, Observation
 from envs.grid_world import FORM, GridWorld, cell_name
 
 SIDE = 4
-FROZEN_PROBABILITY = 0.8
 SYMBOLS = {"S": "_", "F": "_", "H": "O", "G": "G"}  # of cells
 PLAYER_ON = {"S": "P", "F": "P", "H": "X", "G": "√"}  # symbols of the player, by the cell under it
 
 RULES = """\
-You are walking on a frozen lake, seen from above as a grid of {side} x {side} cells. Reach the goal without \
+You are walking on a frozen lake, seen from above as a grid of 4 x 4 cells. Reach the goal without \
 falling into a hole; you have {turns} actions.{slippery}
 {legend}
 Actions: Left, Down, Right, Up."""
@@ -36,13 +34,13 @@ def random_map(seed: int) -> list[str]:
     """Return the solvable map of this seed: 4 rows of S (start), G (goal), F (frozen), H (hole)."""
     rng = np.random.default_rng(seed)
     while True:
-        cells = np.where(rng.random((SIDE, SIDE)) < FROZEN_PROBABILITY, "F", "H")
+        cells = np.where(rng.random((SIDE, SIDE)) < 0.8, "F", "H")
         start, goal = (divmod(int(k), SIDE) for k in rng.permutation(SIDE * SIDE)[:2])
         cells[start], cells[goal] = "S", "G"
-        free, near = cells != "H", np.pad(cells == "S", 1)  # `near` has a border, `reached` none
+        near = np.pad(cells == "S", 1)  # has a border, `reached` none
         reached = near[1:-1, 1:-1]
         for _ in range(SIDE * SIDE):
-            reached |= free & (near[:-2, 1:-1] | near[2:, 1:-1] | near[1:-1, :-2] | near[1:-1, 2:])
+            reached |= (cells != "H") & (near[:-2, 1:-1] | near[2:, 1:-1] | near[1:-1, :-2] | near[1:-1, 2:])
         if reached[goal]:
             return ["".join(row) for row in cells]
 
@@ -50,8 +48,7 @@ def random_map(seed: int) -> list[str]:
 def solve(transitions: dict, horizon: int) -> tuple[np.ndarray, np.ndarray]:
     """Return exact values with h = 0..horizon actions left, by dynamic programming over Gymnasium's table
     P[s][a] = [(probability, s', reward, done)]: of each action followed by the best ones, float64 [horizon + 1, S, A],
-    and of uniformly random actions, float64 [horizon + 1, S]. With a reward of 1 at the goal: success probabilities.
-    """
+    and of uniformly random actions, float64 [horizon + 1, S]."""
     optimal = np.zeros((horizon + 1, len(transitions), len(transitions[0])))
     random = np.zeros((horizon + 1, len(transitions)))
     for h in range(1, horizon + 1):
@@ -65,8 +62,7 @@ def solve(transitions: dict, horizon: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class FrozenLake(GridWorld):
-    """`style` "full" writes out rules, legend, grid and reply format, "terse" shows the grid alone. `image` draws the
-    grid instead of writing it, `cell_size` pixels a cell."""
+    """`image` draws the grid instead of writing it, `cell_size` pixels a cell. `style` "terse" shows the grid alone."""
 
     words = (*GridWorld.actions, "√", " G", " O", " a", " b", " c", " d")  # captions name a cell by column and row
 
@@ -77,7 +73,6 @@ class FrozenLake(GridWorld):
         super().__init__(style, format_penalty, max_turns)
         self.slippery, self.image, self.cell_size = slippery, image, cell_size
         self.warm_start = ((250, 1), (150, 10)) if image else ((400, 1), (200, 10))
-        self.observation_space = observations(5000, SIDE * cell_size, SIDE * cell_size)
 
     def start(self, seed: int) -> None:
         self.lake = gymnasium.make("FrozenLake-v1", desc=random_map(seed), is_slippery=self.slippery).unwrapped
@@ -94,31 +89,31 @@ class FrozenLake(GridWorld):
         return f"<answer>{self.actions[int(optimal[-1, self.lake.s].argmax())]}</answer>"
 
     def baselines(self, seed: int) -> dict[str, float]:
-        """Return the exact probability of success on the map of this seed, for the two policies."""
+        """Return the exact probability of success on the map of this seed."""
         self.reset(seed=seed)
         optimal, random = solve(self.lake.P, self.max_turns)
         return {"random": float(random[-1, self.lake.s]), "optimal": float(optimal[-1, self.lake.s].max())}
-
-    def caption(self) -> str:
-        """Return the cells of player, goal and holes, such as `P b1 G d3 O a2 c4`."""
-        row, col = self.position()
-        goal, holes = ("".join(f" {cell_name(*at)}" for at in np.argwhere(self.cells == cell)) for cell in "GH")
-        return f"{PLAYER_ON[self.cells[row, col]]} {cell_name(row, col)} G{goal}" + (f" O{holes}" if holes else "")
 
     def position(self) -> tuple[int, int]:
         """Return row and column of the player."""
         return divmod(int(self.lake.s), SIDE)
 
+    def caption(self) -> str:
+        """Return the cells of player, goal and holes, such as `P b1 G d3 O a2 c4`."""
+        here = self.position()
+        goal, holes = ("".join(f" {cell_name(*at)}" for at in np.argwhere(self.cells == cell)) for cell in "GH")
+        return f"{PLAYER_ON[self.cells[here]]} {cell_name(*here)} G{goal}" + (f" O{holes}" if holes else "")
+
     def observe(self) -> Observation:
-        images = (draw(self.cells, self.position(), self.cell_size),) if self.image else ()
+        here = self.position()
+        images = (draw(self.cells, here, self.cell_size),) if self.image else ()
         rows = [[SYMBOLS[cell] for cell in row] for row in self.cells]
-        row, col = self.position()
-        rows[row][col] = PLAYER_ON[self.cells[row, col]]
+        rows[here[0]][here[1]] = PLAYER_ON[self.cells[here]]
         if self.style == "terse":
-            return Observation("" if self.image else "\n".join("".join(row) for row in rows), images)
-        state = "The image shows the lake." if self.image else "State:\n" + "\n".join(" ".join(row) for row in rows)
+            return Observation("" if self.image else "\n".join(map("".join, rows)), images)
+        state = "The image shows the lake." if self.image else "State:\n" + "\n".join(map(" ".join, rows))
         slippery, legend = SLIPPERY if self.slippery else "", IMAGE_LEGEND if self.image else LEGEND
-        rules = RULES.format(side=SIDE, turns=self.max_turns, slippery=slippery, legend=legend)
+        rules = RULES.format(turns=self.max_turns, slippery=slippery, legend=legend)
         return Observation(self.prompt(rules, f"{state}\n{FORM}"), images)
 
 
@@ -134,10 +129,8 @@ SHAPES = [  # on which cells, shape, colour, corners x, y, x, y, ... as shares o
 
 def draw(cells: np.ndarray, player: tuple[int, int], cell_size: int) -> np.ndarray:
     """Return the lake from above, uint8 [4 cell_size, 4 cell_size, 3], drawn at four times its size and scaled down.
-
-    A ruler along the left and the top edge of each cell shades from dark to light, so that its row and column can be
-    seen in the image itself: a tiny vision tower cannot yet tell them from positions alone.
-    """
+    A ruler along the left and the top edge of each cell shades from dark to light, so that the image itself shows row
+    and column: a tiny vision tower cannot yet tell them from positions alone."""
     big, side = 4 * cell_size, SIDE * cell_size
     canvas = Image.new("RGB", (4 * side, 4 * side), ICE)
     pen = ImageDraw.Draw(canvas)
@@ -150,10 +143,9 @@ def draw(cells: np.ndarray, player: tuple[int, int], cell_size: int) -> np.ndarr
         pen.rectangle(box, outline=LINE, width=big // 28)
     image = np.array(canvas.resize((side, side), Image.Resampling.BOX))
     tiles, ruler = image.reshape(SIDE, cell_size, SIDE, cell_size, 3), cell_size // 7  # row, y, column, x
-    for k in range(SIDE):
-        tiles[k, :, :, :ruler] = 40 + 60 * k
-    for k in range(SIDE):
-        tiles[:, :ruler, k] = 40 + 60 * k
+    shades = np.arange(40, 40 + 60 * SIDE, 60, dtype=np.uint8)
+    tiles[:, :, :, :ruler] = shades[:, None, None, None, None]
+    tiles[:, :ruler] = shades[:, None, None]
     return image
 
 

@@ -1,5 +1,7 @@
 """What FrozenLake, CliffWalking and Sokoban share: a reply is one of four directions. Paper: appendix D."""
 
+from collections.abc import Callable
+
 from envs.base import Observation, TextEnv, parse_action
 
 UNREADABLE = "Your last reply could not be read. "
@@ -12,22 +14,16 @@ def cell_name(row: int, col: int) -> str:
 
 
 class GridWorld(TextEnv):
-    """The base class of the three tasks, which define `start`, `act`, `observe` and `caption`. An unreadable reply
-    earns `turn_reward` less the format penalty. `score` is the sum of rewards without these penalties."""
+    """The base class. Every task defines `start` and `act`. An unreadable reply earns `turn_reward` less the format
+    penalty, and leaves the state as it is. `score` is the sum of rewards without these penalties."""
+
+    start: Callable[[int], None]  # set up the task of a seed
+    act: Callable[[int], tuple[float, bool, bool]]  # take an action: reward, success, end of the episode
 
     actions = ("Left", "Down", "Right", "Up")
     turn_reward = 0.0  # of a turn without an action
 
-    def start(self, seed: int) -> None:
-        """Set up the task of this seed."""
-        raise NotImplementedError
-
-    def act(self, action: int) -> tuple[float, bool, bool]:
-        """Take an action. Returns its reward, whether it succeeded, and whether it ended the episode."""
-        raise NotImplementedError
-
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Observation, dict]:
-        """Start an episode. Everything random in it follows from `seed`."""
         super().reset(seed=seed)
         self.turn, self.score = 0, 0.0
         self.start(self.episode_seed(seed))

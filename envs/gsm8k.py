@@ -5,61 +5,50 @@ Data: the fields `question` and `answer` of `openai/gsm8k:main`, where the answe
 
 Without data, problems are generated: someone has up to seven things and then gets or loses one or two, up to six
 times, and never has more than seven. Answers 0 to 7 are equally likely. There are 12,289 problems for training and
-1,589 held out, names and things aside. They are ours, and scores on them say nothing about GSM8K.
+1,589 held out, names and things aside. Scores on them say nothing about GSM8K.
 """
 
-from collections.abc import Iterator
-from fractions import Fraction
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import numpy as np
 
-from envs.answer_parsing import read_number
-from envs.question_answering import FEEDBACK, Problem, Question, QuestionAnswering
+from envs.question_answering import FEEDBACK, Question, QuestionAnswering
 
 NAMES = ("Ann", "Ben", "Mia", "Tom")
 THINGS = (" deer", " fish", " sheep", " squid")  # singular and plural are the same word
 CHANGES = {1: " and gets 1", 2: " and gets 2", -1: " and loses 1", -2: " and loses 2"}
 MOST, MOST_CHANGES = 7, 6  # things at any time, changes
-ANSWERS = tuple(str(n) for n in range(MOST + 1))
 
 
 class GSM8K(QuestionAnswering):
-    words = (*NAMES, *THINGS, " has", *CHANGES.values(), ". How many", *FEEDBACK, *(f" {n}" for n in ANSWERS))
-    generated_answers = ANSWERS
+    generated_answers = tuple(str(n) for n in range(MOST + 1))
+    words = (*NAMES, *THINGS, " has", *CHANGES.values(), ". How many", *FEEDBACK, *map(" {}".format, generated_answers))
     fields = ("question", "answer")
     rules = "Solve this problem step by step."
     form = "End your reply with the number alone between tags, for example <answer>42</answer>."
 
-    @staticmethod
-    def read(answer: str) -> Fraction | float | None:
-        number = read_number(answer)
-        return None if number is None else number.value
-
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Question:
-        """Return the question of a row, whose `answer` ends in `#### 1,250`."""
-        _, mark, gold = str(row["answer"]).rpartition("####")
-        if not mark or read_number(gold) is None:
-            end = str(row["answer"])[-30:]
-            raise ValueError(f"the field answer must end in #### and a number, but ends in {end!r}")
-        return Question(row["question"], gold.strip())
+        gold = str(row["answer"]).rpartition("####")[2].strip()
+        if cls.read(gold) is None:
+            raise ValueError(f"the field answer must end in #### and a number, but ends in {gold[-30:]!r}")
+        return Question(str(row["question"]), gold)
 
     @classmethod
-    def problems(cls) -> Iterator[Problem]:
+    def problems(cls) -> Iterator[tuple[str, Hashable, Any]]:
         """Yield all problems. Those with the same changes in another order are in the same split."""
         found: list[tuple[tuple[int, ...], int]] = [((first,), first) for first in range(MOST + 1)]
         for _ in range(MOST_CHANGES):
             found = [((*made, n), now + n) for made, now in found for n in CHANGES if 0 <= now + n <= MOST]
             for content, now in found:
-                yield Problem(str(now), (content[0], *sorted(content[1:])), content)
+                yield str(now), (content[0], *sorted(content[1:])), content
 
-    def question_of(self, problem: Problem, rng: np.random.Generator) -> Question:
-        first, *changes = problem.content
+    def question_of(self, content: Any, answer: str, rng: np.random.Generator) -> Question:
+        first, *changes = content
         name, thing = NAMES[rng.integers(len(NAMES))], THINGS[rng.integers(len(THINGS))]
         events = "".join(CHANGES[n] for n in changes)
-        text = f"{name} has {first}{thing}{events}. How many{thing}?"
-        return Question(text, problem.answer, f" {first}{events}")
+        return Question(f"{name} has {first}{thing}{events}. How many{thing}?", answer, f" {first}{events}")
 
 
 if __name__ == "__main__":

@@ -1,31 +1,27 @@
 """NQ Search: answer a question with the help of a search engine, in at most 5 replies.
 
-Paper: appendix D, "NQ Search"; Table 2 (5 actions, binary reward). A reply is `<search> query </search>`, answered by
-the 3 best passages between `<information>` and `</information>`, or `<answer> ... </answer>`, which ends the episode;
-`<think> ... </think>` may come first. Reward 1 for an exact match with a golden answer after SQuAD's normalisation,
-else 0. A reply without an action, or with several, costs its turn and the format penalty.
+Paper: appendix D, "NQ Search"; Table 2 (5 actions, binary reward). A reply is a search, answered by the 3 best
+passages, or an answer, which ends the episode. Reward 1 for an exact match with a golden answer after SQuAD's
+normalisation (the authors': for a substring), else 0. A reply without an action, or with several, costs its turn and
+the format penalty. A failed search ends the episode as truncated.
 
 Questions come from `data` (Search-R1's fields `question, golden_answers`) with a server at `search_url`
 (envs/search_server.py); without `data` they are generated and searched in this process (envs/synthetic_wiki.py).
-
-Where we differ: the authors score by substring, so the answer "." earns full reward. The angle brackets of passages are
-replaced, so that none can close its block or write special tokens. A failed search ends the episode as truncated.
 """
 
 import re
 import string
 import warnings
-from typing import ClassVar, Self
+from typing import Self
 
 import numpy as np
 
 from envs import synthetic_wiki
-from envs.base import FORMAT_PENALTY, Observation, TextEnv, held_out, observations, outside_think, parse_tag, play_out
-from envs.data import data_summary, load_rows, row_for
+from envs.base import FORMAT_PENALTY, Observation, TextEnv, outside_think, parse_answer
+from envs.data import load_rows, row_for
 from envs.search_server import retrieve
 
 TOPK = 3
-FIELDS = ("question", "golden_answers")
 MAX_PASSAGE = 2000  # characters; Wikipedia's passages have about 600
 
 RULES = f"""\
@@ -38,22 +34,22 @@ FORM = "Reply with <search> query </search> or <answer> answer </answer>; you ma
 
 def normalize(text: str) -> str:
     """Apply SQuAD's normalisation: lower case, no punctuation, no articles, single spaces."""
-    text = "".join(character for character in text.lower() if character not in string.punctuation)
+    text = text.lower().translate(str.maketrans("", "", string.punctuation))
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def exact_match(answer: str, golden_answers: list[str]) -> bool:
     """Return whether the answer equals a golden one after normalisation. One that is empty then (".") equals none."""
     said = normalize(answer)
-    return bool(said) and said in {normalize(golden) for golden in golden_answers}
+    return bool(said) and said in map(normalize, golden_answers)
 
 
 def parse_action(reply: str) -> tuple[str, str]:
     """Return ("search", query) or ("answer", text), with tags in any case, or ("", "") unless the reply holds exactly
     one action outside `<think>`."""
-    tags = re.findall(r"</?(search|answer|information)>", outside_think(reply) or "", re.ASCII | re.IGNORECASE)
+    tags = re.findall(r"</?(search|answer|information)>", outside_think(reply), re.ASCII | re.IGNORECASE)
     kind = tags[0].lower() if len(tags) == 2 else ""
-    text = parse_tag(reply, kind) if kind in ("search", "answer") else None
+    text = parse_answer(reply, kind) if kind in ("search", "answer") else ""
     return (kind, text) if text else ("", "")
 
 
@@ -63,53 +59,37 @@ def harmless(text: str) -> str:
 
 
 class NQSearch(TextEnv):
-    """Questions to be answered by searching. `one_hop` is the share of generated ones that one search can answer.
-
-    Raises ValueError if the data or the address cannot be used, or if one comes without the other.
-    """
+    """Questions to answer by searching. Raises ValueError unless data and address come together and can be used."""
 
     max_turns = 5
-    metrics: ClassVar[tuple[str, ...]] = ("searches", "search_failed")
+    metrics = ("searches", "search_failed")
     words = ("<search>", "</search>", "<information>", "</information>", *synthetic_wiki.WORDS)
     warm_start = ((400, 1), (250, 5))  # mostly one turn, which teaches to read
 
     def __init__(
-        self,
-        style: str = "terse",
-        format_penalty: float = FORMAT_PENALTY,
-        max_turns: int = 0,
-        data: str = "",
+        self, style: str = "terse", format_penalty: float = FORMAT_PENALTY, max_turns: int = 0, data: str = "",
         search_url: str = "",
-        one_hop: float = 0.5,
-    ):
+    ):  # fmt: skip
         super().__init__(style, format_penalty, max_turns)
         if bool(data) != bool(search_url) or not re.match("https?://|$", search_url):
-            both = f"--data {data!r} and --search_url {search_url!r}"
-            raise ValueError(f"{both} need each other, and the address must begin with http:// or https://")
-        self.data, self.one_hop = data, one_hop
+            raise ValueError(f"--data {data!r} and --search_url {search_url!r} need each other and an http:// address")
         self.place = search_url  # where to search: an address, or the group of a generated question
-        self.rows = {split: load_rows(data, split, FIELDS) for split in ("train", "validation")} if data else {}
-        self.observation_space = observations(100_000)
-
-    def data_summary(self) -> str:
-        """Return a sentence that counts the rows of `data`, or "" for generated questions."""
-        return data_summary(self.data, FIELDS)
+        self.data, self.rows = data, load_rows(data, ("question", "golden_answers")) if data else {}
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Observation, dict]:
         super().reset(seed=seed)
         seed = self.episode_seed(seed)
-        self.puzzle = None if self.rows else synthetic_wiki.question(seed, self.one_hop)
+        self.puzzle = None if self.rows else synthetic_wiki.question(seed)
         if self.puzzle:
             self.question = self.puzzle.full if self.style == "full" else self.puzzle.terse
             self.golden_answers, self.place = [self.puzzle.answer], self.puzzle.group
         else:
-            row = row_for(self.rows["validation" if held_out(seed) else "train"], seed)
-            answers = row["golden_answers"]  # a list, or the only one
-            self.golden_answers = [str(answer) for answer in (answers if isinstance(answers, list) else [answers])]
-            self.question = harmless(str(row["question"]))
+            row = row_for(self.rows, seed)
+            self.question, answers = harmless(str(row["question"])), row["golden_answers"]  # a list, or the only one
+            self.golden_answers = list(map(str, answers if isinstance(answers, list) else [answers]))
         self.turn, self.searches, self.readable = 0, 0, True
         self.passages: list[str] = []  # of the last search
-        self.seen: list[str] = [self.question]  # the question and all passages so far
+        self.seen = [self.question]  # the question and all passages so far
         return self.observe(), {"success": False}
 
     def step(self, reply: str) -> tuple[Observation, float, bool, bool, dict]:
@@ -137,7 +117,7 @@ class NQSearch(TextEnv):
         failed = kind == "search" and passages is None
         if kind == "search":
             self.searches += 1
-            self.passages = [harmless(passage) for passage in passages or []]
+            self.passages = list(map(harmless, passages or []))
             self.seen += self.passages
         reward = float(success) if self.readable else -self.format_penalty
         metrics = {"searches": float(self.searches), "search_failed": float(failed)}
@@ -157,13 +137,12 @@ class NQSearch(TextEnv):
         return Observation(f"{opening}Question: {self.question}\nReplies left: {self.max_turns - self.turn}. {FORM}")
 
     def random_reply(self, rng: np.random.Generator) -> str:
-        """Return a search or an answer, with probability 1/2 each: a person or a value named so far, or any value if
-        none has been named. With `data`, a word."""
+        """Return a search or an answer, with probability 1/2 each: a person or a value named so far (with `data`, a
+        word), or any value if there is none."""
         tag = "search" if rng.random() < 0.5 else "answer"
-        pattern = re.compile(r"\w+")
-        if self.puzzle:
-            pattern = synthetic_wiki.PERSON if tag == "search" else synthetic_wiki.VALUE
-        choices = list(dict.fromkeys(pattern.findall("\n".join(self.seen)))) or synthetic_wiki.VALUES
+        named = synthetic_wiki.PERSON if tag == "search" else synthetic_wiki.VALUE
+        choices = re.findall(named if self.puzzle else r"\w+", "\n".join(self.seen)) or synthetic_wiki.VALUES
+        choices = list(dict.fromkeys(choices))
         return f"<{tag}> {choices[rng.integers(len(choices))]}</{tag}>"
 
     def optimal_reply(self) -> str:
@@ -172,10 +151,6 @@ class NQSearch(TextEnv):
             if not any(passage.startswith(f"{person}\n") for passage in self.seen):
                 return f"<search> {person}</search>"
         return f"<answer> {self.golden_answers[0]}</answer>"
-
-    def baselines(self, seed: int) -> dict[str, float]:
-        """Play one episode of the `random` policy and one of the `optimal` policy."""
-        return super().baselines(seed) | {"optimal": float(play_out(self, seed, self.optimal_reply)[2]["success"])}
 
     def caption(self) -> str:
         """Return the question backwards and all values in the passages, relation by relation instead of person by

@@ -1,7 +1,5 @@
-"""Encode queries and passages as unit vectors: a transformer (E5, as in appendix D, "NQ Search"), or hashed words.
-
-The hashed words are ours. They match words and parts of words, not meanings, and need no download.
-"""
+"""Encode queries and passages as unit vectors: a transformer (E5, as in appendix D, "NQ Search"), or hashed words,
+which are ours. They match words and parts of words, not meanings, and need no download."""
 
 import re
 import zlib
@@ -10,15 +8,11 @@ from pathlib import Path
 import numpy as np
 
 BATCH = 64  # texts per forward pass of a transformer
+TITLE, TRIGRAM = 4.0, 0.25  # hashed words: weights of the words of a passage's title (its first line), and of trigrams
 
 
 class LocalEncoder:
-    """Hash words and letter trigrams with a sign into `dimension` places, weighted by idf over the corpus.
-
-    Words of a passage's title (its first line) count `TITLE` times, trigrams count `TRIGRAM`. Nothing is learned.
-    """
-
-    TITLE, TRIGRAM = 4.0, 0.25
+    """Hash words and letter trigrams with a sign into `dimension` places, weighted by idf over the corpus."""
 
     def __init__(self, corpus: list[str], dimension: int = 2048):
         self.dimension = dimension
@@ -27,10 +21,9 @@ class LocalEncoder:
 
     def encode(self, texts: list[str], passages: bool = False) -> np.ndarray:
         """Return unit vectors of queries or of passages, float32 [n, dimension]; zeros for a text without words."""
-        vectors = np.zeros((len(texts), self.dimension))
-        for vector, text in zip(vectors, texts, strict=True):
-            title, _, body = text.partition("\n")
-            vector += self.idf * ((self.TITLE if passages else 1.0) * self._terms(title) + self._terms(body))
+        split = [text.partition("\n")[::2] for text in texts]
+        terms = [(TITLE if passages else 1.0) * self._terms(title) + self._terms(body) for title, body in split]
+        vectors = self.idf * np.array(terms).reshape(len(texts), self.dimension)
         norms = np.linalg.norm(vectors, axis=1, keepdims=True)
         return (vectors / np.where(norms > 0, norms, 1)).astype(np.float32)
 
@@ -38,19 +31,16 @@ class LocalEncoder:
         """Return the signed number of words and trigrams in each place, float64 [dimension]."""
         counts = np.zeros(self.dimension)
         for word in re.findall(r"\w+", text.lower()):
-            trigrams = [(f"#{word}#"[k : k + 3], self.TRIGRAM) for k in range(len(word))]
-            for term, share in [(word, 1.0), *trigrams]:
+            for term, share in [(word, 1.0), *((f"#{word}#"[k : k + 3], TRIGRAM) for k in range(len(word)))]:
                 digest = zlib.crc32(term.encode("utf-8", "replace"))
                 counts[digest % self.dimension] += share if digest >> 31 else -share
         return counts
 
 
 class TransformerEncoder:
-    """Average the last hidden states over a text's own tokens and normalise, as E5 and all-MiniLM do.
-
-    E5 was trained with prefixes that tell queries from passages (Wang et al. 2022). As in Search-R1, a model gets them
-    if its name (the last part of a hub id or of a folder) contains "e5". Raises ValueError if no model can be loaded.
-    """
+    """Average the last hidden states over a text's own tokens and normalise, as E5 and all-MiniLM do. As in Search-R1,
+    a model with "e5" in its name (the last part of a hub id or of a folder) gets the prefixes that E5 was trained with
+    (Wang et al. 2022). Raises ValueError if no model can be loaded."""
 
     def __init__(self, name: str):
         import torch  # imported here, because the local encoder needs neither
@@ -64,17 +54,17 @@ class TransformerEncoder:
             raise ValueError(f"--encoder is {name}, but no model could be loaded from there") from error
         self.prefixes = ("query: ", "passage: ") if "e5" in Path(name).name.lower() else ("", "")
         self.dimension = self.model.config.hidden_size
-        self.longest = min(512, self.model.config.max_position_embeddings)  # tokens; the rest of a text is cut off
+        longest = min(512, self.model.config.max_position_embeddings)  # tokens; the rest of a text is cut off
+        self.options = {"padding": True, "truncation": True, "max_length": longest, "return_tensors": "pt"}
 
     def encode(self, texts: list[str], passages: bool = False) -> np.ndarray:
         """Return unit vectors of queries or of passages, float32 [n, dimension]."""
         import torch
 
         vectors = []
-        options = {"padding": True, "truncation": True, "max_length": self.longest, "return_tensors": "pt"}
         for k in range(0, len(texts), BATCH):
             batch = [self.prefixes[passages] + text for text in texts[k : k + BATCH]]
-            tokens = self.tokenizer(batch, **options).to(self.device)
+            tokens = self.tokenizer(batch, **self.options).to(self.device)
             with torch.no_grad():
                 hidden = self.model(**tokens).last_hidden_state  # [n, T, dimension]
             own = tokens["attention_mask"][..., None]  # [n, T, 1], 0 at padding

@@ -9,9 +9,8 @@ Paper: appendix D, "NQ Search" ("Retrieved documents are provided via a FAISS in
     200             {"result": [[{"document": {"contents": "Title\\ntext"}, "score": 0.83}, ...], ...]}
     400             {"error": "one sentence"}
 
-The corpus is JSON lines with a string `contents`, the title on its first line. The index is exact (inner product of
-unit vectors). For the 21 million passages of Search-R1's Wikipedia it needs 64 GB of memory, their text about 20 GB.
-The server has no authentication, so it listens on the loopback interface unless told otherwise.
+The index is exact (inner product of unit vectors). For the 21 million passages of Search-R1's Wikipedia it needs 64 GB
+of memory, their text about 20 GB.
 """
 
 import argparse
@@ -25,8 +24,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 from envs.search_encoders import LocalEncoder, TransformerEncoder
 
-MAX_BYTES = 64 << 20  # per request
-ATTEMPTS, PAUSE = 3, 0.5  # of a client; seconds before its second attempt, doubled before the third
+ATTEMPTS, PAUSE = 3, 0.5  # of a client; seconds before its second attempt, twice that before the third
 OPENER = build_opener(ProxyHandler({}))  # no proxy: it could not reach a loopback address
 
 
@@ -53,8 +51,7 @@ class Retriever:
             for start in range(0, len(corpus), 1024):
                 index.add(encoder.encode(corpus[start : start + 1024], passages=True))
         if (index.ntotal, index.d) != (len(corpus), encoder.dimension):
-            has, needs = f"{index.ntotal} x {index.d}", f"{len(corpus)} x {encoder.dimension}"
-            raise ValueError(f"--index holds {has} numbers, but corpus and encoder need {needs}: build it again")
+            raise ValueError(f"the index of {index.ntotal} passages is of another corpus or encoder: build it again")
         self.corpus, self.encoder, self.index = corpus, encoder, index
 
     def search(self, queries: list[str], topk: int) -> list[list[tuple[str, float]]]:
@@ -81,20 +78,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def hits(self) -> list[list[dict]]:
         """Return the hits of each query in the request. Raises ValueError with one sentence for the sender."""
-        length = int(self.headers.get("Content-Length", 0))
-        if not 0 < length <= MAX_BYTES:
-            raise ValueError(f"Content-Length must be from 1 to {MAX_BYTES}, got {length}")
-        request = json.loads(self.rfile.read(length))
-        queries = request.get("queries") if isinstance(request, dict) else None
-        if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
-            raise ValueError("the body must be a JSON object with queries, a list of strings")
-        topk = request.get("topk", 3)
-        if not isinstance(topk, int) or topk < 1:
-            raise ValueError(f"topk must be a whole number above 0, got {topk!r}")
-        found = self.server.retriever.search(queries, topk)
-        if not request.get("return_scores"):
-            return [[{"contents": text} for text, _ in row] for row in found]
-        return [[{"document": {"contents": text}, "score": score} for text, score in row] for row in found]
+        match json.loads(self.rfile.read(max(0, int(self.headers.get("Content-Length", 0))))):
+            case {"queries": list(queries), **options} if all(isinstance(query, str) for query in queries):
+                if isinstance(topk := options.get("topk", 3), int) and topk > 0:
+                    found = self.server.retriever.search(queries, topk)
+                    return [[{"document": {"contents": text}, "score": score} for text, score in row] for row in found]
+        raise ValueError("send a JSON object with queries, a list of strings, and topk, a whole number above 0")
 
     def log_message(self, *_: object) -> None:
         """Print nothing: a training run makes thousands of requests."""
@@ -109,10 +98,8 @@ class SearchServer(ThreadingHTTPServer):
 
 
 def retrieve(url: str, queries: list[str], topk: int, timeout: float = 30.0) -> list[list[str]]:
-    """Ask a server for the `topk` best passages ("Title\\ntext") of each query, best first.
-
-    Raises ConnectionError if three attempts fail. One fails after `timeout` seconds in which the server sends nothing.
-    """
+    """Ask a server for the `topk` best passages ("Title\\ntext") of each query, best first. Raises ConnectionError if
+    three attempts fail. One fails after `timeout` seconds in which the server sends nothing."""
     body = json.dumps({"queries": queries, "topk": topk, "return_scores": True}).encode()
     request = Request(url, body, {"Content-Type": "application/json"})
     for attempt in range(ATTEMPTS):

@@ -2,20 +2,15 @@
 
 Paper: section 4.1, appendix D "Sokoban"; Table 2 (10 actions). "Simple" is 6x6 with one box, "Hard" 8x8 with two, as
 the authors ran it, and so are the symbols and the rewards: -0.1 a turn, +1 for a box pushed onto a target, -1 for one
-pushed off, +10 when the last one is in place, which ends the episode. `score`, the paper's number, is their sum. An
-unreadable reply costs its turn and the format penalty, which counts in the return but not in the score.
+pushed off, +10 when the last one is in place, which ends the episode. `score`, the paper's number, is their sum: -1
+with no box in place, 10 + boxes - n/10 if solved in n turns. Replay by |r| + epsilon ranks one of two boxes in place
+(|r| = 0) last: raise epsilon.
 
-A room with no box in place scores -1, the paper's lower bound. One that is solved in n turns scores 10 + boxes - n/10,
-far above the paper's +3: its 2.304 can only be a mean over rooms of which about 0.29 were solved. So the success rate
-is reported too. Replay by |r| + epsilon ranks failures with one of two boxes in place (|r| = 0) last: raise epsilon.
-
-Where we differ: the authors' rooms come from one random reverse walk and may need more than 10 turns. Here a seed
-gives random walls, and a start whose shortest solution takes exactly n turns, n uniform over 1..10 (2..10 with two
-boxes): `turns_to_solve` searches backwards from the solved states.
+Where we differ: a seed gives random walls, and a start whose shortest solution takes exactly n turns, n uniform over
+1..10 (2..10 with two boxes). The authors' rooms may need more than 10 turns.
 """
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +18,6 @@ from envs.base import FORMAT_PENALTY, Observation
 from envs.grid_world import FORM, GridWorld, cell_name
 
 LONGEST = 10  # turns of the longest solution: Max Actions of Table 2
-WALL_PROBABILITY = 0.2
 
 RULES = """\
 You are in a warehouse, seen from above as a grid of {side} x {side} cells. Push every box onto a target: walk \
@@ -36,16 +30,6 @@ STRIDE = 8
 STEPS = (-1, STRIDE, 1, -STRIDE)  # of GridWorld.actions
 Cells = frozenset[int]  # a cell is the number 8 row + column
 State = tuple[Cells, int]  # boxes, player
-
-
-class Room(NamedTuple):
-    """A room at its start."""
-
-    floor: Cells  # all others are walls
-    targets: Cells
-    boxes: Cells
-    player: int
-    shortest: int  # turns of the shortest solution
 
 
 def move(floor: Cells, boxes: Cells, player: int, step: int) -> State:
@@ -75,13 +59,14 @@ def turns_to_solve(floor: Cells, targets: Cells, horizon: int) -> dict[State, in
 
 
 @lru_cache(maxsize=4096)
-def random_room(seed: int, side: int, boxes: int) -> Room:
-    """Return the room of this seed: walls and targets are drawn until a start with n turns to solve exists."""
+def random_room(seed: int, side: int, boxes: int) -> tuple[Cells, Cells, State, int]:
+    """Return the room of this seed: floor, targets, the state at its start, and the turns of its shortest solution.
+    Walls and targets are drawn until a start with that many turns exists."""
     rng = np.random.default_rng(seed)
     shortest = int(rng.integers(boxes, LONGEST + 1))
     while True:
         free = np.zeros((side, STRIDE), dtype=bool)
-        free[1:-1, 1 : side - 1] = rng.random((side - 2, side - 2)) >= WALL_PROBABILITY
+        free[1:-1, 1 : side - 1] = rng.random((side - 2, side - 2)) >= 0.2  # else walls
         cells = np.flatnonzero(free).tolist()
         if len(cells) <= 2 * boxes:
             continue
@@ -90,12 +75,11 @@ def random_room(seed: int, side: int, boxes: int) -> Room:
         starts = sorted((sorted(b), player) for (b, player), n in turns.items() if n == shortest and not b & targets)
         if starts:
             placed, player = starts[rng.integers(len(starts))]
-            return Room(floor, targets, frozenset(placed), player, shortest)
+            return floor, targets, (frozenset(placed), player), shortest
 
 
 class Sokoban(GridWorld):
-    """`style` "full" writes out rules, grid and reply format, "terse" shows the grid alone, without its outer walls.
-    Raises ValueError unless `side` is 6, 7 or 8 and `boxes` 1 or 2."""
+    """`style` "terse" shows the grid alone, without its outer walls. Raises ValueError for another size."""
 
     metrics = ("score",)
     turn_reward = -0.1
@@ -112,48 +96,45 @@ class Sokoban(GridWorld):
         self.warm_start = ((900, 1), (150, 10)) if side < 8 else ((400, 1), (60, 10))  # 8x8 takes minutes already
 
     def start(self, seed: int) -> None:
-        self.room = random_room(seed, self.side, self.n_boxes)
-        self.boxes, self.player = self.room.boxes, self.room.player
+        room = random_room(seed, self.side, self.n_boxes)
+        self.floor, self.targets, (self.boxes, self.player), self.shortest = room
 
     def act(self, action: int) -> tuple[float, bool, bool]:
-        before = len(self.boxes & self.room.targets)
-        self.boxes, self.player = move(self.room.floor, self.boxes, self.player, STEPS[action])
-        solved = self.boxes == self.room.targets
-        reward = self.turn_reward + len(self.boxes & self.room.targets) - before + 10.0 * solved
-        return reward, solved, solved
+        before = len(self.boxes & self.targets)
+        self.boxes, self.player = move(self.floor, self.boxes, self.player, STEPS[action])
+        solved = self.boxes == self.targets
+        return self.turn_reward + len(self.boxes & self.targets) - before + 10.0 * solved, solved, solved
 
     def optimal_reply(self) -> str:
         """Return a step of the shortest solution, or any action if the turns that are left do not suffice."""
-        turns = turns_to_solve(self.room.floor, self.room.targets, self.max_turns - self.turn)
-        after = [move(self.room.floor, self.boxes, self.player, step) for step in STEPS]
+        turns = turns_to_solve(self.floor, self.targets, self.max_turns - self.turn)
+        after = [move(self.floor, self.boxes, self.player, step) for step in STEPS]
         return f"<answer>{self.actions[np.argmin([turns.get(state, np.inf) for state in after])]}</answer>"
 
     def baselines(self, seed: int) -> dict[str, float]:
-        """Return the success of one episode of the random policy, and that of the optimal policy."""
-        return super().baselines(seed) | {"optimal": float(self.room.shortest <= self.max_turns)}
+        return super().baselines(seed) | {"optimal": float(self.shortest <= self.max_turns)}
+
+    def grid(self) -> list[str]:
+        """Return the rows of the room, each cell one of `# _ O √ X P S`."""
+        cells = dict.fromkeys(self.floor, "_") | dict.fromkeys(self.targets, "O")
+        cells |= {box: "√" if box in self.targets else "X" for box in self.boxes}
+        cells[self.player] = "S" if self.player in self.targets else "P"
+        return ["".join(cells.get(STRIDE * row + col, "#") for col in range(self.side)) for row in range(self.side)]
 
     def caption(self) -> str:
         """Return the cells of player, boxes, targets and inner walls, such as `P b1 X c2 O d3 # a2 b4`."""
-        inner, named = np.argwhere(np.ones((self.side - 2, self.side - 2))).tolist(), ""
+        named, rows = "", self.grid()
         for mark, symbols in (("P", "PS"), (" X", "X√"), (" O", "O√S"), (" #", "#")):
-            cells = [cell_name(row, col) for row, col in inner if self.symbol(row + 1, col + 1) in symbols]
+            inner = np.ndindex(self.side - 2, self.side - 2)
+            cells = [cell_name(row, col) for row, col in inner if rows[row + 1][col + 1] in symbols]
             named += " ".join([mark, *cells]) if cells else ""
         return named
 
-    def symbol(self, row: int, col: int) -> str:
-        """Return the symbol of a cell: one of `# _ O √ X P S`."""
-        cell = STRIDE * row + col
-        if cell not in self.room.floor:
-            return "#"
-        here = "P" if cell == self.player else "X" if cell in self.boxes else "_"
-        return {"P": "S", "X": "√", "_": "O"}[here] if cell in self.room.targets else here
-
     def observe(self) -> Observation:
-        rows = [[self.symbol(row, col) for col in range(self.side)] for row in range(self.side)]
+        rows = self.grid()
         if self.style == "terse":
-            return Observation("\n".join("".join(row[1:-1]) for row in rows[1:-1]))
-        rules = RULES.format(side=self.side, turns=self.max_turns)
-        grid = "\n".join(" ".join(row) for row in rows)
+            return Observation("\n".join(row[1:-1] for row in rows[1:-1]))
+        rules, grid = RULES.format(side=self.side, turns=self.max_turns), "\n".join(map(" ".join, rows))
         return Observation(self.prompt(rules, f"State:\n{grid}\n{FORM}"))
 
 

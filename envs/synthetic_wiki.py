@@ -5,11 +5,9 @@ Not in the paper: it lets NQ Search run without a download, at a size that a tin
     Ada Finch
     born Oslo, job cook, friend Bo Hale
 
-A question asks for the place or the job of a person (one hop), or of a person's friend (two hops: the first article
-names the friend, the second holds the answer). Everything follows from fixed seeds.
-
-The 4,096 people form three groups: 2,560 for training (10,240 different questions), 768 each for evaluation and for the
-warm start (3,072 each). Friends belong to one group, and a search returns articles about one group only.
+A question asks for the place or the job of a person (one hop), or of a person's friend (two hops). The 4,096 people
+form three groups: 2,560 for training (10,240 different questions), 768 each for evaluation and warm start. Friends and
+articles found by a search belong to one group.
 """
 
 import re
@@ -55,23 +53,21 @@ def facts(group: str) -> dict[str, dict[str, str]]:
 
 
 class Question(NamedTuple):
-    """Hold a question and who must be looked up to answer it."""
-
     group: str
-    people: list[str]  # in the order of the hops; the last one's article holds the answer
+    people: list[str]  # to look up in this order; the article about the last one holds the answer
     answer: str
     terse: str  # for a tiny model: " Ada Finch friend job"
     full: str  # "What is the job of the friend of Ada Finch?"
 
 
-def question(seed: int, one_hop: float = 0.5) -> Question:
-    """Return the question of a seed: with probability `one_hop` about a person, otherwise about a person's friend."""
+def question(seed: int) -> Question:
+    """Return the question of a seed: about a person or, with probability 1/2, about a person's friend."""
     rng = np.random.default_rng(seed)
     group = "held-out" if held_out(seed) else "warm start" if seed >= WARM_START_SEEDS else "train"
     known = facts(group)
     person = list(known)[rng.integers(len(known))]
     people, terse, full = [person], f" {person}", person
-    if rng.random() >= one_hop:
+    if rng.random() >= 0.5:
         people, terse, full = [person, known[person]["friend"]], f" {person} friend", f"the friend of {person}"
     relation = ("born", "job")[rng.integers(2)]
     return Question(group, people, known[people[-1]][relation], f"{terse} {relation}", FULL[relation].format(full))
@@ -79,14 +75,12 @@ def question(seed: int, one_hop: float = 0.5) -> Question:
 
 @cache
 def retriever(group: str) -> Retriever:
-    """Return the index of the articles about the people of a group, built in this process at the first call."""
-    articles = [
-        f"{person}\n" + ", ".join(f"{relation} {value}" for relation, value in known.items())
-        for person, known in facts(group).items()
-    ]
+    """Return the index of the articles about the people of a group."""
+    known = {person: ", ".join(map(" ".join, values.items())) for person, values in facts(group).items()}
+    articles = [f"{person}\n{values}" for person, values in known.items()]
     return Retriever(articles, LocalEncoder(articles))
 
 
 def search(group: str, queries: list[str], topk: int) -> list[list[str]]:
-    """Return for each query the `topk` best articles of a group, best first."""
+    """Return the `topk` best articles of a group for each query, best first."""
     return [[article for article, _ in row] for row in retriever(group).search(queries, topk)]

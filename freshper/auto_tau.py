@@ -5,15 +5,12 @@ it to future work. Ours is one of several possible estimates:
 
     KL(pi_mu || pi_theta) ~ c Delta              of a turn: k3 summed over a trajectory's action tokens, over its turns
     ESS / n = 1 / (1 + Var[rho]) = exp(-2 c Delta)     if log rho is normal: its variance is twice the KL
-    P(i) ~ p_i^alpha ~ exp(-alpha Delta / tau)   the probability decays with tau / alpha, not with tau
-    tau = alpha / (2 c)                          the probability then decays as the effective sample size does
+    P(i) ~ p_i^alpha ~ exp(-alpha Delta / tau)
+    tau = alpha / (2 c)                          P(i) then decays as the effective sample size does
     1 iteration <= tau <= 5 iterations           whatever the drift
 
-Of a turn, because rho of eq. 4 is of an action given its state, and in section 3.1 an action is a reply. c is the
-least-squares line through the origin over the trajectories of the last replay batches (an exponential window of about
-20). The upper bound has no theory: a tenth of the learning rate slowed the drift twentyfold, and the best fixed tau did
-not grow (docs/log.md). Below the lower bound most of a batch has just been trained on, and drift and tau feed each
-other.
+Of a turn, because the action in rho of eq. 4 is a reply. c is the least-squares line through the origin over about 20
+replay batches. The upper bound is an observation: the best fixed tau did not grow as the drift slowed (docs/log.md).
 """
 
 import numpy as np
@@ -25,18 +22,18 @@ ITERATIONS = 5  # the upper bound of tau
 
 
 class AutoTau:
-    """A decay function of age, exp(-Delta / tau), whose tau follows `observe`. `iteration` is the number of optimizer
-    steps per iteration. Before the first observation tau is `longest`."""
+    """A decay function of age whose tau follows `observe`, from its upper bound. `iteration`: steps per iteration."""
 
     def __init__(self, alpha: float, iteration: int):
-        self.alpha, self.shortest, self.longest = alpha, float(iteration), float(ITERATIONS * iteration)
-        self.age_age = self.age_kl = 0.0  # windowed sums of Delta^2 and of Delta KL
+        self.alpha, self.iteration = alpha, iteration
+        self.sums = np.zeros(2)  # of Delta^2 and of Delta KL, over the window: the state
 
     @property
     def tau(self) -> float:
-        """alpha / (2 c) in optimizer steps, within [shortest, longest]."""
-        c = self.age_kl / self.age_age if self.age_age else 0.0
-        return float(np.clip(self.alpha / (2.0 * c), self.shortest, self.longest)) if c > 0.0 else self.longest
+        """alpha / (2 c) in optimizer steps, within the bounds."""
+        age_age, age_kl = self.sums
+        tau = self.alpha / (2.0 * (age_kl / age_age)) if age_kl > 0.0 else np.inf
+        return float(np.clip(tau, self.iteration, ITERATIONS * self.iteration))
 
     def __call__(self, age: np.ndarray) -> np.ndarray:
         return exponential_decay(age, self.tau)
@@ -44,11 +41,4 @@ class AutoTau:
     def observe(self, ages: np.ndarray, kl: np.ndarray) -> None:
         """Add a replayed batch: ages [B], and the mean KL of a turn of each trajectory [B], in nats."""
         ages = np.asarray(ages, dtype=np.float64)
-        self.age_age = MEMORY * self.age_age + float((ages * ages).mean())
-        self.age_kl = MEMORY * self.age_kl + float((ages * kl).mean())
-
-    def state_dict(self) -> dict[str, float]:
-        return {"age_age": self.age_age, "age_kl": self.age_kl}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.age_age, self.age_kl = state["age_age"], state["age_kl"]
+        self.sums = MEMORY * self.sums + np.array([(ages * ages).mean(), (ages * kl).mean()])

@@ -3,7 +3,7 @@
     hf+torch          one process, a CPU or one GPU; needs requirements.txt only
     vllm+deepspeed    the paper's (section 4.1: ROLL with vLLM and DeepSpeed); needs requirements-gpu.txt
 
-Numbers and backends are two things: the preset follows from the model, the backend from what is installed.
+The preset follows from the model, the backend from what is installed.
 """
 
 import contextlib
@@ -23,35 +23,32 @@ from envs.base import EVAL_SEEDS, Observation
 from freshper.checkpoint import newest
 from freshper.config import Config
 from freshper.engine_hf import HFEngine, Sampling
-from freshper.flags import check_used
+from freshper.flags import validate
 from freshper.models import Policy, load_policy
 from freshper.rollout import Conversation
 from freshper.tiny import tiny_model
 from freshper.trainer import TorchTrainer
 
+UNUSABLE = AttributeError, KeyError, OSError, RuntimeError, ValueError  # raised for a folder that is no chat model
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}  # of a logit
 
 
 def choose_backend(config: Config) -> None:
-    """Replace `--backend auto` by a concrete one and say why. Raises ValueError if a package is missing or the flags do
-    not go together."""
+    """Replace `--backend auto` by a concrete one and note why. Raises ValueError if a package is missing or the flags
+    do not go together."""
     missing = [package for package in ("vllm", "deepspeed") if importlib.util.find_spec(package) is None]
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if config.backend == "auto":
-        if config.device == "cpu":
-            why = "the tiny model runs on the CPU" if config.tiny else "torch finds no GPU"
-        else:
+        why = "the tiny model runs on the CPU" if config.tiny else "torch finds no GPU"
+        if config.device == "cuda":
             why = f"{missing[0]} is not installed" if missing else ""
         config.backend = "hf+torch" if why else "vllm+deepspeed"
-        config.backend_reason = f"backend {config.backend}: {why or 'there is a GPU, with vLLM and DeepSpeed'}"
+        config.notes += (f"backend {config.backend}: {why or 'there is a GPU, with vLLM and DeepSpeed'}",)
     for package in missing:
         if package in config.backend:
-            raise ValueError(
-                f"--backend is {config.backend}, but {package} is not installed; requirements-gpu.txt has it"
-            )
-    if config.trainer == "torch" and ranks > 1:
+            raise ValueError(f"--backend is {config.backend}, but {package} is not installed: see requirements-gpu.txt")
+    if config.trainer == "torch" and (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise ValueError(f"--backend is {config.backend}, but must train with deepspeed on the {ranks} ranks started")
-    check_used(config)
+    validate(config)
 
 
 def join_ranks(config: Config) -> int:
@@ -67,8 +64,15 @@ def join_ranks(config: Config) -> int:
 
 def model_folder(config: Config) -> str:
     """Return what the policy is loaded from: the newest checkpoint of --resume, a tiny model, or --model. Raises
-    ValueError if no checkpoint of an earlier run can be read."""
+    ValueError if no checkpoint of an earlier run can be read, or if that run has done as many iterations."""
     saved = newest(Path(config.resume)) if config.resume else None
+    if saved and "iterations" in config.given:
+        done = torch.load(saved / "state.pt", weights_only=True, mmap=True)["report"]["rows"][-1]["iteration"]
+        if done >= config.iterations:
+            which = "finished" if done == config.iterations else "longer"
+            raise ValueError(
+                f"--iterations is {config.iterations}, but must be above {done}: the run in {config.resume} is {which}"
+            )
     return str(saved or (tiny_model(config.env) if config.model == "tiny" else config.model))
 
 
@@ -85,46 +89,31 @@ def load(config: Config, seeds: list[int]) -> Policy:
     try:
         policy = load_policy(name, config.device, dtype, freeze_vision=config.tiny)
         policy.mixed = mixed
-        longest = check_chat(policy, observations)
-        check_forward(policy, config)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, TemplateError, StrictDataclassError) as error:
+        check(policy, config)
+    except (*UNUSABLE, SafetensorError, StrictDataclassError, TemplateError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"--model is {name}, but must be a chat model that can be loaded: {reason}") from error
     if any(o.images for o in observations) and not policy.image_processor:
         raise ValueError(f"--model is {name}, which reads text only, but --env {config.env} shows images")
-    needed = longest + config.max_new_tokens
-    if needed > config.max_tokens:
+    longest = max(len(policy.first_prompt(o)) for o in observations)
+    if longest + config.max_new_tokens > config.max_tokens:
         raise ValueError(
-            f"--max_tokens is {config.max_tokens}, but must be at least {needed}: the first turn takes a prompt of "
-            f"{longest} and --max_new_tokens {config.max_new_tokens}"
+            f"--max_tokens is {config.max_tokens}, but must be at least {longest + config.max_new_tokens}: the first "
+            f"turn takes a prompt of {longest} and --max_new_tokens {config.max_new_tokens}"
         )
-    if config.engine == "vllm":
-        from freshper.engine_vllm import check_vllm
-
-        check_vllm(policy, config)
     return policy
 
 
-def check_chat(policy: Policy, observations: list[Observation]) -> int:
-    """Return the length of the longest first prompt. Raises ValueError if model and tokenizer cannot hold a
-    conversation."""
-    if not (hasattr(policy.model, "model") and hasattr(policy.model, "lm_head")):
-        raise ValueError(f"a {type(policy.model).__name__} is not a decoder with a `model` and an `lm_head`")
-    if policy.image_processor is None:  # text-only model: images are ignored here; `load` rejects the task
-        observations = [Observation(o.text) for o in observations]
-    lengths = [len(policy.first_prompt(o)) for o in observations]
+@torch.no_grad()
+def check(policy: Policy, config: Config) -> None:
+    """Compare trainer and engine with the model's own forward, on a text as long as a conversation may get.
+
+    Raises ValueError if the logits differ (the embedded engine knows no sliding windows, for example), or if the
+    tokenizer is that of another model.
+    """
     vocabulary = policy.model.get_input_embeddings().num_embeddings
     if not policy.tokenizer.encode("text", add_special_tokens=False) or len(policy.tokenizer) > vocabulary:
         raise ValueError(f"the tokenizer, of {len(policy.tokenizer)} tokens, does not belong to it ({vocabulary})")
-    return max(lengths)
-
-
-@torch.no_grad()
-def check_forward(policy: Policy, config: Config) -> None:
-    """Compare trainer and engine with the model's own forward, on a text as long as a conversation may get.
-
-    Raises ValueError if the logits differ: the embedded engine knows no sliding windows, for example.
-    """
     text = policy.first_prompt(Observation("Is this computed right? " * config.max_tokens))[: config.max_tokens]
     tokens = torch.tensor([text], device=policy.device)
     own = policy.model(input_ids=tokens, logits_to_keep=1).logits[0, -1].float()  # [V]
@@ -152,20 +141,16 @@ def make_trainer(policy: Policy, config: Config) -> Any:
     return DeepSpeedTrainer(policy, config, updates)
 
 
-def make_engine(policy: Policy, config: Config, trainer: TorchTrainer) -> Any:
-    """Make the engine, with the trainer's weights."""
-    if config.engine == "hf":
-        return HFEngine(policy, Sampling(config.temperature, config.top_k, config.top_p), config.seed)
-    from freshper.engine_vllm import VLLMEngine
-
-    return VLLMEngine(policy, config, trainer)
-
-
 @contextlib.contextmanager
 def backends(policy: Policy, config: Config) -> Iterator[tuple[TorchTrainer, Any]]:
-    """Yield rank 0's trainer and engine; whatever happens, the processes they started end afterwards."""
-    with (
-        contextlib.closing(make_trainer(policy, config)) as trainer,
-        contextlib.closing(make_engine(policy, config, trainer)) as engine,
-    ):
-        yield trainer, engine
+    """Yield rank 0's trainer and an engine with its weights; whatever happens, their processes end afterwards."""
+    with contextlib.closing(make_trainer(policy, config)) as trainer:
+        engine: Any
+        if config.engine == "hf":
+            engine = HFEngine(policy, Sampling(config.temperature, config.top_k, config.top_p), config.seed)
+        else:
+            from freshper.engine_vllm import VLLMEngine
+
+            engine = VLLMEngine(policy, config, trainer)
+        with contextlib.closing(engine):
+            yield trainer, engine

@@ -4,16 +4,10 @@ Paper: section 3.5 and appendix A.1; Algorithm 1 lines 4 (add), 6 (refresh), 8 (
 
     leaf_i = p_i^alpha,   p_i = p_i^base * decay(t - t_i),   P(i) = leaf_i / sum_k leaf_k    (eq. 2, eq. 14)
 
-`decay` is any function of age, such as `partial(exponential_decay, tau=500)`; `None` is Standard PER. The two methods
-differ in nothing else here.
-
-The paper leaves these choices open:
-- a new entry gets its own base priority (Algorithm 1 line 4), not the largest one so far;
-- age counts optimizer steps: the caller's `step` is the clock t;
-- eviction is first-in-first-out (Table 5), or `lowest_priority` (appendix A.1): the lowest leaf, the oldest among
-  equals. Leaves are as of the last refresh, which Algorithm 1 makes every iteration.
-
-The refresh runs on a thread of its own while the on-policy update trains; every other method waits for it.
+`decay` is any function of age in steps, such as `partial(exponential_decay, tau=500)`; `None` is Standard PER, which
+differs in nothing else. The refresh runs on a thread of its own while the on-policy update trains; every other
+method waits for it. A new entry gets its own base priority, not the largest so far. Eviction is first-in-first-out
+(Table 5), or `lowest_priority` (appendix A.1): the lowest leaf at the last refresh, the oldest among equals.
 """
 
 import weakref
@@ -41,24 +35,17 @@ class Replay(NamedTuple):
 
 class ReplayBuffer:
     """Trajectory-level prioritized replay. Raises ValueError for capacity < 1, alpha outside [0, 1], an unknown
-    eviction and base priorities that are not finite and positive."""
+    eviction, base priorities that are not finite and positive, and a draw from an empty buffer."""
 
-    def __init__(
-        self, capacity: int, alpha: float, decay: Callable[[np.ndarray], np.ndarray] | None, eviction: str = "fifo",
-        seed: int = 0,
-    ):  # fmt: skip
-        if not 0.0 <= alpha <= 1.0:
-            raise ValueError(f"alpha must lie in [0, 1], got {alpha}")
-        if eviction not in ("fifo", "lowest_priority"):
-            raise ValueError(f"eviction must be fifo or lowest_priority, got {eviction}")
+    def __init__(self, capacity: int, alpha: float, decay: Callable | None, eviction: str = "fifo", seed: int = 0):
+        if not 0.0 <= alpha <= 1.0 or eviction not in ("fifo", "lowest_priority"):
+            raise ValueError(f"alpha {alpha} must lie in [0, 1], eviction {eviction} be fifo or lowest_priority")
         self.tree = SumTree(capacity)
         self.capacity, self.alpha, self.decay, self.eviction = capacity, alpha, decay, eviction
         self.episodes: list[Episode] = []  # by slot; slots 0..len-1 are in use
         self.base_priorities = np.zeros(capacity)
-        self.steps = np.zeros(capacity, dtype=np.int64)  # t_i
-        self.order = np.zeros(capacity, dtype=np.int64)  # number of episodes added before this one
-        self.added = 0
-        self.now = 0  # t of the last refresh or addition
+        self.steps, self.order = np.zeros((2, capacity), dtype=np.int64)  # t_i, number of episodes added before
+        self.added = self.now = 0  # episodes so far; t of the last refresh or addition
         self.rng = np.random.default_rng(seed)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="refresh")
         self._pending: Future | None = None  # the last asynchronous refresh
@@ -69,21 +56,23 @@ class ReplayBuffer:
         return len(self.episodes)
 
     def add(self, episodes: list[Episode], base_priorities: np.ndarray, step: int) -> None:
-        """Store episodes [n] collected at t_i = `step` (line 4), at age 0, evicting when full. Sets their `step`, and
-        makes equal images one array."""
-        base_priorities = self._checked(base_priorities)
-        if len(episodes) > self.capacity or len(episodes) != len(base_priorities):
-            raise ValueError(f"{len(episodes)} episodes, {len(base_priorities)} priorities, capacity {self.capacity}")
+        """Store episodes [n] collected at t_i = `step` (line 4), evicting if full. Equal images become one array."""
+        base_priorities, n = _checked(base_priorities), len(episodes)
+        if n > self.capacity or n != len(base_priorities):
+            raise ValueError(f"{n} episodes, {len(base_priorities)} priorities, capacity {self.capacity}")
         self._wait()
-        slots = self._free_slots(len(episodes))
+        order = self.added + np.arange(n)
+        slots = order % self.capacity  # unused ones first, then the oldest
+        if self.eviction == "lowest_priority" and len(self) + n > self.capacity:
+            held = np.arange(len(self))
+            lowest = np.lexsort((self.order[held], self.tree[held]))
+            slots = np.append(slots[: self.capacity - len(self)], lowest)[:n]
         for slot, episode in zip(slots.tolist(), episodes, strict=True):
-            episode.images, episode.step = self._share(episode.images), step
+            episode.images = [self._images.setdefault(image_key(image), image) for image in episode.images]
+            episode.step = step
             self.episodes[slot : slot + 1] = [episode]  # appends at the end
-        self.base_priorities[slots] = base_priorities
-        self.steps[slots] = step
-        self.order[slots] = self.added + np.arange(len(slots))
-        self.added += len(slots)
-        self.now = max(self.now, step)
+        self.base_priorities[slots], self.steps[slots], self.order[slots] = base_priorities, step, order
+        self.added, self.now = self.added + n, max(self.now, step)
         self.tree.set(slots, self._leaves(slots))
 
     def refresh(self, step: int) -> None:
@@ -98,10 +87,7 @@ class ReplayBuffer:
         return self._pending
 
     def sample(self, batch_size: int, step: int = 0) -> Replay:
-        """Draw a stratified batch with P(i) ~ p_i^alpha (line 8). Raises ValueError if the buffer is empty.
-
-        `step` is the clock now. The ages returned are measured by it; P(i) is as of the last refresh.
-        """
+        """Draw a stratified batch with P(i) ~ p_i^alpha as of the last refresh (line 8), with ages at t = `step`."""
         self._wait()
         indices = self.tree.stratified_sample(batch_size, self.rng)
         probabilities = self.tree[indices] / self.tree.total()
@@ -109,9 +95,8 @@ class ReplayBuffer:
         return Replay(episodes, indices, probabilities, max(step, self.now) - self.steps[indices])
 
     def update_base_priorities(self, indices: np.ndarray, priorities: np.ndarray) -> None:
-        """Set new base priorities [n] after an update (section 3.5, "Priority Update"). Unchanged priorities keep their
-        tree values."""
-        priorities = self._checked(priorities)
+        """Set new base priorities [n] (section 3.5, "Priority Update"). Unchanged ones keep their tree values."""
+        priorities = _checked(priorities)
         self._wait()
         changed = self.base_priorities[indices] != priorities
         indices = indices[changed]
@@ -131,9 +116,9 @@ class ReplayBuffer:
     def state_dict(self) -> dict:
         """Return everything that shapes future draws; nothing is copied."""
         self._wait()
-        decay = self.decay.state_dict() if isinstance(self.decay, AutoTau) else {}
-        own = {name: getattr(self, name) for name in STATE}
-        return own | {"nodes": self.tree.nodes, "rng": self.rng.bit_generator.state, "decay": decay}
+        drift = self.decay.sums if isinstance(self.decay, AutoTau) else None
+        state = {name: getattr(self, name) for name in STATE}
+        return state | {"nodes": self.tree.nodes, "rng": self.rng.bit_generator.state, "drift": drift}
 
     def load_state_dict(self, state: dict) -> None:
         """Restore a state of a buffer of this capacity."""
@@ -142,13 +127,12 @@ class ReplayBuffer:
         distinct = {id(image): image for episode in self.episodes for image in episode.images}  # equal ones are one
         self._images.update((image_key(image), image) for image in distinct.values())
         self.tree.nodes, self.rng.bit_generator.state = state["nodes"], state["rng"]
-        if isinstance(self.decay, AutoTau) and state["decay"]:
-            self.decay.load_state_dict(state["decay"])
+        if isinstance(self.decay, AutoTau) and state["drift"] is not None:
+            self.decay.sums = state["drift"]
 
     def _wait(self) -> None:
-        """Wait for the pending refresh; pass its error on."""
         if self._pending:
-            self._pending.result()
+            self._pending.result()  # passes its error on
 
     def _leaves(self, slots: np.ndarray | slice) -> np.ndarray:
         """Return p_i^alpha at the time `now`, float64 [n]. Never 0, so a buffer of only stale entries can be drawn."""
@@ -158,22 +142,9 @@ class ReplayBuffer:
         powers = np.where(p > 0.0, p**self.alpha, 0.0)  # 0^0 would be 1: --decay limit with --alpha 0
         return np.maximum(powers, np.finfo(np.float64).tiny)
 
-    def _free_slots(self, n: int) -> np.ndarray:
-        """Return n slots to write: the unused ones first, then those to evict."""
-        unused = np.arange(len(self), min(len(self) + n, self.capacity))
-        n -= len(unused)
-        if self.eviction == "fifo":
-            return np.concatenate([unused, (self.added + len(unused) + np.arange(n)) % self.capacity])
-        leaves = self.tree[np.arange(len(self))]
-        return np.concatenate([unused, np.lexsort((self.order[: len(self)], leaves))[:n]])
 
-    def _share(self, images: list[np.ndarray]) -> list[np.ndarray]:
-        return [self._images.setdefault(image_key(image), image) for image in images]
-
-    @staticmethod
-    def _checked(base_priorities: np.ndarray) -> np.ndarray:
-        base_priorities = np.asarray(base_priorities, dtype=np.float64)
-        low, high = np.min(base_priorities, initial=1.0), np.max(base_priorities, initial=1.0)
-        if not (low > 0.0 and high < np.inf):  # NaN fails too
-            raise ValueError(f"base priorities must be finite and positive (epsilon > 0?), got {low} to {high}")
-        return base_priorities
+def _checked(base_priorities: np.ndarray) -> np.ndarray:
+    base_priorities = np.asarray(base_priorities, dtype=np.float64)
+    if not ((base_priorities > 0.0) & (base_priorities < np.inf)).all():
+        raise ValueError(f"base priorities must be finite and positive (epsilon > 0?), got {base_priorities}")
+    return base_priorities

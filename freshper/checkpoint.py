@@ -4,15 +4,12 @@
     out/checkpoint-before/   the one before it, used if the newest cannot be read
     out/checkpoint-best/     the model alone, of the evaluation with the highest success so far
 
-state.pt holds tensors, numbers and strings, checked by the CRC-32 of its zip format and read with
-`torch.load(weights_only=True)`: a file from someone else cannot run code. Environments need no state, since each
-episode is reset with a seed of its own. On a CPU, with the same number of threads, a resumed run is bitwise identical
-to one that never stopped. Not in the paper.
+state.pt holds tensors, numbers and strings and is read with `torch.load(weights_only=True)`: a file from someone else
+cannot run code. Environments need no state: each episode is reset with its own seed. On a CPU, with the same number
+of threads, a resumed run is bitwise identical to one that never stopped. Not in the paper.
 
 A checkpoint is written to .checkpoint-new and flushed to disk. Then checkpoint-before is removed, checkpoint becomes
-checkpoint-before, and .checkpoint-new becomes checkpoint. A kill can leave an unfinished .checkpoint-new or
-checkpoint-before beside a whole checkpoint, or, between the two renames, a whole checkpoint-before and no checkpoint.
-Reading takes checkpoint, then checkpoint-before, and nothing else. A run killed in its first save starts again.
+checkpoint-before, and .checkpoint-new becomes checkpoint: a kill at any moment leaves one of the two whole.
 """
 
 import dataclasses
@@ -73,8 +70,7 @@ class RunState:
 
     def restore(self) -> None:
         """Load the state of --resume, if there is one. From here on a first Ctrl-C waits for the iteration to end."""
-        folder = newest(self.report.folder, quiet=True) if self.config.resume else None
-        if folder:
+        if self.config.resume and (folder := newest(self.report.folder, quiet=True)):
             state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
             arrays = {name: x.numpy() for name, x in state["buffer"].items() if isinstance(x, torch.Tensor)}
             state["buffer"] |= arrays | {"episodes": unpack_episodes(state["buffer"]["episodes"])}
@@ -96,27 +92,25 @@ class RunState:
         Raises Interrupted after a signal, having saved, and OSError if the checkpoint cannot be written.
         """
         done, out, every = self.report.done, self.report.folder, self.config.save_every
-        best, finished = self.report.best() == done, done == self.config.iterations
+        found, finished = self.report.evaluations(), done == self.config.iterations
+        best = done == max(found, key=found.__getitem__, default=0)  # the first of equals
         if best or finished or self.signals.received or (every and done % every == 0):
-            policy, state = self.parts["trainer"].whole_policy(), self._state()
+            policy = self.parts["trainer"].whole_policy()
+            # features of a frozen vision tower: their last bit can depend on the batch in which they were computed
+            state = {name: part.state_dict() for name, part in self.parts.items()} | {"features": self.policy._features}
+            state["buffer"] |= {"episodes": pack_episodes(state["buffer"]["episodes"])}
+            state |= {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
+            state |= {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
             try:
                 if best:  # first: a run that is killed after this comes to the same evaluation again
                     _write(out / "checkpoint-best", policy)
-                _write(out / "checkpoint", policy, state)
+                _write(out / "checkpoint", policy, plain(state))
             except (OSError, RuntimeError, SafetensorError) as error:
                 shutil.rmtree(out / ".checkpoint-new", ignore_errors=True)
                 reason = error.__context__ or error  # torch.save raises a RuntimeError after an OSError
                 raise OSError(f"the checkpoint after iteration {done} was not written to {out}: {reason}") from error
         if self.signals.received and not finished:
             raise Interrupted(self.signals.received)
-
-    def _state(self) -> dict[str, Any]:
-        """Return what state.pt holds. Features of a frozen vision tower are in it, because their last bit can depend on
-        the other images of the batch in which they were computed."""
-        state = {name: part.state_dict() for name, part in self.parts.items()} | {"features": self.policy._features}
-        state["buffer"] |= {"episodes": pack_episodes(state["buffer"]["episodes"])}
-        state |= {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
-        return plain(state | {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()})
 
 
 def newest(out: Path, quiet: bool = False) -> Path | None:
@@ -129,16 +123,15 @@ def newest(out: Path, quiet: bool = False) -> Path | None:
         try:
             with ZipFile(folder / "state.pt") as file:
                 if name := file.testzip():
-                    raise ValueError(f"{name} in state.pt does not have its CRC-32")
+                    raise BadZipFile(f"{name} in state.pt does not have its CRC-32")
             torch.load(folder / "state.pt", map_location="cpu", weights_only=True, mmap=True)
             for path in list(folder.glob("*.safetensors")) or [folder / "model.safetensors"]:
                 safe_open(path, "pt").keys()
+            return folder
         except (OSError, ValueError, RuntimeError, BadZipFile, UnpicklingError, SafetensorError) as error:
             problems.append(f"{folder} is damaged: {' '.join(str(error).split())[:200]}")
-        else:
-            if problems and not quiet:
-                print(problems[0], file=sys.stderr)
-            return folder
+            if not quiet:
+                print(problems[-1], file=sys.stderr)
     if problems:
         raise ValueError(f"--resume is {out}, but none of its checkpoints can be read: {'; '.join(problems)}")
     return None
@@ -146,20 +139,20 @@ def newest(out: Path, quiet: bool = False) -> Path | None:
 
 def _write(folder: Path, policy: Policy, state: dict[str, Any] | None = None) -> None:
     """Replace a folder by a model or, with a state, by a checkpoint; the checkpoint that was there is kept."""
-    new = folder.with_name(".checkpoint-new")
+    new, before = folder.with_name(".checkpoint-new"), folder.with_name("checkpoint-before")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir()
     policy.save(str(new))
-    if state is not None:
+    if state:
         with open(new / "state.pt", "wb") as file:
             torch.save(state, file)
     for path in (*new.rglob("*"), new):  # after a power failure a renamed file could otherwise be empty
         handle = os.open(path, os.O_RDONLY)
         os.fsync(handle)
         os.close(handle)
-    if state is not None and folder.exists():
-        shutil.rmtree(folder.with_name("checkpoint-before"), ignore_errors=True)
-        folder.rename(folder.with_name("checkpoint-before"))
+    if state and folder.exists():
+        shutil.rmtree(before, ignore_errors=True)
+        folder.rename(before)
     shutil.rmtree(folder, ignore_errors=True)
     new.rename(folder)
 
@@ -180,35 +173,28 @@ def plain(tree: Any) -> Any:
 
 
 def pack_episodes(episodes: list[Episode]) -> dict[str, Any]:
-    """Return episodes as columns, one per field. Each image object (the buffer shares them) is stored once."""
+    """Return episodes as columns, one per field: arrays end to end with their lengths (tens of thousands of small
+    tensors would take long to save), and each image object (the buffer shares them) once."""
     images = {id(image): image for e in episodes for image in e.images}
     number = {key: k for k, key in enumerate(images)}
-    columns = {field.name: [getattr(e, field.name) for e in episodes] for field in dataclasses.fields(Episode)}
+    columns: dict[str, Any] = {f.name: [getattr(e, f.name) for e in episodes] for f in dataclasses.fields(Episode)}
     columns["images"] = [np.array([number[id(image)] for image in e.images], np.int64) for e in episodes]
-    blobs = [np.frombuffer(zlib.compress(image.tobytes(), 1), np.uint8) for image in images.values()]
-    shapes = [image.shape for image in images.values()]
-    return {"columns": {name: _join(x) for name, x in columns.items()}, "blobs": _join(blobs), "shapes": shapes}
+    for name, column in columns.items():
+        if column and isinstance(column[0], np.ndarray):
+            columns[name] = {"values": np.concatenate(column), "lengths": np.array([len(part) for part in column])}
+    return {
+        "columns": columns,
+        "pixels": [(image.shape, zlib.compress(image.tobytes(), 1)) for image in images.values()],
+    }
 
 
 def unpack_episodes(packed: dict[str, Any]) -> list[Episode]:
     """Return the episodes that `pack_episodes` was given, from what `plain` made of it; equal images are one array."""
-    pixels = [np.frombuffer(zlib.decompress(blob), np.uint8) for blob in _split(packed["blobs"])]
-    images = [flat.reshape(shape) for flat, shape in zip(pixels, packed["shapes"], strict=True)]
-    columns = {name: _split(column) for name, column in packed["columns"].items()}
+    images = [np.frombuffer(zlib.decompress(data), np.uint8).reshape(shape) for shape, data in packed["pixels"]]
+    columns = dict(packed["columns"])
+    for name, column in columns.items():
+        if isinstance(column, dict):  # copies: one episode must not keep the arrays of all others in memory
+            parts = np.split(column["values"].numpy(), column["lengths"].cumsum(0)[:-1].tolist())
+            columns[name] = [part.copy() for part in parts]
     columns["images"] = [[images[k] for k in shown] for shown in columns["images"]]
     return [Episode(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
-
-
-def _join(column: list[Any]) -> Any:
-    """Return arrays as one with their lengths, numbers as an array, and anything else as it is."""
-    if column and isinstance(column[0], np.ndarray):
-        return {"values": np.concatenate(column), "lengths": np.array([len(part) for part in column])}
-    return np.array(column) if column and isinstance(column[0], int | float) else column
-
-
-def _split(column: Any) -> list[Any]:
-    """Return what `_join` was given. Arrays are copies: one episode must not keep those of all others in memory."""
-    if isinstance(column, dict):
-        ends = column["lengths"].cumsum(0)[:-1].tolist()
-        return [part.copy() for part in np.split(column["values"].numpy(), ends)]
-    return column.tolist() if isinstance(column, torch.Tensor) else column

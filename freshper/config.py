@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,10 +21,7 @@ from freshper.priority import age_limit, exponential_decay, polynomial_decay
 
 
 def _flag(default: Any, text: str) -> Any:
-    return dataclasses.field(default=default, metadata={"help": text.replace("%", "%%")})
-
-
-Backend = Literal["auto", "hf+torch", "hf+deepspeed", "vllm+torch", "vllm+deepspeed"]
+    return dataclasses.field(default=default, metadata={"help": text})
 
 
 @dataclass
@@ -31,10 +29,8 @@ class Config:
     """A setting a line: its default, and after it what it means and what in the paper sets it. Each is a flag."""
 
     # task
-    env: str = _flag("frozenlake", f"one of {', '.join(ENVS)} (appendix D)")
-    model: str = _flag(
-        "auto", "hub id, folder, or tiny; auto: the paper's if its weights and a GPU are here, else tiny"
-    )
+    env: str = _flag("frozenlake", "appendix D")
+    model: str = _flag("auto", "hub id, folder or tiny; auto: the paper's if its weights and a GPU are here, else tiny")
     slippery: bool = _flag(False, "FrozenLake's ice (appendix D: slippery; docs/differences.md on the image task)")
     max_turns: int = _flag(0, "H, replies per episode; 0: the task's own (Table 2, 'Max Actions')")
     format_penalty: float = _flag(0.15, "cost of a reply that cannot be read (paper: 0; authors' code: 0.15)")
@@ -74,7 +70,9 @@ class Config:
     max_tokens: int = _flag(2048, "of a conversation (Table 2, 'Seq Len': 2048, VLM 4096)")
     max_new_tokens: int = _flag(256, "of a reply (not in the paper)")
     # backends
-    backend: Backend = _flag("auto", "who generates + who trains; auto: by GPU and packages")  # noqa: RUF009
+    backend: Literal["auto", "hf+torch", "hf+deepspeed", "vllm+torch", "vllm+deepspeed"] = _flag(
+        "auto", "who generates + who trains; auto: by GPU and packages"
+    )
     dtype: Literal["float32", "bfloat16"] = _flag("bfloat16", "of forward and backward passes (appendix F: BF16)")
     zero_stage: Literal[0, 1, 2, 3] = _flag(2, "of DeepSpeed (Table 4: 2; NQ 3)")
     engine_memory: float = _flag(0.5, "share of a GPU's memory that vLLM takes")
@@ -87,23 +85,11 @@ class Config:
     eval_every: int = _flag(10, "iterations between evaluations on held-out seeds")
     eval_episodes: int = _flag(128, "held-out episodes per evaluation (appendix F: 128)")
 
-    # no settings: which flags were given, what --resume changed, and why this model and this backend
-    given, changes, reason, backend_reason = tuple[str, ...](), tuple[str, ...](), "", ""
-
-    @property
-    def tiny(self) -> bool:
-        """True if the model is one that freshper/tiny.py builds."""
-        return self.preset == "tiny"
-
-    @property
-    def engine(self) -> str:
-        """Who generates: hf or vllm."""
-        return self.backend.partition("+")[0]
-
-    @property
-    def trainer(self) -> str:
-        """Who trains: torch or deepspeed."""
-        return self.backend.partition("+")[2]
+    # no settings: the flags that were given, what the run says of its settings, and what follows from them
+    given, notes = tuple[str, ...](), tuple[str, ...]()
+    tiny = property(lambda self: self.preset == "tiny")  # the model is one that freshper/tiny.py builds
+    engine = property(lambda self: self.backend.partition("+")[0])  # who generates: hf or vllm
+    trainer = property(lambda self: self.backend.partition("+")[2])  # who trains: torch or deepspeed
 
     @property
     def device(self) -> str:
@@ -114,28 +100,31 @@ class Config:
 
     def folder(self) -> Path:
         """Return --resume, --out, or the first out/<env>-<method>-<seed>[-n] that does not exist."""
-        if self.resume or self.out:
-            return Path(self.resume or self.out)
         name = f"out/{self.env}-{self.method}-{self.seed}"
-        return next(path for n in range(1, 10**6) if not (path := Path(f"{name}-{n}" if n > 1 else name)).exists())
+        paths = (Path(f"{name}-{n}" if n > 1 else name) for n in count(1))
+        return Path(self.resume or self.out or next(path for path in paths if not path.exists()))
 
     def task(self) -> str:
-        """Return the task as plots name it: they always say whose questions and whether the ice is slippery."""
-        accepted = inspect.signature(ENVS[self.env]).parameters
-        if "data" in accepted:
+        """Return the task as plots name it, with whose questions it asks and whether the ice is slippery."""
+        known = self.env_settings()
+        if "data" in known:
             return f"{self.env} ({self.data or 'generated questions'})"
-        ice = "slippery" if self.slippery else "not slippery"
-        return f"{self.env} ({ice})" if "slippery" in accepted else self.env
+        return f"{self.env} ({'' if self.slippery else 'not '}slippery)" if "slippery" in known else self.env
 
     def title(self) -> str:
         """Return the title of the run's plots and pages."""
-        return f"{self.task()}, {self.method}, preset {self.preset}, seed {self.seed}"
+        method = self.method + ", base priority advantage" * (self.base_priority == "advantage")
+        return f"{self.task()}, {method}, preset {self.preset}, seed {self.seed}"
+
+    def env_settings(self) -> dict[str, Any]:
+        """Return what the environment of --env takes of the settings. Prompts and images of a tiny model are terse and
+        small."""
+        known = vars(self) | ({"style": "terse", "cell_size": 14} if self.tiny else {"style": "full", "cell_size": 56})
+        return {name: known[name] for name in inspect.signature(ENVS[self.env]).parameters if name in known}
 
     def make_env(self) -> TextEnv:
-        """Make the environment of --env. Prompts and images of a tiny model are terse and small."""
-        how = {"style": "terse", "cell_size": 14} if self.tiny else {"style": "full", "cell_size": 56}
-        accepted = inspect.signature(ENVS[self.env]).parameters
-        return ENVS[self.env](**{name: value for name, value in (vars(self) | how).items() if name in accepted})
+        """Make the environment of --env."""
+        return ENVS[self.env](**self.env_settings())
 
     def decay_function(self) -> Any:
         """Return age -> factor in [0, 1] for the buffer, or None (Standard PER)."""

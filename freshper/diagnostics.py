@@ -12,12 +12,13 @@ pi_mu against pi_theta) and `clipped` are sums over its `tokens` action tokens. 
 - Replay draws by priority, not from pi_mu, so each row has the weight v_i = 1 / P(i). That gives back the mean over the
   collected trajectories (within a bin of age, if P(i) depends on the reward only).
 - E[rho] is 1 in expectation but not in a sample: ESS / n = (sum v rho)^2 / (sum v sum v rho^2), Kish's form.
-- KL(pi_theta || pi_mu) = E_mu[rho log rho] / E_mu[rho] - log E_mu[rho]; KL(pi_mu || pi_theta) = E_mu[-log rho].
-The bound of eq. 11 then holds in every sample (Jensen). ESS / n is at least 1 / n and the first KL at most log n.
+- KL(pi_theta || pi_mu) = E_mu[rho log rho] / E_mu[rho] - log E_mu[rho], so eq. 11 holds in every sample (Jensen).
+ESS / n is at least 1 / n and this KL at most log n.
 """
 
 import argparse
 import csv
+import sys
 from pathlib import Path
 
 import matplotlib.figure
@@ -50,20 +51,19 @@ def estimate(rows: dict[str, np.ndarray]) -> dict[str, float]:
 
 def by_age(rows: dict[str, np.ndarray], bins: int = 12) -> dict[str, np.ndarray]:
     """Apply `estimate` to groups of equal size, from young to old. Returns its values, each float64 [bins]."""
-    groups = np.array_split(np.argsort(rows["age"], kind="stable"), bins)
-    found = [estimate({name: values[group] for name, values in rows.items()}) for group in groups if len(group)]
-    return {name: np.array([f[name] for f in found]) for name in (found[0] if found else ())}
+    order = np.argsort(rows["age"], kind="stable")
+    groups = np.array_split(order, min(bins, len(order)))
+    found = [estimate({name: values[group] for name, values in rows.items()}) for group in groups]
+    return {name: np.array([f[name] for f in found]) for name in found[0]}
 
 
 def drift_rate(ages: np.ndarray, values: np.ndarray) -> tuple[float, float, float]:
     """Fit values [bins] = offset + ages [bins] / tau by least squares (eq. 12). Returns tau = 1 / c in optimizer steps,
-    infinite without drift; the offset; and R². All are NaN if there is only one age."""
-    if len(set(ages.tolist())) < 2:
+    the offset, and R². All are NaN if there is only one age, or no drift."""
+    if np.ptp(ages) == 0 or np.ptp(values) == 0:
         return np.nan, np.nan, np.nan
     rate, offset = np.polyfit(ages, values, 1)
-    spread = ((values - values.mean()) ** 2).sum()
-    explained = 1.0 - ((values - offset - rate * ages) ** 2).sum() / spread if spread else np.nan
-    return 1 / rate if rate else np.inf, offset, explained
+    return 1 / rate, offset, np.corrcoef(ages, values)[0, 1] ** 2
 
 
 def plot(folder: Path, found: dict[str, np.ndarray]) -> None:
@@ -87,12 +87,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="ESS, KL and clipping of replayed trajectories by age.")
     parser.add_argument("folder", type=Path, help="of a run with replay")
     folder = parser.parse_args().folder
-    if not (folder / "replay.csv").is_file() or not (found := by_age(read(folder))):
+    if not (folder / "replay.csv").is_file() or not len((rows := read(folder))["age"]):
         parser.error(f"folder is {folder}, but must be that of a run with replay, with rows in replay.csv")
+    found = by_age(rows)
     plot(folder, found)
-    print(" ".join(f"{name:>11}" for name in found))
-    for row in zip(*found.values(), strict=True):
-        print(" ".join(f"{value:11.4g}" for value in row))
+    table = np.column_stack(list(found.values()))
+    np.savetxt(sys.stdout, table, "%11.4g", header=" ".join(f"{name:>11}" for name in found), comments="")
     for name, values in {"kl": found["kl"], "-ln ess": -np.log(found["ess"])}.items():
         tau, offset, r2 = drift_rate(found["age"], values)
         print(f"{name} = {offset:.3f} + age / {tau:.0f}, R² {r2:.2f}")

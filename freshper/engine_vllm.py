@@ -3,13 +3,11 @@
 Paper: Algorithm 1 lines 2 and 12; section 4.1 (the authors generate with vLLM inside ROLL); appendix F (sampling).
 
 - Token in, token out. A request is the conversation's token ids, with one placeholder per image, which vLLM expands
-  again. That vLLM arrives at our ids is checked in every call. Prefix caching makes a turn cost its new tokens only.
-- Log-probs are those of the softmax at the sampling temperature, without the ids that are never sampled, before top-k
-  and top-p. vLLM offers them before the temperature or after everything. `WorkerExtension.follow_policy` therefore
-  changes the logits as `Policy.logits` does and divides them by the temperature, and vLLM samples at temperature 1.
-- Line 12. The weights go through a file in shared memory and vLLM's own `reload_weights`, then all caches are reset. A
-  reload can fail silently (tied output layers, renamed parameters), so after each one log-probs of fixed prompts are
-  compared with the trainer's, and the run ends if they differ.
+  again. That it arrives at our ids is checked in every call. Prefix caching makes a turn cost its new tokens only.
+- Log-probs are those of the softmax at the sampling temperature, before top-k and top-p. vLLM offers them before the
+  temperature or after everything, so `WorkerExtension.follow_policy` divides the logits, and vLLM samples at 1.
+- Line 12. The weights go through a file in shared memory and vLLM's own `reload_weights`. That can fail silently (tied
+  output layers, renamed parameters), so log-probs of fixed prompts are then compared with the trainer's.
 
 Tests run this on a CPU. It has never run on a GPU. vLLM's interfaces change often, hence the pin (0.32).
 """
@@ -55,12 +53,12 @@ class VLLMEngine:
         roomy = shutil.disk_usage(SHARED_MEMORY).free > 1.2 * size  # containers often have 64 MB of it
         self.folder = Path(tempfile.mkdtemp(prefix="freshper-", dir=SHARED_MEMORY if roomy else None))
         room = "VLLM_CPU_KVCACHE_SPACE, GiB" if config.device == "cpu" else "--engine_memory"
+        kv_cache = f"a KV cache ({room}) that must hold --max_tokens {config.max_tokens}"
         try:
             for part in (policy.model.config, policy.model.generation_config, policy.tokenizer, policy.image_processor):
                 if part is not None:
                     part.save_pretrained(self.folder)
             self._write_weights(trainer)
-            kv_cache = f"a KV cache ({room}) that must hold --max_tokens {config.max_tokens}"
             with watched(f"the start of vLLM with {kv_cache}", errors=Exception):
                 self._start()
             self.prove(trainer)
@@ -70,29 +68,33 @@ class VLLMEngine:
 
     def _start(self) -> None:
         """Start vLLM's processes on the model in the folder."""
-        config, env = self.config, self.env
+        config = self.config
         # torchrun's variables stay hidden from vLLM's processes, which would take them for their own
         variables = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
         options: dict[str, Any] = {}
-        if images := len(env.reset(seed=0)[0].images):
-            options["limit_mm_per_prompt"] = {"image": images * (env.max_turns + 1), "video": 0}
+        if images := len(self.env.reset(seed=0)[0].images):
+            options["limit_mm_per_prompt"] = {"image": images * (self.env.max_turns + 1), "video": 0}
         if config.device == "cpu":
             variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"} | variables
             # a prompt cut into chunks kills vLLM: it would rewind the generator of a seeded reply, which on a CPU
             # cannot be done; small blocks, since only full ones are cached
             options |= {"enforce_eager": True, "enable_chunked_prefill": False, "block_size": 32}
-        elif gpus := rollout_gpus():
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-            options["tensor_parallel_size"] = len(gpus)
-        else:
-            options["gpu_memory_utilization"] = config.engine_memory
+        else:  # vLLM gets the GPUs after those of the ranks, or shares the only one
+            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+            gpus = visible.split(",")[ranks:]
+            if ranks > 1 and not gpus:
+                raise ValueError(f"the {ranks} ranks of this machine must leave a GPU for vLLM, but {visible} are all")
+            if gpus:
+                variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+            options |= {"tensor_parallel_size": len(gpus)} if gpus else {"gpu_memory_utilization": config.engine_memory}
         with patch.dict(os.environ, {"VLLM_LOGGING_LEVEL": "ERROR"} | variables, clear=True):
             from vllm import LLM
 
             self.llm = LLM(
                 model=str(self.folder),
                 dtype=config.dtype,
-                seed=config.seed % 2**32,
+                seed=config.seed,
                 max_model_len=config.max_tokens + 1,  # the proof samples one token, which is not used
                 max_num_seqs=min(512, max(config.rollout_batch_size, config.eval_episodes)),
                 enable_prefix_caching=True,
@@ -129,7 +131,7 @@ class VLLMEngine:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self.folder)})
             # keys, values and images that older weights computed
             if not self.llm.reset_prefix_cache():
-                raise BackendError("vLLM could not reset its prefix cache: it still has requests")
+                raise RuntimeError("vLLM could not reset its prefix cache: it still has requests")
             self.llm.reset_mm_cache()
             self.llm.llm_engine.reset_encoder_cache()
         return {"sync_error": self.prove(trainer), "sync_s": time.perf_counter() - began}
@@ -224,27 +226,3 @@ class WorkerExtension:
 
         threading.Thread(target=watch, daemon=True).start()
         return os.getpid(), os.getppid()
-
-
-def rollout_gpus() -> list[str]:
-    """Return vLLM's GPUs: those visible after the ranks of this machine; none if it shares the trainer's only one."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    gpus = visible.split(",") if visible else [str(k) for k in range(torch.cuda.device_count())]
-    if len(gpus) <= ranks > 1:
-        raise ValueError(f"{ranks} ranks of this machine train, but must leave one of its {len(gpus)} GPUs for vLLM")
-    return gpus[ranks:]
-
-
-def check_vllm(policy: Policy, config: Config) -> None:
-    """Raise ValueError, before anything is written, if vLLM cannot run this model here."""
-    if config.device == "cuda":
-        rollout_gpus()
-        return
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    c = policy.model.config.get_text_config()
-    size, sizes = c.hidden_size // c.num_attention_heads, CPUAttentionBackend.get_supported_head_sizes()
-    if size not in sizes:
-        known = ", ".join(map(str, sizes))
-        raise ValueError(f"--model {config.model} has attention heads of size {size}, but vLLM on a CPU needs {known}")

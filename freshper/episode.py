@@ -11,7 +11,7 @@ Tokens are those the engine sampled, never re-encoded text. Masks are positions,
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -42,8 +42,7 @@ class Episode:
 
     def turn_ends(self) -> np.ndarray:
         """Return the position of the last action token of each turn, int64 [n]. Bridges keep the turns apart."""
-        following = np.append(self.action_mask[1:], False)
-        return np.flatnonzero(self.action_mask & ~following)
+        return np.flatnonzero(self.action_mask & ~np.append(self.action_mask[1:], False))
 
 
 def image_key(image: np.ndarray) -> bytes:
@@ -52,36 +51,32 @@ def image_key(image: np.ndarray) -> bytes:
 
 
 class Batch(NamedTuple):
-    """B episodes padded on the right to T tokens. Right padding needs no attention mask: under a causal mask no real
-    token attends to what comes after it. `training_batch` (freshper/reinforce.py) adds advantages and weights."""
+    """B episodes padded on the right to T tokens, with 0 or False. That needs no attention mask: under a causal mask no
+    real token attends to what comes after it."""
 
-    tokens: torch.Tensor  # int64 [B, T], 0 at padding
-    action_mask: torch.Tensor  # bool [B, T], False at padding
+    tokens: torch.Tensor  # int64 [B, T]
+    action_mask: torch.Tensor  # bool [B, T]
     behavior_logprobs: torch.Tensor  # float32 [B, T]
     rewards: torch.Tensor  # float32 [B, T]: each turn's reward on its last action token
     images: list[list[np.ndarray]]  # per episode
     lengths: list[int]  # tokens of each episode before padding
-    ref_logprobs: Any = None  # float32 [B, T], like the fields below None if not needed
-    engine_weights: Any = None  # float32 [B, T]
-    advantages: Any = None  # A_t, float32 [B, T]
+    ref_logprobs: Any = None  # float32 [B, T], or None if not needed
+    engine_weights: Any = None  # the same
+    advantages: Any = None  # A_t, float32 [B, T]: like weights from `training_batch` (freshper/reinforce.py)
     weights: Any = None  # w_i, float32 [B]
 
     def rows(self, indices: list[int]) -> "Batch":
         """Return these rows alone, trimmed to the longest of them: a micro-batch."""
         lengths = [self.lengths[i] for i in indices]
-        cut: dict[str, Any] = {
-            name: value[indices][:, : max(lengths)] if value.dim() == 2 else value[indices]
-            for name, value in self._asdict().items()
-            if isinstance(value, torch.Tensor)
-        }
-        return self._replace(**cut, images=[self.images[i] for i in indices], lengths=lengths)
+        cut = self._with_tensors(lambda x: x[indices, : max(lengths)] if x.dim() == 2 else x[indices])
+        return cut._replace(images=[self.images[i] for i in indices], lengths=lengths)
 
     def to(self, device: torch.device) -> "Batch":
-        """Return the batch with its tensors on a device."""
-        moved: Any = {
-            name: value.to(device) for name, value in self._asdict().items() if isinstance(value, torch.Tensor)
-        }
-        return self._replace(**moved)
+        """Return the batch on a device."""
+        return self._with_tensors(lambda x: x.to(device))
+
+    def _with_tensors(self, change: Callable[[torch.Tensor], Any]) -> "Batch":
+        return self._replace(**{k: change(x) for k, x in self._asdict().items() if isinstance(x, torch.Tensor)})
 
     def micro_batches(self, most: int) -> Iterator[tuple[list[int], "Batch"]]:
         """Yield (row numbers, batch of these rows) for the groups of `alike`."""
@@ -89,13 +84,7 @@ class Batch(NamedTuple):
 
 
 def alike(lengths: list[int], most: int) -> list[list[int]]:
-    """Group row numbers by length: groups of at most `most`, each with less than PADDING of padding, shortest first.
-
-    An episode may end after one turn or after ten. The gradient does not depend on the grouping.
-
-    >>> alike([9, 2, 10, 10, 2], most=4)
-    [[4, 1], [0, 3, 2]]
-    """
+    """Group row numbers by length: groups of at most `most`, each with less than PADDING of padding, shortest first."""
     groups: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         group = groups[-1] if groups else []
@@ -109,22 +98,18 @@ def alike(lengths: list[int], most: int) -> list[list[int]]:
 
 def collate(episodes: list[Episode]) -> Batch:
     """Pad episodes into a batch. Raises ValueError if an episode's fields do not fit together."""
-    lengths = [len(e.tokens) for e in episodes]
-
-    def padded(name: str, dtype: torch.dtype) -> Any:
-        values = [getattr(e, name) for e in episodes]
-        if any(value is None for value in values):
-            return None
-        rows = [torch.from_numpy(value).to(dtype) for value in values]
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-
-    rewards = torch.zeros(len(episodes), max(lengths))
-    for row, (e, n) in enumerate(zip(episodes, lengths, strict=True)):
+    rewards = [np.zeros(len(e.tokens), dtype=np.float32) for e in episodes]
+    for e, row in zip(episodes, rewards, strict=True):
         ends = e.turn_ends()
-        if not len(e.action_mask) == len(e.behavior_logprobs) == n or len(ends) != len(e.turn_rewards):
+        if not len(e.action_mask) == len(e.behavior_logprobs) == len(row) or len(ends) != len(e.turn_rewards):
             raise ValueError(f"the fields of the episode of seed {e.seed} have different lengths")
-        rewards[row, ends] = torch.from_numpy(e.turn_rewards)
-    tokens, mask = padded("tokens", torch.long), padded("action_mask", torch.bool)
-    optional = {name: padded(name, torch.float32) for name in ("ref_logprobs", "engine_weights")}
-    logprobs = padded("behavior_logprobs", torch.float32)
-    return Batch(tokens, mask, logprobs, rewards, [e.images for e in episodes], lengths, **optional)
+        row[ends] = e.turn_rewards
+    fields = ("tokens", "action_mask", "behavior_logprobs", "ref_logprobs", "engine_weights")
+    columns = {name: [getattr(e, name) for e in episodes] for name in fields} | {"rewards": rewards}
+    padded: dict[str, Any] = {
+        name: torch.nn.utils.rnn.pad_sequence(list(map(torch.from_numpy, column)), batch_first=True)
+        for name, column in columns.items()
+        if all(x is not None for x in column)
+    }
+    padded["tokens"] = padded["tokens"].long()
+    return Batch(**padded, images=[e.images for e in episodes], lengths=[len(e.tokens) for e in episodes])

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 TIMEOUT = float(os.environ.get("FRESHPER_TIMEOUT", "1800"))  # seconds: the longest wait for vLLM or another rank
-GRACE = 10.0  # seconds between an error that could not be raised and the end of the process
 
 
 class NonFiniteError(ArithmeticError):
@@ -36,41 +35,37 @@ def watched(
     """Raise BackendError, naming the phase, if the block raises one of `errors` or takes longer than TIMEOUT, or if one
     of `processes` (id -> name) dies. In the main thread only.
 
-    A thread watches and sends the main thread a signal. No signal handler runs while NCCL, or DeepSpeed's shared memory
-    on a CPU, waits for another process: if the block has not ended GRACE seconds later, this process prints the
-    sentence and exits.
+    A thread watches and sends the main thread a signal. That waits if the main thread is inside NCCL, or DeepSpeed's
+    shared memory on a CPU: if the block goes on for ten seconds, this process prints the sentence and exits.
     """
-    end, over, problem = time.monotonic() + TIMEOUT, threading.Event(), ""
+    end, over, main = time.monotonic() + TIMEOUT, threading.Event(), threading.get_ident()
 
-    def death() -> str:
-        dead = [f"{name} (process {pid})" for pid, name in (processes or {}).items() if not alive(pid)]
-        return f"{dead[0]} died in {phase}; if it said why, that stands above" if dead else ""
+    def problem() -> str:
+        for pid, name in (processes or {}).items():
+            if not alive(pid):
+                return f"{name} (process {pid}) died in {phase}; if it said why, that stands above"
+        return f"{phase} took longer than FRESHPER_TIMEOUT, {TIMEOUT:g} s" if time.monotonic() > end else ""
 
     def watch() -> None:
-        nonlocal problem
-        while not problem and not over.wait(0.5):
-            late = f"{phase} took longer than FRESHPER_TIMEOUT, {TIMEOUT:g} s" if time.monotonic() > end else ""
-            problem = death() or late
-        if problem:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-            if not over.wait(GRACE):
-                print(f"\nstopped: {problem}", file=sys.stderr, flush=True)
-                os._exit(1)
+        while not over.wait(0.5):
+            if problem():
+                signal.pthread_kill(main, signal.SIGUSR1)
+                if not over.wait(10.0):
+                    print(f"\nstopped: {problem()}", file=sys.stderr, flush=True)
+                    os._exit(1)
 
     def interrupt(*_: object) -> None:
         if not over.is_set():
-            raise BackendError(problem)
+            raise BackendError(problem())
 
     signal.signal(signal.SIGUSR1, interrupt)  # it stays: after the block it does nothing
     threading.Thread(target=watch, daemon=True).start()
     try:
         yield
-    except BackendError:
-        raise
     except errors as error:
         time.sleep(1.0)  # a process that ends closes its connections first
         reason = " ".join(str(error).split())[:300]
-        raise BackendError(death() or f"{phase} failed: {type(error).__name__}: {reason}") from error
+        raise BackendError(problem() or f"{phase} failed: {type(error).__name__}: {reason}") from error
     finally:
         over.set()
 

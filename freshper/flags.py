@@ -4,11 +4,10 @@ written and before torch is imported.
 
 import argparse
 import dataclasses
-import inspect
+import itertools
 import json
 import math
 import os
-import sys
 from glob import glob
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -20,42 +19,35 @@ from freshper.presets import PRESETS, defaults
 # what the saved state of a run consists of, or what its name says: --resume cannot change these
 FIXED = """env method model preset seed capacity eviction base_priority replay_advantage kl_loss_coef kl_reward_coef
 truncated_is backend dtype zero_stage""".split()
-REPLAY = "batch_size capacity eviction alpha epsilon base_priority decay tau beta replay_advantage".split()
-GROUPS = {  # of --help: the first setting of each, and its title
-    "env": "task",
-    "method": "method and replay",
-    "iterations": "optimization",
-    "temperature": "sampling",
-    "backend": "backends",
-    "preset": "the run",
-}
+# of --help: the first setting of each group, and its title
+GROUPS = {"env": "task", "method": "method and replay", "iterations": "optimization", "temperature": "sampling"}
+GROUPS |= {"backend": "backends", "preset": "the run"}
 
 
 def validate(c: Config) -> None:
-    """Raise ValueError with one sentence that names the flag, its value and what is allowed."""
+    """Raise ValueError with one sentence that names the flag, its value and what is allowed, or that says with what
+    other flag it has no effect."""
     above_0 = """iterations rollout_batch_size group_size batch_size ppo_epochs capacity lr ratio_clip advantage_clip
     micro_batch_size temperature epsilon max_new_tokens eval_every eval_episodes""".split()
     not_negative = """replay_ratio seed kl_loss_coef kl_reward_coef entropy_coef top_k format_penalty max_turns
     save_every truncated_is""".split()
-    of_type = {name: value for name, value in vars(c).items() if not isinstance(value, str)}
-    checks = [(n, v < 2**31, "below 2**31") for n, v in of_type.items() if type(v) is int]
-    checks += [(n, math.isfinite(v), "finite") for n, v in of_type.items() if type(v) is float]
-    checks += [(name, getattr(c, name) > 0, "above 0") for name in above_0]
-    checks += [(name, getattr(c, name) >= 0, "0 or more") for name in not_negative]
-    checks += [(name, 0.0 <= getattr(c, name) <= 1.0, "between 0 and 1") for name in ("alpha", "beta")]
+    limits = {int: 2**31, float: math.inf}
+    numbers = [(name, value, limits[type(value)]) for name, value in vars(c).items() if type(value) in limits]
     hub_id = "/" in c.model and not c.model.startswith((".", "/", "~"))
-    fitting, replays = "tiny" if is_tiny(c.model) else "paper", c.method != "on_policy"
-    checks += [
-        ("env", c.env in ENVS, f"one of {', '.join(ENVS)}"),
+    fitting = "tiny" if is_tiny(c.model) else "paper"
+    checks = [
+        *((name, value < limit, f"a number below {limit}") for name, value, limit in numbers),  # nan is not
+        *((name, getattr(c, name) > 0, "above 0") for name in above_0),
+        *((name, getattr(c, name) >= 0, "0 or more") for name in not_negative),
+        *((name, 0.0 <= getattr(c, name) <= 1.0, "between 0 and 1") for name in ("alpha", "beta")),
         ("model", c.model == "tiny" or hub_id or os.path.isfile(f"{c.model}/config.json") or bool(c.resume),
          "tiny, a folder with a config.json, or a hub id"),
         ("preset", c.preset == fitting or bool(c.resume), f"{fitting} with --model {c.model}"),
-        ("replay_ratio", replays or c.replay_ratio == 0, "0 with --method on_policy"),
+        ("replay_ratio", c.method != "on_policy" or c.replay_ratio == 0, "0 with --method on_policy"),
         ("decay", c.method != "per" or c.decay == "none", "none with --method per"),
         ("out", bool(c.resume) or not os.path.exists(c.out), "a folder that does not exist yet"),
         ("tau", c.tau == "auto" or c.tau > 0, "above 0, or auto"),
         ("tau", c.tau != "auto" or c.decay in ("exponential", "none"), "a number with this --decay"),
-        ("capacity", c.capacity <= 10**8, "at most 100,000,000"),
         ("capacity", c.capacity >= max(c.batch_size, c.rollout_batch_size), "at least a batch"),
         ("top_p", 0.0 < c.top_p <= 1.0, "above 0 and at most 1"),
         ("dual_clip", c.dual_clip == 0.0 or c.dual_clip > 1.0, "0 or above 1"),
@@ -68,29 +60,25 @@ def validate(c: Config) -> None:
     for name, good, allowed in checks:
         if not good:
             raise ValueError(f"--{name} is {getattr(c, name)}, but must be {allowed}")
-    check_used(c)
+    replay = "batch_size capacity eviction alpha epsilon base_priority decay tau beta replay_advantage"
+    idle = [  # when, which flags, because of what
+        (True, " ".join({"slippery", "data", "search_url"} - c.env_settings().keys()), f"--env {c.env}"),
+        (c.replay_ratio == 0, replay, f"--method {c.method} and --replay_ratio 0"),
+        (c.decay == "none", "tau", f"--method {c.method} and --decay none"),
+        (c.alpha == 0, "epsilon base_priority", "--alpha 0"),
+        (c.alpha == 0 and c.decay != "limit", "decay tau", "--alpha 0"),  # they only scale p, and p^0 = 1
+        (bool(c.resume), "out", "--resume"),
+        (c.trainer == "torch", "zero_stage", f"--backend {c.backend}"),
+        (c.engine == "hf", "engine_memory", f"--backend {c.backend}"),
+    ]
+    for name, (holds, names, reason) in itertools.product(c.given, idle):
+        if holds and name in names.split():
+            raise ValueError(f"--{name} is {getattr(c, name)}, but has no effect with {reason}")
 
 
-def check_used(c: Config) -> None:
-    """Raise ValueError if a flag was given that has no effect with the others."""
-    accepted = inspect.signature(ENVS[c.env]).parameters
-    idle = {name: f"--env {c.env}" for name in ("slippery", "data", "search_url") if name not in accepted}
-    if c.decay == "none":
-        idle["tau"] = f"--method {c.method} and --decay none"
-    if c.alpha == 0:
-        ages = () if c.decay == "limit" else ("decay", "tau")  # every other decay only scales p, and p^0 = 1
-        idle |= dict.fromkeys(("epsilon", "base_priority", *ages), "--alpha 0")
-    if c.replay_ratio == 0:
-        idle |= dict.fromkeys(REPLAY, f"--method {c.method} and --replay_ratio 0")
-    if c.resume:
-        idle["out"] = "--resume"
-    if c.trainer == "torch":
-        idle["zero_stage"] = f"--backend {c.backend}"
-    if c.engine == "hf":
-        idle["engine_memory"] = f"--backend {c.backend}"
-    for name in c.given:
-        if name in idle:
-            raise ValueError(f"--{name} is {getattr(c, name)}, but has no effect with {idle[name]}")
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")  # one sentence, without the usage
 
 
 def _tau(text: str) -> float | str:
@@ -98,27 +86,22 @@ def _tau(text: str) -> float | str:
 
 
 def _boolean(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise ValueError
-    return text.lower() == "true"
+    return bool(("false", "true").index(text.lower()))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> _Parser:
     """Build a parser of all flags, which returns only those that were given."""
-    parser = argparse.ArgumentParser(
-        description="FreshPER (Algorithm 1). Defaults in brackets are the paper's; --preset changes them.",
-        usage="%(prog)s [--flag value ...]",
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
+    says = "FreshPER (Algorithm 1). Defaults in brackets are the paper's; --preset changes them."
+    parser = _Parser(description=says, usage="%(prog)s [--flag value ...]", allow_abbrev=False)
+    types = {"tau": _tau, "slippery": _boolean}
     for field in dataclasses.fields(Config):
         if field.name in GROUPS:
             group = parser.add_argument_group(GROUPS[field.name])
-        choices = get_args(field.type) if field.name != "tau" else ()
-        kind: Any = {"tau": _tau, "slippery": _boolean}.get(field.name, type(field.default))
-        options = {"type": kind, "metavar": None if choices else "", "choices": choices or None}
+        choices = list(ENVS) if field.name == "env" else get_args(field.type) if field.name not in types else ()
+        options: dict[str, Any] = {"choices": choices} if choices else {"metavar": ""}
         if field.type is bool:
             options |= {"nargs": "?", "const": True}
+        options |= {"type": types.get(field.name, type(field.default)), "default": argparse.SUPPRESS}
         group.add_argument(f"--{field.name}", help=f"{field.metadata['help']} [{field.default}]", **options)
     return parser
 
@@ -129,69 +112,58 @@ def is_tiny(model: str) -> bool:
     return model == "tiny" or (path.is_file() and '"freshper_tiny": true' in path.read_text(encoding="utf-8"))
 
 
-def default_model(env: str, preset: str) -> tuple[str, str]:
-    """Return the model behind `--model auto`, and why, in a few words. Looks at nothing outside this machine."""
-    paper = PRESETS["paper"].get(env, {}).get("model")
-    if preset == "paper" and paper:
-        return paper, ""
-    if preset == "tiny" or not paper:
-        return "tiny", ""
-    if not glob("/dev/nvidia[0-9]*"):
-        return "tiny", "model tiny: there is no GPU"
-    from huggingface_hub import try_to_load_from_cache  # takes a moment, so only if there is a GPU
+def default_model(env: str) -> tuple[str, str]:
+    """Return the model behind `--model auto` and why. Looks at nothing outside this machine."""
+    paper, problem = PRESETS["paper"].get(env, {"model": "tiny"})["model"], "there is no GPU"
+    if glob("/dev/nvidia[0-9]*"):
+        from huggingface_hub import try_to_load_from_cache  # takes a moment, so only if there is a GPU
 
-    if not isinstance(try_to_load_from_cache(paper, "config.json"), str):
-        return "tiny", f"model tiny: {paper} is not in the Hugging Face cache"
-    return paper, f"model {paper}: it is in the Hugging Face cache, and there is a GPU"
+        problem = f"{paper} is not in the Hugging Face cache"
+        if isinstance(try_to_load_from_cache(paper, "config.json"), str):
+            return paper, f"model {paper}: it is in the Hugging Face cache, and there is a GPU"
+    return "tiny", f"model tiny: {problem}"
 
 
-def _stored(parser: argparse.ArgumentParser, folder: str) -> dict[str, Any]:
-    """Read the settings of an earlier run, each checked like a flag. Raises ValueError."""
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise ValueError(f"--resume is {folder}, but must be the folder of a run, with a config.json")
+def _first_run(given: dict[str, Any]) -> Config:
+    """Return the settings of a new run: the preset of the model, then the method, then the flags."""
+    known, note = Config(**given), ""
+    if known.model == "auto" and known.preset == "auto":
+        known.model, note = default_model(known.env)
+    elif known.model == "auto":
+        known.model = PRESETS[known.preset].get(known.env, {}).get("model", "tiny")
+    preset = known.preset if known.preset != "auto" else "tiny" if is_tiny(known.model) else "paper"
+    config = Config(**defaults(preset, known.env, known.method) | given | {"model": known.model, "preset": preset})
+    config.notes = (note,)
+    return config
+
+
+def _resumed(given: dict[str, Any], parser: _Parser) -> Config:
+    """Return the settings of an earlier run, each checked like a flag, and the flags over them. Raises ValueError."""
+    folder = given["resume"]
     try:
-        stored = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"--resume is {folder}, but its config.json cannot be read: {error}") from error
-    names = {field.name for field in dataclasses.fields(Config)}
-    if not isinstance(stored, dict) or stored.keys() != names:
-        different = sorted(names ^ stored.keys())[:3] if isinstance(stored, dict) else ["everything"]
-        raise ValueError(f"--resume is {folder}, but its settings differ from this code's in {', '.join(different)}")
-    return vars(parser.parse_args([f"--{name}={value}" for name, value in stored.items()]))
+        stored = json.loads((Path(folder) / "config.json").read_bytes())
+        if different := sorted({field.name for field in dataclasses.fields(Config)} ^ set(stored)):
+            raise ValueError(f"its settings differ from this code's in {', '.join(different[:3])}")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--resume is {folder}, but must be the folder of a run: {error}") from error
+    stored = vars(parser.parse_args([f"--{name}={value}" for name, value in stored.items()])) | {"resume": folder}
+    changed = [name for name, value in given.items() if value != stored[name]]
+    if fixed := [name for name in changed if name in FIXED]:
+        raise ValueError(f"--{fixed[0]} is {given[fixed[0]]}, but must be {stored[fixed[0]]} as in the earlier run")
+    config = Config(**stored | given)
+    config.notes = tuple(f"{name} is {given[name]}, was {stored[name]}" for name in changed)
+    return config
 
 
 def parse_args(argv: list[str] | None = None) -> Config:
     """Return the checked settings of a command line. A wrong flag prints one sentence and exits with status 2; nothing
     has been written by then."""
     parser = _parser()
-
-    def refuse(sentence: str) -> NoReturn:
-        parser.exit(2, f"{Path(sys.argv[0]).name}: error: {sentence}\n")
-
-    parser.error = refuse  # type: ignore[method-assign, assignment]
     given = vars(parser.parse_args(argv))
     try:
-        if given.get("resume"):
-            stored = _stored(parser, given["resume"])
-            config = Config(**stored | given)
-            changed = {n: v for n, v in given.items() if n not in ("resume", "out") and v != stored[n]}
-            for name in FIXED:
-                if name in changed:
-                    raise ValueError(f"--{name} is {given[name]}, but must be {stored[name]} as in the earlier run")
-            config.changes = tuple(f"{n} is {v}, was {stored[n]}" for n, v in changed.items())
-        else:
-            known = Config(**given)
-            if known.env not in ENVS:
-                raise ValueError(f"--env is {known.env}, but must be one of {', '.join(ENVS)}")
-            model, reason = default_model(known.env, known.preset) if known.model == "auto" else (known.model, "")
-            if known.preset == "auto":
-                known.preset = "tiny" if is_tiny(model) else "paper"
-            settings = defaults(known.preset, known.env, known.method)
-            config = Config(**settings | given | {"model": model, "preset": known.preset})
-            config.reason = reason
+        config = _resumed(given, parser) if given.get("resume") else _first_run(given)
         config.given = tuple(name for name in given if name != "resume")
         validate(config)
     except ValueError as error:
-        refuse(str(error))
+        parser.error(str(error))
     return config

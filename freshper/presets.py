@@ -1,8 +1,7 @@
 """The settings of methods and presets: the paper's tables, and numbers for the tiny models.
 
-Paper: Table 5 (the methods), Tables 2 to 4 (the presets). A test compares the paper preset with the tables, value for
-value. If the paper names no dataset or reply limit, the choice is ours. The numbers follow from the model: a pretrained
-model gets the paper's, a tiny model the tiny preset. The tiny preset was tuned on FrozenLake (docs/log.md).
+Paper: Table 5 (the methods), Tables 2 to 4 (the paper preset; a test compares it with the tables, value for value). If
+the paper names no dataset or reply limit, the choice is ours. The tiny preset was tuned on FrozenLake (docs/log.md).
 """
 
 from typing import Any

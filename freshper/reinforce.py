@@ -10,79 +10,64 @@ itself: Hu et al., arXiv 2501.03262, as in OpenRLHF.
                        l_i   = -sum_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t) / C
                        L     = 1/B sum_i w_i l_i                 eq. 16
 
-All tensors are [B, T] with an action mask. Environment tokens carry no reward and no loss, but reward flows back across
-them, since all turns belong to one episode.
-
-The paper is silent on these points:
-- Rewards stand at the end of their turn, as in the turn MDP of section 3.1. OpenRLHF puts the return on the last token.
-- A fresh batch is whitened over all its action tokens (population variance), as in REINFORCE++.
-- The replay advantage. A replay batch drawn by |r| + epsilon can hold nothing but successes; whitened over itself its
-  advantage is zero and the replay gradient vanishes. The default `running` measures against the returns collected
-  lately, in which every episode counts once with the mean of its G_t. `recompute` is what the authors' code does.
+All tensors are [B, T]. Environment tokens carry no reward and no loss, but reward flows back across them, since all
+turns belong to one episode. The paper is silent on these points (docs/differences.md):
+- A fresh batch is whitened over all its action tokens (population variance). A replay batch can hold nothing but
+  successes; whitened over itself (`recompute`, the authors' code) its advantage is zero. The default `running` measures
+  against the returns collected lately, in which every episode counts once with the mean of its G_t.
 - The KL penalty in the reward is that of the policy that acted, on both sides of a replay advantage.
-- Dual clip (Ye et al., AAAI 2020; ROLL has it too): if A_t < 0, rho_t A_t has no lower bound, and one stale failure
-  whose tokens have become likely since dominates the batch. `dual_clip` * A_t bounds it; 0 switches it off.
-- C is the batch's mean number of action tokens per episode. It does not depend on how a batch is split, so neither does
-  the gradient. The authors' code has C = 1.
+- If A_t < 0, rho_t A_t has no lower bound, and one stale failure whose tokens have become likely since dominates the
+  batch. Dual clip (Ye et al., AAAI 2020) bounds it by `dual_clip` * A_t; 0 switches it off.
+- C is the batch's mean number of action tokens per episode, however the batch is split. The authors' code has C = 1.
 
 Exercise: set `--replay_advantage recompute` and watch `replay_success` and `replay_grad_norm`.
 """
 
-from collections import deque
-
 import numpy as np
 import torch
+from torch import Tensor
 
 from freshper.config import Config
 from freshper.episode import Batch, Episode, collate
 
-WINDOW = 256  # episodes behind the running mean
+WINDOW, EPS = 256, 1e-8  # episodes behind the running mean; what is added to standard deviations
 MAX_LOG_RATIO = 20.0  # exp overflows in float32 from 88.8 on and makes the gradient NaN; OpenRLHF and verl bound by 20
 
 
-def returns_to_go(rewards: torch.Tensor) -> torch.Tensor:
+def returns_to_go(rewards: Tensor) -> Tensor:
     """Return G_t = sum_{s >= t} r_s along the last axis. [B, T] -> [B, T]."""
     return rewards.flip(-1).cumsum(-1).flip(-1)
 
 
-def whiten(values: torch.Tensor, mask: torch.Tensor, eps: float = 1e-8) -> torch.Tensor:
-    """Return (x - mean) / std over the masked entries of the whole batch, 0 elsewhere. [B, T] -> [B, T]. Population
-    variance. If all entries are equal the result is zero, not noise."""
-    selected = values[mask].double()  # in float32 the mean of equal values can miss them by more than eps
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """Return (x - mean) / std over the masked entries, 0 elsewhere and if all are equal. [B, T] -> [B, T]."""
+    selected = values[mask].double()  # in float32 the mean of equal values can miss them by more than EPS
     mean, std = selected.mean(), selected.std(correction=0)
-    return torch.where(mask, (values.double() - mean) / (std + eps), 0.0).to(values.dtype)
+    return torch.where(mask, (values.double() - mean) / (std + EPS), 0.0).to(values.dtype)
 
 
-def kl_k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Return the KL estimate log pi - log pi_ref, clamped to +-10. [B, T] -> [B, T]."""
     return (logprobs - ref_logprobs).clamp(-10.0, 10.0)
 
 
-def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Return pi_ref / pi - log(pi_ref / pi) - 1: never negative, with a usable gradient. [B, T] -> [B, T]."""
     log_ratio = (ref_logprobs - logprobs).clamp(-10.0, 10.0)
     return log_ratio.exp() - log_ratio - 1.0
 
 
-def advantages(
-    rewards: torch.Tensor,
-    action_mask: torch.Tensor,
-    clip: float,
-    moments: torch.Tensor | None = None,
-    eps: float = 1e-8,
-) -> torch.Tensor:
-    """Return A_t from token rewards. [B, T], [B, T] -> [B, T], 0 off the mask. `moments` None: whitened over this
-    batch, else (mean, std) to measure against (`ReplayBaseline`). `clip` is eps_clip of Table 3."""
+def advantages(rewards: Tensor, action_mask: Tensor, clip: float, moments: Tensor | None = None) -> Tensor:
+    """Return A_t from token rewards. [B, T], [B, T] -> [B, T], 0 off the mask. Measured against `moments`, the mean and
+    std of `ReplayBaseline`, or None: those of this batch. `clip` is eps_clip of Table 3."""
     returns = returns_to_go(rewards)  # [B, T]
     if moments is None:
-        normalized = whiten(returns, action_mask, eps)
-    else:
-        mean, std = moments
-        normalized = torch.where(action_mask, (returns - mean) / (std + eps), 0.0)
-    return normalized.clamp(-clip, clip)
+        return whiten(returns, action_mask).clamp(-clip, clip)
+    mean, std = moments
+    return torch.where(action_mask, (returns - mean) / (std + EPS), 0.0).clamp(-clip, clip)
 
 
-def shaped(batch: Batch, kl_reward_coef: float) -> torch.Tensor:
+def shaped(batch: Batch, kl_reward_coef: float) -> Tensor:
     """Return r_t - kl_reward_coef * k1_t of the policy that acted, [B, T]."""
     if not kl_reward_coef:
         return batch.rewards
@@ -94,7 +79,7 @@ class ReplayBaseline:
 
     def __init__(self, config: Config):
         self.recompute, self.kl_reward_coef = config.replay_advantage == "recompute", config.kl_reward_coef
-        self.returns: deque[list[float]] = deque(maxlen=WINDOW)  # per episode: the means of G_t and of G_t^2
+        self.returns: list[list[float]] = []  # per episode: the means of G_t and of G_t^2
 
     def observe(self, episodes: list[Episode]) -> None:
         """Add the returns of freshly collected episodes."""
@@ -102,9 +87,9 @@ class ReplayBaseline:
         returns = returns_to_go(shaped(batch, self.kl_reward_coef)).double()  # [B, T]
         tokens = batch.action_mask.sum(-1)
         powers = [torch.where(batch.action_mask, returns**k, 0.0).sum(-1) / tokens for k in (1, 2)]
-        self.returns.extend(torch.stack(powers, dim=1).tolist())
+        self.returns = [*self.returns, *torch.stack(powers, dim=1).tolist()][-WINDOW:]
 
-    def moments(self) -> torch.Tensor | None:
+    def moments(self) -> Tensor | None:
         """Return (mean, std) as float32 [2, 1, 1], or None: those of the replay batch itself."""
         if self.recompute:
             return None
@@ -114,15 +99,14 @@ class ReplayBaseline:
         return torch.stack([mean, std]).float()[:, None, None]
 
     def state_dict(self) -> dict[str, list[list[float]]]:
-        return {"returns": list(self.returns)}
+        return {"returns": self.returns}
 
     def load_state_dict(self, state: dict[str, list[list[float]]]) -> None:
-        self.returns.clear()
-        self.returns.extend(state["returns"])
+        self.returns = state["returns"]
 
 
 def training_batch(
-    episodes: list[Episode], config: Config, weights: np.ndarray | None = None, moments: torch.Tensor | None = None
+    episodes: list[Episode], config: Config, weights: np.ndarray | None = None, moments: Tensor | None = None
 ) -> Batch:
     """Return the padded batch with A_t and w_i: all that the loss needs but log pi_theta. `weights` [B]: IS weights
     (None: 1); `moments`: those of `ReplayBaseline` (None: the batch's own)."""
@@ -134,44 +118,28 @@ def training_batch(
     return batch._replace(advantages=found, weights=w)
 
 
-def episode_advantages(episodes: list[Episode], config: Config, moments: torch.Tensor | None) -> np.ndarray:
-    """Return each episode's mean A_t over its action tokens, float64 [B], for the base priority |A_i| + epsilon."""
-    batch = training_batch(episodes, config, moments=moments)
-    return (batch.advantages.double().sum(-1) / batch.action_mask.sum(-1)).numpy()
-
-
 def policy_loss(
-    logprobs: torch.Tensor, behavior_logprobs: torch.Tensor, advantages: torch.Tensor, action_mask: torch.Tensor,
-    weights: torch.Tensor | None = None, *, ratio_clip: float = 0.2, dual_clip: float = 0.0,
-    entropies: torch.Tensor | None = None, entropy_coef: float = 0.0, ref_logprobs: torch.Tensor | None = None,
-    kl_coef: float = 0.0, batch_size: int | None = None, scale: float = 1.0,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
-    """Return L = 1/B sum_i w_i l_i (eq. 16), with l_i = (sum over the action tokens of i) / C, and statistics.
-
-    All tensors [B, T] but `weights` [B] (None: all 1). `scale` is C. If these rows are a micro-batch, B = `batch_size`
-    and C are those of the whole batch, and the losses of the parts add up to the loss of the whole. KL and entropy
-    terms belong to l_i and are weighted with it.
-
-    The statistics are sums over the action tokens of each row, [B]: `log_ratio` (log rho of the whole trajectory),
-    `ratio` and `ratio_sq` (rho_t, rho_t^2), `kl` (k3 of pi_mu against pi_theta), `clipped`.
-    """
-    zero = torch.zeros_like(logprobs)
-    log_ratio = torch.where(action_mask, logprobs - behavior_logprobs, zero)
+    logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, action_mask: Tensor, weights: Tensor | None = None,
+    *, ratio_clip: float = 0.2, dual_clip: float = 0.0, entropies: Tensor | None = None, entropy_coef: float = 0.0,
+    ref_logprobs: Tensor | None = None, kl_coef: float = 0.0, batch_size: int | None = None, scale: float = 1.0,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """Return L = 1/B sum_i w_i l_i (eq. 16), with l_i = (sum over the action tokens of i) / C; and sums over the action
+    tokens of each row, [B]: of log rho_t, rho_t, rho_t^2, k3 of pi_mu against pi_theta, clipped tokens. Tensors are
+    [B, T] but `weights` [B] (None: all 1); `scale` is C. The losses of micro-batches add up to that of the whole batch
+    if B = `batch_size` and C are those of the whole."""
+    log_ratio = torch.where(action_mask, logprobs - behavior_logprobs, 0.0)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # rho_t [B, T]
     unclipped = ratio * advantages
-    clipped = ratio.clamp(1.0 - ratio_clip, 1.0 + ratio_clip) * advantages
-    objective = torch.minimum(unclipped, clipped)  # [B, T]
+    objective = torch.minimum(unclipped, ratio.clamp(1.0 - ratio_clip, 1.0 + ratio_clip) * advantages)  # [B, T]
     if dual_clip:
         objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
-    token_loss = -objective  # [B, T]
+    token_loss = -objective
     if entropies is not None:
         token_loss = token_loss - entropy_coef * entropies
     if ref_logprobs is not None:
         token_loss = token_loss + kl_coef * kl_k3(logprobs, ref_logprobs)
-    sample_loss = torch.where(action_mask, token_loss, zero).sum(-1) / scale  # l_i [B]
-    if weights is not None:
-        sample_loss = weights * sample_loss
-    loss = sample_loss.sum() / (batch_size or len(logprobs))
+    sample_loss = torch.where(action_mask, token_loss, 0.0).sum(-1) / scale  # l_i [B]
+    loss = (sample_loss if weights is None else weights * sample_loss).sum() / (batch_size or len(logprobs))
     with torch.no_grad():
         stats = {
             "log_ratio": log_ratio.sum(-1),

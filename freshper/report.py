@@ -4,12 +4,11 @@
     metrics.csv     one row per iteration                  diagnostics.png   staleness by age (freshper/diagnostics.py)
     replay.csv      one row per replayed trajectory        episodes.html     held-out episodes of the last evaluation
 
-Columns of metrics.csv, each a mean over the updates of the iteration, empty if there is no value: `iteration` counts
-completed iterations, and row 0 is the evaluation before training. `eval_*` are of held-out seeds. `invalid` is the
-share of replies that could not be read, `truncated` that of episodes cut by --max_tokens. `mismatch` is the mean
-|engine - trainer log-prob| of action tokens, with quantiles of the ratio trainer / engine. `kl` is k3 of pi_mu against
-pi_theta. `replay_*`, `max_age` (optimizer steps) and ESS / n (eq. 5) of trajectories and tokens, `ess` and `ess_token`,
-are of the replayed batches as drawn. `sync_error` is of vLLM's probe, `rollout_s` the time that other phases leave.
+Columns of metrics.csv are means over the updates of an iteration, empty without a value. `iteration` counts completed
+ones: row 0 is the evaluation before training. `eval_*`: held-out seeds. `invalid`: share of replies that could not be
+read. `truncated`: of episodes cut by --max_tokens. `mismatch`: mean |engine - trainer log-prob| of action tokens, with
+quantiles of the ratio trainer / engine. `kl`: k3 of pi_mu against pi_theta. `replay_*`, `max_age` (optimizer steps) and
+ESS / n (eq. 5) of trajectories (`ess`) and tokens: replayed batches as drawn. `rollout_s`: what other phases leave.
 """
 
 import base64
@@ -21,7 +20,6 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +55,6 @@ class Report:
         self.config, self.policy, self.folder, self.env = config, policy, config.folder(), config.make_env()
         self.done, self.rows = 0, list[dict[str, Any]]()  # completed iterations, rows of metrics.csv
         self.row: dict[str, Any] = {"iteration": 0, "step": 0, "episodes": 0, "wall_s": 0.0}  # the next of them
-        self.evaluations: dict[int, float] = {}  # held-out success by completed iterations
         self.shown: list[Episode] = []  # of the last evaluation
         try:
             self.folder.mkdir(parents=True, exist_ok=bool(config.resume))
@@ -70,18 +67,18 @@ class Report:
             raise ValueError(f"{flag} is {self.folder}, but must be a folder to write to: {reason}") from error
 
     def __enter__(self) -> "Report":
-        model, config, self.baselines = self.policy.model, self.config, baselines(self.config)
+        self.baselines = baselines(self.config)
         self.known = ", ".join(f"{name} policy {value:.2f}" for name, value in self.baselines.items())
-        size = f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters"
-        lines = [config.title(), size, config.reason, config.backend_reason, *config.changes]
-        lines += [getattr(self.env, "data_summary", str)(), f"success on held-out seeds: {self.known}"]
-        self.say("\n".join(filter(None, lines)))
+        parameters = sum(p.numel() for p in self.policy.model.parameters())
+        lines = [self.config.title(), f"{type(self.policy.model).__name__}, {parameters:,} parameters"]
+        lines += [*self.config.notes, getattr(self.env, "data_summary", str)()]
+        self.say("\n".join(filter(None, [*lines, f"success on held-out seeds: {self.known}"])))
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         if error:
             self.say(f"stopped after iteration {self.done}: {error}")
-        if last := [success for done, success in self.evaluations.items() if done][-3:]:
+        if last := [success for done, success in self.evaluations().items() if done][-3:]:
             which = ("evaluation", "two evaluations", "three evaluations")[len(last) - 1]
             self.say(f"held-out success, mean of the last {which}: {np.mean(last):.2f} ({self.known})")
         try:
@@ -92,8 +89,8 @@ class Report:
                 training = metrics, "train_success", {"label": "training, each iteration", "alpha": 0.4}
                 held_out = metrics, "eval_success", {"label": "held-out seeds", "marker": "o"}
                 plot(self.folder / "curve.png", self.config.title(), "success", [training, held_out], self.baselines)
-            if self.done and self.config.replay_ratio and (bins := diagnostics.by_age(diagnostics.read(self.folder))):
-                diagnostics.plot(self.folder, bins)
+            if self.done and self.config.replay_ratio:
+                diagnostics.plot(self.folder, diagnostics.by_age(diagnostics.read(self.folder)))
         except OSError as failure:
             self.say(f"plots and pages could not be written to {self.folder}: {failure}")
             if not error:
@@ -104,26 +101,26 @@ class Report:
         if self.done < self.config.iterations:
             self.say(f"continue with: python train.py --resume {self.folder}")
 
-    def best(self) -> int:
-        """Return the completed iterations at the highest held-out success (the first of equals), 0 without any."""
-        return max(self.evaluations, key=self.evaluations.__getitem__, default=0)
+    def evaluations(self) -> dict[int, float]:
+        """Return held-out success by completed iterations."""
+        return {row["iteration"]: row["eval_success"] for row in self.rows if "eval_success" in row}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rows": self.rows}
+        path = self.folder / "replay.csv"
+        return {"rows": self.rows, "replayed": path.stat().st_size if self.config.replay_ratio else 0}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["replayed"]:  # cut off what came after the checkpoint
+            os.truncate(self.folder / "replay.csv", state["replayed"])
         self.rows, self.row, self.done = state["rows"], {}, state["rows"][-1]["iteration"]
-        self.evaluations = {row["iteration"]: row["eval_success"] for row in self.rows if "eval_success" in row}
 
     def iterations(self) -> Iterator[int]:
         """Yield the numbers of the iterations to come, with a progress bar."""
-        path, done = self.folder / "replay.csv", self.done
-        if self.config.replay_ratio:  # rows of iterations after the checkpoint come again, and a kill cuts the last one
-            rows = path.read_text().splitlines(keepends=True)[1:] if done and path.is_file() else []
-            kept = [row for row in rows if row.endswith("\n") and int(row.partition(",")[0]) <= done]
-            self._write("replay.csv", ",".join(REPLAY_COLUMNS) + "\n" + "".join(kept))
+        done, total = self.done, self.config.iterations
+        if self.config.replay_ratio and not done:
+            self._write("replay.csv", ",".join(REPLAY_COLUMNS) + "\n")
         self.began = time.perf_counter() - self.rows[-1]["wall_s"]
-        self.bar = tqdm(range(done, self.config.iterations), initial=done, total=self.config.iterations, unit="it")
+        self.bar = tqdm(range(done, total), initial=done, total=total, unit="it")
         for iteration in self.bar:
             self.began_iteration = time.perf_counter()
             yield iteration
@@ -133,15 +130,12 @@ class Report:
         replays: list[tuple[Replay, Update]], sync: dict[str, float], trainer: TorchTrainer, buffer: ReplayBuffer,
     ) -> None:  # fmt: skip
         """Gather the row of an iteration after line 12 of Algorithm 1; `evaluate_if_due` completes and writes it."""
-        means = summarize(episodes, self.env.metrics)
-        row = {name if name in COLUMNS else f"train_{name}": mean for name, mean in means.items()} | mismatch | sync
+        played = summarize(episodes)
+        row = {name if name in COLUMNS else f"train_{name}": mean for name, mean in played.items()} | mismatch | sync
         row |= {"iteration": self.done + 1, "step": trainer.step, "lr": trainer.optimizer.param_groups[0]["lr"]}
         row |= {"episodes": self.rows[-1]["episodes"] + len(episodes), "buffer_size": len(buffer)}
+        row |= means([update.stats for update in fresh]) | means([self._log_replay(*replay) for replay in replays])
         row["tau"] = getattr(buffer.decay, "tau", np.nan)
-        for updates in ([update.stats for update in fresh], [self._log_replay(*replay) for replay in replays]):
-            row |= {
-                name: float(np.mean([stats[name] for stats in updates])) for name in (updates[0] if updates else ())
-            }
         row["max_age"] = max((replay.ages.max() for replay, _ in replays), default=np.nan)
         row["update_s"] = sum(update.stats["seconds"] for update in fresh)
         row["replay_s"] = sum(update.stats["seconds"] for _, update in replays)
@@ -170,13 +164,12 @@ class Report:
             self.shown = rollout(engine, policy, envs[: len(seeds)], seeds, config.max_tokens, config.max_new_tokens)
             if not self.rows:  # the evaluation before training takes none of its random numbers
                 engine.load_state_dict(state)
-            means = summarize(self.shown, self.env.metrics)
-            row |= {f"eval_{name}": means[name] for name in ("success", "reward", *self.env.metrics)}
+            played = summarize(self.shown)
+            row |= {f"eval_{name}": played[name] for name in ("success", "reward", *self.env.metrics)}
             row["eval_s"] = time.perf_counter() - began
-            self.evaluations[row["iteration"]] = row["eval_success"]
         if self.rows:
             row["wall_s"] = time.perf_counter() - self.began
-            self.bar.set_postfix(success=row["train_success"], held_out=[*self.evaluations.values()][-1])
+            self.bar.set_postfix(success=row["train_success"], held_out=[*self.evaluations().values()][-1])
         self.rows.append({name: x if isinstance(x, int) else float(x) for name, x in row.items() if not np.isnan(x)})
         self.done = row["iteration"]
         columns = COLUMNS + [f"{phase}_{name}" for phase in ("train", "eval") for name in self.env.metrics]
@@ -190,20 +183,23 @@ class Report:
         new.replace(self.folder / name)
 
 
-def summarize(episodes: list[Episode], metrics: tuple[str, ...] = ()) -> dict[str, float]:
-    """Return means over episodes: success, return, turns, truncation and the environment's own `metrics`; `invalid` is
+def means(table: list[dict[str, float]]) -> dict[str, float]:
+    """Return the mean of each column over the rows of a table, nothing without rows."""
+    return {name: float(np.mean([row[name] for row in table])) for name in (table[0] if table else ())}
+
+
+def summarize(episodes: list[Episode]) -> dict[str, float]:
+    """Return means over episodes: success, return, turns, truncation and the environment's own metrics; `invalid` is
     the share of replies that could not be read."""
     turns = sum(len(e.turn_rewards) for e in episodes)
-    means = {name: float(np.mean([getattr(e, name) for e in episodes])) for name in ("success", "reward", "truncated")}
-    means |= {name: float(np.mean([e.metrics[name] for e in episodes])) for name in metrics}
-    return means | {"turns": turns / len(episodes), "invalid": sum(e.invalid for e in episodes) / turns}
+    each = [{"success": e.success, "reward": e.reward, "truncated": e.truncated} | e.metrics for e in episodes]
+    return means(each) | {"turns": turns / len(episodes), "invalid": sum(e.invalid for e in episodes) / turns}
 
 
 def baselines(config: Config) -> dict[str, float]:
     """Return the mean success of the `random` policy on the held-out seeds and, if known, of the `optimal` one."""
     env = config.make_env()
-    known = [env.baselines(EVAL_SEEDS + k) for k in range(config.eval_episodes)]
-    return {name: float(np.mean([b[name] for b in known])) for name in known[0]}
+    return means([env.baselines(EVAL_SEEDS + k) for k in range(config.eval_episodes)])
 
 
 def plot(path: Path, title: str, ylabel: str, lines: list[tuple], baselines: dict[str, float]) -> None:
@@ -228,23 +224,23 @@ img{width:128px;image-rendering:pixelated} pre,ruby{white-space:pre-wrap} ruby{b
 def episodes_page(episodes: list[Episode], policy: Policy, title: str) -> str:
     """Return a static page of the first eight episodes, turn by turn: the observation, and beside it the sampled reply
     with the engine's log-prob above each token. All text is escaped."""
-    decode = policy.tokenizer.decode
-    parts = [f"<!doctype html><meta charset=utf-8><style>{STYLE}</style><title>{html.escape(title)}</title>"]
-    parts.append(f"<h1>{html.escape(title)}</h1>Held-out episodes. Right: the sampled tokens, each below its log-prob.")
+    title, decode = html.escape(title), policy.tokenizer.decode
+    page = f"<!doctype html><meta charset=utf-8><style>{STYLE}</style><title>{title}</title><h1>{title}</h1>"
+    page += "Held-out episodes. Right: the sampled tokens, each below its log-prob."
     for e in episodes[:8]:
-        parts.append(f"<h2>seed {e.seed}: {'success' if e.success else 'no success'}, return {e.reward:g}</h2><table>")
-        images = iter(e.images)
-        for (start, end), reward in zip(pairwise([0, *(e.turn_ends() + 1)]), e.turn_rewards, strict=True):
-            sampled, tokens = e.action_mask[start:end], e.tokens[start:end]
+        page += f"<h2>seed {e.seed}: {'success' if e.success else 'no success'}, return {e.reward:g}</h2><table>"
+        images, ends = iter(e.images), e.turn_ends() + 1
+        turns = [np.split(values, ends)[:-1] for values in (e.tokens, e.action_mask, e.behavior_logprobs)]
+        for tokens, sampled, logprobs, reward in zip(*turns, e.turn_rewards, strict=True):
             is_image = (tokens == policy.image_token_id) & ~sampled
-            parts.append("<tr><td>")
+            page += "<tr><td>"
             for _ in range(int((np.diff(is_image, prepend=False) & is_image).sum())):  # runs of placeholders
                 Image.fromarray(next(images)).save(stream := io.BytesIO(), "PNG")
-                parts.append(f'<img src="data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}">')
+                page += f'<img src="data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}">'
             text = decode(tokens[~is_image & ~sampled], skip_special_tokens=True).strip()
-            parts.append(f"<pre>{html.escape(text)}</pre><td>")
-            for token, logprob in zip(tokens[sampled], e.behavior_logprobs[start:end][sampled], strict=True):
-                parts.append(f"<ruby>{html.escape(decode([token]))}<rt>{logprob:.2f}</rt></ruby>")
-            parts.append(f"<p>reward {reward:g}")
-        parts.append("</table>")
-    return "".join(parts) + "\n"
+            page += f"<pre>{html.escape(text)}</pre><td>"
+            for token, logprob in zip(tokens[sampled], logprobs[sampled], strict=True):
+                page += f"<ruby>{html.escape(decode([token]))}<rt>{logprob:.2f}</rt></ruby>"
+            page += f"<p>reward {reward:g}"
+        page += "</table>"
+    return page + "\n"

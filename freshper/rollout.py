@@ -5,15 +5,13 @@ Paper: Algorithm 1 line 2 ("roll out pi_mu in E to collect episodes"); section 3
     conversation   <prompt o_0> | <reply a_0> | <bridge o_1> | <reply a_1> | ...
                                   \\_ sampled _/               \\_ sampled _/
 
-A conversation is a growing list of token ids. The engine appends a reply, the environment reads it as text and answers
-with an observation, whose tokens are appended. Nothing is ever decoded and encoded again, so what is trained on is what
-was sampled. All live episodes advance together, a turn at a time.
-
-An episode ends when the environment says so, or as truncated when the next turn would not fit `max_tokens`.
+A conversation is a growing list of token ids: the engine's reply, the tokens of the environment's observation, and so
+on. Nothing is ever decoded and encoded again, so what is trained on is what was sampled. All live episodes advance
+together. One ends when its environment says so, or as truncated when the next turn would not fit `max_tokens`.
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,13 +25,13 @@ from freshper.models import Policy
 def training_seeds(config: Config, iteration: int) -> list[int]:
     """Return the environment seeds of an iteration, [rollout_batch_size]: each comes `group_size` times."""
     n = config.rollout_batch_size // config.group_size
-    numbers = [(iteration * n + k) % 1_000_000 for k in range(n)]
-    return [(config.seed % 900) * 1_000_000 + k for k in numbers for _ in range(config.group_size)]
+    numbers = [(iteration * n + k) % 1_000_000 for k in range(n) for _ in range(config.group_size)]
+    return [(config.seed % 900) * 1_000_000 + number for number in numbers]
 
 
 @dataclass(eq=False)
 class Conversation:
-    """What an engine reads of one live episode. Only the rollout appends to it."""
+    """What an engine reads of one live episode. The rollout appends to it, so that engines can keep caches by it."""
 
     tokens: list[int]
     images: list[np.ndarray] = field(default_factory=list)
@@ -47,34 +45,23 @@ class Reply(NamedTuple):
     logprobs: list[float]  # of each token at the sampling temperature, before top-k and top-p
 
 
-class Engine(Protocol):
-    """Generation. A conversation keeps its identity from turn to turn, so that caches can be kept by it."""
-
-    def generate(self, conversations: list[Conversation], max_new_tokens: int) -> list[Reply]: ...
-
-
 def rollout(
-    engine: Engine, policy: Policy, envs: list[TextEnv], seeds: list[int], max_tokens: int, max_new_tokens: int,
+    engine: Any, policy: Policy, envs: list[TextEnv], seeds: list[int], max_tokens: int, max_new_tokens: int,
     step: int = 0,
 ) -> list[Episode]:  # fmt: skip
-    """Play one episode in each environment, reset with its seed, and return them in that order.
-
+    """Play an episode on each seed, in an environment of its own, and return them in that order. `envs` may be more.
     `behavior_logprobs` are the engine's; line 3 of Algorithm 1 replaces them by the trainer's. Raises OSError if the
-    first turn of an episode does not fit `max_tokens`, NonFiniteError if a reward or log-prob is not finite.
-    """
-    opened = [(env.reset(seed=seed)[0], seed) for env, seed in zip(envs, seeds, strict=True)]
+    first turn of an episode does not fit `max_tokens`, NonFiniteError if a reward or log-prob is not finite."""
+    opened = [(env.reset(seed=seed)[0], seed) for env, seed in zip(envs, seeds, strict=False)]
     conversations = [Conversation(policy.first_prompt(o), list(o.images), seed) for o, seed in opened]
-    masks = [[False] * len(c.tokens) for c in conversations]  # of action tokens
-    logprobs = [[0.0] * len(c.tokens) for c in conversations]
-    rewards: list[list[float]] = [[] for _ in envs]
-    endings: list[dict] = [{"success": False, "invalid": 0, "truncated": False, "metrics": {}} for _ in envs]
-    longest = max(conversations, key=lambda c: len(c.tokens))
-    if len(longest.tokens) + max_new_tokens > max_tokens:  # of a later batch: `load` has checked the first one
-        raise OSError(
-            f"--max_tokens is {max_tokens}, but must be at least {len(longest.tokens) + max_new_tokens}, prompt and "
-            f"reply of the first turn of episode seed {longest.seed}"
-        )
-    live = list(range(len(envs)))
+    logprobs = [[np.nan] * len(c.tokens) for c in conversations]  # NaN: not sampled
+    rewards: list[list[float]] = [[] for _ in seeds]
+    endings: list[dict] = [{"invalid": 0} for _ in seeds]  # fields of each episode as of its last turn
+    needed, seed = max((len(c.tokens) + max_new_tokens, c.seed) for c in conversations)
+    if needed > max_tokens:  # of a later batch: `load` has checked the first one
+        first_turn = f"prompt and reply of the first turn of episode seed {seed}"
+        raise OSError(f"--max_tokens is {max_tokens}, but must be at least {needed}, {first_turn}")
+    live = list(range(len(seeds)))
     while live:
         replies = engine.generate([conversations[i] for i in live], max_new_tokens)
         texts = [policy.reply_text(reply.tokens) for reply in replies]
@@ -82,13 +69,10 @@ def rollout(
         still_live = []
         for i, reply, (observation, reward, terminated, truncated, info) in zip(live, replies, steps, strict=True):
             conversation, ending = conversations[i], endings[i]
-            if not np.isfinite([reward, *reply.logprobs]).all():
-                raise NonFiniteError(
-                    f"the rollout met a reward {reward} and log-probs {reply.logprobs}, which must be finite; "
-                    f"episode seed {seeds[i]}, turn {len(rewards[i]) + 1}"
-                )
+            if not np.isfinite(reward + sum(reply.logprobs)):
+                found = f"a reward {reward} and a reply of log-prob {sum(reply.logprobs)}, which must be finite"
+                raise NonFiniteError(f"the rollout met {found}; episode seed {seeds[i]}, turn {len(rewards[i]) + 1}")
             conversation.tokens += reply.tokens
-            masks[i] += [True] * len(reply.tokens)
             logprobs[i] += reply.logprobs
             rewards[i].append(reward)
             ending |= {"success": bool(info["success"]), "metrics": info.get("metrics", {})}
@@ -101,14 +85,13 @@ def rollout(
                 continue
             conversation.tokens += bridge
             conversation.images += observation.images
-            masks[i] += [False] * len(bridge)
-            logprobs[i] += [0.0] * len(bridge)
+            logprobs[i] += [np.nan] * len(bridge)
             still_live.append(i)
         live = still_live
     episodes = []
     for i, c in enumerate(conversations):
-        turn_rewards = np.array(rewards[i], dtype=np.float32)
-        arrays = np.array(c.tokens, dtype=np.int32), np.array(masks[i]), np.array(logprobs[i], dtype=np.float32)
-        total = float(turn_rewards.sum())
-        episodes.append(Episode(*arrays, total, turn_rewards, c.images, step, seeds[i], **endings[i]))
+        sampled, turn_rewards = np.array(logprobs[i], dtype=np.float32), np.array(rewards[i], dtype=np.float32)
+        arrays = np.array(c.tokens, dtype=np.int32), ~np.isnan(sampled), np.nan_to_num(sampled)
+        ending = endings[i] | {"images": c.images, "step": step, "seed": c.seed}
+        episodes.append(Episode(*arrays, float(turn_rewards.sum()), turn_rewards, **ending))
     return episodes

@@ -10,8 +10,7 @@ method and its arguments. All ranks then run that method of TorchTrainer togethe
     rank 1                    1   3     5   7     (8)    a rank without a row gets one whose action mask is empty
 
 All ranks thus do the same number of forward passes; ZeRO-3 gathers weights in each and would otherwise wait for ever.
-The loss divides by constants of the whole batch, so gradients are added up: DeepSpeed averages them over ranks, hence
-the factor in `_backward`, and is told not to divide by the number of micro-batches.
+The loss divides by constants of the whole batch, so gradients are added up: `_backward` undoes DeepSpeed's mean.
 
 Two differences to TorchTrainer: in bfloat16 the weights are bfloat16 too, with float32 master weights in DeepSpeed; and
 a gradient that is not finite is found after the step (log-probs and loss are checked before, on all ranks).
@@ -24,8 +23,10 @@ import signal
 import socket
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -57,10 +58,7 @@ class _ActionLogprobs(torch.nn.Module):
 
     def __init__(self, policy: Policy):
         super().__init__()
-        self.policy, self.model = policy, policy.model
-
-    def forward(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return action_logprobs(self.policy, *arguments)
+        self.policy, self.model, self.forward = policy, policy.model, partial(action_logprobs, policy)
 
 
 class DeepSpeedTrainer(TorchTrainer):
@@ -98,10 +96,27 @@ class DeepSpeedTrainer(TorchTrainer):
         with self._together("logprobs", batch, reference):
             return super().logprobs(batch, reference)
 
+    def state_dict(self) -> dict[str, Any]:
+        with self._together("state_dict"):
+            return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state that rank 0 has read. Raises BackendError if another number of ranks wrote it."""
+        saved = len(state["optimizer"]["ranks"])
+        if saved != self.ranks:
+            raise BackendError(f"--resume needs {saved} ranks, the number in the checkpoint, not {self.ranks}")
+        with self._together("load_state_dict", state | {"optimizer": {"ranks": None}}):
+            super().load_state_dict(state)
+
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) of every whole parameter. With ZeRO-3 all ranks take part: use up the iterator."""
         with self._together("weights"):
             yield from self._gathered()
+
+    def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self._named().items():
+            with deepspeed.zero.GatheredParameters([parameter], enabled=self.config.zero_stage == 3):
+                yield name, parameter.data
 
     def whole_policy(self) -> Policy:
         """Return the policy; with ZeRO-3 a copy in the memory of rank 0's CPU."""
@@ -115,18 +130,6 @@ class DeepSpeedTrainer(TorchTrainer):
         whole.model.tie_weights()
         whole.model.generation_config = model.generation_config
         return whole
-
-    def state_dict(self) -> dict[str, Any]:
-        with self._together("state_dict"):
-            return super().state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state that rank 0 has read. Raises BackendError if another number of ranks wrote it."""
-        saved = len(state["optimizer"]["ranks"])
-        if saved != self.ranks:
-            raise BackendError(f"--resume needs {saved} ranks, the number in the checkpoint, not {self.ranks}")
-        with self._together("load_state_dict", state | {"optimizer": {"ranks": None}}):
-            super().load_state_dict(state)
 
     def close(self) -> None:
         """End the other ranks. If a call has failed, they may not listen; they end when this process does."""
@@ -147,8 +150,8 @@ class DeepSpeedTrainer(TorchTrainer):
         """Worker loop: run the calls that rank 0 broadcasts until "stop" or disconnect. Returns the exit status."""
         for number in (signal.SIGINT, signal.SIGTERM):  # they reach every rank; rank 0 decides
             signal.signal(number, signal.SIG_IGN)
+        message: list[Any] = [None]
         while True:
-            message: list[Any] = [None]
             try:
                 dist.broadcast_object_list(message, src=0, group=self.control)
             except RuntimeError:  # rank 0 has ended, and has said why
@@ -159,8 +162,7 @@ class DeepSpeedTrainer(TorchTrainer):
                     dist.destroy_process_group()  # gloo's threads, alive when Python ends, may abort the process
                     return 0
                 if name == "weights":
-                    for _ in self._gathered():
-                        pass
+                    deque(self._gathered(), maxlen=0)
                 else:
                     getattr(super(), name)(*arguments)
             except NonFiniteError:
@@ -168,11 +170,6 @@ class DeepSpeedTrainer(TorchTrainer):
             except Exception as error:  # of any kind: rank 0 must not wait for this rank
                 print(f"rank {self.rank} failed in `{name}`: {type(error).__name__}: {error}", file=sys.stderr)
                 return 1
-
-    def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._named().items():
-            with deepspeed.zero.GatheredParameters([parameter], enabled=self.config.zero_stage == 3):
-                yield name, parameter.data
 
     def _shares(self, batch: Batch) -> Iterator[tuple[list[int], Batch]]:
         for group in alike(batch.lengths, self.config.micro_batch_size * self.ranks):
@@ -198,12 +195,13 @@ class DeepSpeedTrainer(TorchTrainer):
             self.model_engine.step()  # counts the micro-batch, no more
 
     def _clip_and_step(self) -> float:
-        plain = self.config.zero_stage == 0 and self.config.dtype == "float32"  # here DeepSpeed gives no norm
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), MAX_GRAD_NORM) if plain else None
+        norm = None
+        if self.config.zero_stage == 0 and self.config.dtype == "float32":  # here DeepSpeed gives no norm
+            norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), MAX_GRAD_NORM)
         self.model_engine.step()
         return float(self.model_engine.get_global_grad_norm() if norm is None else norm)
 
-    def _parts(self) -> Sequence[torch.Tensor]:
+    def _parts(self) -> list[torch.Tensor]:
         """Return what AdamW steps on: the parameters, or this rank's flat float32 pieces of them."""
         if self.config.zero_stage == 3:
             return self.model_engine.optimizer.fp32_partitioned_groups_flat

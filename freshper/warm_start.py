@@ -49,7 +49,8 @@ def transcripts(policy: Policy, envs: list[TextEnv], seeds: list[int]) -> list[E
         if not caption:
             raise ValueError(f"{type(env).__name__}.caption() is empty, but must say what the observation shows")
         turn = policy.bridge(Observation(f"{final.text}?{caption}", final.images), closed=True)
-        end = len(turn) - policy.closing_tokens
+        _, suffix = policy._template(0, first=False)  # what the chat template puts after a user's text
+        end = len(turn) - len(policy.tokenizer.encode(suffix, add_special_tokens=False))
         told = np.zeros(len(turn), dtype=bool)
         told[end - len(policy.tokenizer.encode(caption, add_special_tokens=False)) : end] = True
         episode.tokens = np.append(episode.tokens, turn).astype(np.int32)

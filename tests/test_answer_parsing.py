@@ -50,9 +50,6 @@ def test_the_table_of_answers():
     assert not mistakes, "\n".join(map(str, mistakes))
 
 
-# -- numbers with a known value --------------------------------------------------------------------------------
-
-
 def written(value):
     """The ways to write a positive fraction."""
     top, bottom = value.as_integer_ratio()
@@ -97,8 +94,6 @@ def test_roots_and_multiples_of_pi_have_their_value(a, b, c):
     for answer, right in ((f"{value:.3f}", 1), (f"{value + 0.002:.3f}", 0), (f"{value * 1.006:.6f}", 0)):
         assert GeoQA.right(GeoQA.read(answer), gold) == bool(right), answer
 
-
-# -- hostile text ----------------------------------------------------------------------------------------------
 
 SOLUTION = "She sold 48/2 = 24 clips in May.\n\n1. April: 48 clips.\n2. May: 24 clips.\n\nSo 48 + 24 is what we want: "
 

@@ -139,7 +139,11 @@ def test_a_fault_ends_the_run_at_once_and_it_can_be_resumed(tmp_path, monkeypatc
     assert contents(tmp_path / "run") == contents(finished)
 
 
-def test_a_finished_run_can_be_extended(copy, finished, capsys):
+def test_a_finished_run_can_be_extended_but_not_shortened(copy, finished, capsys):
+    for n, which in (("6", "finished"), ("4", "longer")):
+        assert resume(copy, "--iterations", n) == 2
+        sentence = f"--iterations is {n}, but must be above 6: the run in {copy} is {which}"
+        assert capsys.readouterr().err == f"train.py: error: {sentence}\n"
     assert resume(copy) == 0
     assert contents(copy) == contents(finished)
     assert resume(copy, "--iterations", "7", "--save_every", "1") == 0
@@ -148,12 +152,7 @@ def test_a_finished_run_can_be_extended(copy, finished, capsys):
     assert rows[: len(before)] == before
     assert [row["iteration"] for row in rows[len(before) :]] == ["7"]
     assert float(rows[-1]["lr"]) > 0
-
-
-def test_every_checkpoint_is_a_model(copy):
-    folders = [path for path in copy.glob("checkpoint*") if path.is_dir()]
-    assert {"checkpoint", "checkpoint-before"} <= {path.name for path in folders}
-    for folder in folders:
+    for folder in (copy / "checkpoint", copy / "checkpoint-before"):
         assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() > 100_000
         assert AutoTokenizer.from_pretrained(folder).chat_template
 
@@ -169,7 +168,7 @@ def damage(path, how="truncated", at=0.5):
 
 @pytest.mark.parametrize("how", ["state.pt missing", "state.pt truncated", "state.pt flipped",
                                  "model.safetensors missing", "model.safetensors truncated"])  # fmt: skip
-def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(copy, capsys, how):
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(copy, capsys, how, finished):
     """Wherever the damage is: in each of twenty tries a flipped bit is found, or is in a byte without meaning."""
     name, how = how.split()
     path = copy / "checkpoint" / name
@@ -186,15 +185,12 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(copy, capsy
             assert found.name == "checkpoint-before"
             assert said.startswith(f"{copy / 'checkpoint'} is damaged: ")
             assert said.count("\n") == 1
-
-
-def test_resuming_past_a_damaged_checkpoint(copy, finished, capsys):
-    damage(copy / "checkpoint/state.pt")
-    assert resume(copy) == 0
-    said = capsys.readouterr()
-    assert said.err.count("is damaged") == 1
-    assert "checkpoint-before, after iteration 4 of 6" in said.out
-    assert contents(copy) == contents(finished)
+    if name == "state.pt" and how == "truncated":
+        assert resume(copy) == 0
+        said = capsys.readouterr()
+        assert said.err.count("is damaged") == 1
+        assert "checkpoint-before, after iteration 4 of 6" in said.out
+        assert contents(copy) == contents(finished)
 
 
 def test_code_in_a_checkpoint_is_not_run(copy, tmp_path, capsys):
@@ -232,16 +228,12 @@ def stand_in(out, done, best=0):
     """Return the state of a run after `done` iterations, resumed if it has saved before."""
     trainer, report = Part(), Part()
     trainer.whole_policy = lambda: Model(done)
-    report.folder, report.say, report.best, report.done = out, print, lambda: best, done
+    report.folder, report.say, report.evaluations, report.done = out, print, lambda: {best: 1.0}, done
     config = SimpleNamespace(resume=str(out), save_every=1, iterations=100)
     run = RunState(config, Model(done), report, StopSignals(), trainer=trainer, buffer=Part(episodes=[]))
     run.restore()
     report.load_state_dict({"done": done})
     return run
-
-
-def save(out, done, best=0):
-    stand_in(out, done, best).save_if_due()
 
 
 def held(model):
@@ -259,14 +251,10 @@ def found(out):
 
 def test_the_newest_the_one_before_and_the_best_are_kept(tmp_path):
     for n in range(1, 6):
-        save(tmp_path, n, best=min(n, 3))
+        stand_in(tmp_path, n, best=min(n, 3)).save_if_due()
     assert {path.parent.name: held(path) for path in tmp_path.glob("*/model.safetensors")} == {
         "checkpoint": 5, "checkpoint-before": 4, "checkpoint-best": 3
     }  # fmt: skip
-
-
-def draws():
-    return random.random(), np.random.random(), torch.rand(1).item()
 
 
 def test_random_generators_and_image_features_are_put_back(tmp_path):
@@ -274,9 +262,9 @@ def test_random_generators_and_image_features_are_put_back(tmp_path):
     run, features = stand_in(tmp_path, 1), {b"\x00key": torch.randn(4, 8), b"\xff": torch.randn(1, 8)}
     run.policy._features.update(features)
     run.save_if_due()
-    expected = draws()
+    expected = random.random(), np.random.random(), torch.rand(1).item()
     again = stand_in(tmp_path, 1)
-    assert draws() == expected
+    assert (random.random(), np.random.random(), torch.rand(1).item()) == expected
     assert flat(again.policy._features) == flat(features)
 
 
@@ -302,7 +290,7 @@ def cut_off(monkeypatch, number, out, done, best):
             patch.setattr(os, name, counted(getattr(os, name)))
         patch.setattr(os, "fsync", counted(lambda handle: None))
         try:
-            save(out, done, best)
+            stand_in(out, done, best).save_if_due()
         except Crash:
             return True
     return False
@@ -314,8 +302,8 @@ def test_crashes_at_any_moment_lose_nothing_but_an_unfinished_save(tmp_path, mon
     states, seen = [tmp_path / "empty", tmp_path / "damaged"], set()
     for state in states:
         state.mkdir()
-    save(states[1], 1)
-    save(states[1], 2)
+    for n in (1, 2):
+        stand_in(states[1], n).save_if_due()
     damage(states[1] / "checkpoint/state.pt")
     while states:
         state = states.pop()
@@ -334,7 +322,7 @@ def test_crashes_at_any_moment_lose_nothing_but_an_unfinished_save(tmp_path, mon
     assert len(seen) >= 6  # nothing, one, both, one and half of the one before, only the one before, one damaged
 
 
-@pytest.mark.parametrize("kilobytes", [0, 4, 200, 700])
+@pytest.mark.parametrize("kilobytes", [0, 4, 700])
 def test_a_disk_that_runs_full(copy, capsys, finished, kilobytes):
     """No file may grow beyond a size: one sentence, exit status 1, and the checkpoint before stays as it was."""
     before = {path: path.read_bytes() for path in copy.glob("checkpoint*/*")}

@@ -38,9 +38,9 @@ def test_real_runs_side_by_side(tmp_path, monkeypatch, capsys):
     held_out = read(compare.folder_of(tmp_path, "on_policy", 3), "metrics.csv")["eval_success"][1:]
     assert table[0][1] == f"{held_out.mean():.3f}"
     results = list(csv.DictReader((tmp_path / "results.csv").open()))
-    assert list(results[0]) == "arm seed last final peak episodes updates invalid diverged wall_s".split()
+    assert list(results[0]) == "arm seed last peak invalid diverged episodes updates wall_s".split()
     assert [(row["arm"], row["seed"], row["diverged"]) for row in results] == [(arms[1], "3", "0"), (arms[3], "3", "1")]
-    assert [float(results[0][name]) for name in ("last", "final", "episodes")] == [held_out.mean(), held_out[-1], 16]
+    assert [float(results[0][name]) for name in ("last", "peak", "episodes")] == [held_out.mean(), held_out.max(), 16]
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.csv")}
@@ -85,7 +85,7 @@ def test_a_stopped_run_gets_the_lowest_value_for_what_it_missed(tmp_path, metric
 def test_methods_have_the_paper_s_colors_and_legends_cover_no_axes(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure))
-    arms = [*compare.exhibits("tiny", "frozenlake")["showcase"], "per", "on_policy", "freshper"]
+    arms = [*compare.exhibits("tiny", "frozenlake")["ratio"], "per", "freshper"]
     table = {"episodes": np.arange(3.0), "eval_success": np.array([0.1, np.nan, 0.4])}
     compare.figure(tmp_path / "x.png", {arm: [table, table] for arm in arms}, "title", {"random": 0.2}, "success")
     (figure,) = figures

@@ -11,13 +11,11 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 from envs import ENVS
-from envs.base import parse_action, parse_answer, parse_tag, play_out
+from envs.base import parse_action, play_out
 
 CASES = {**ENVS, "frozenlake, slippery": partial(ENVS["frozenlake"], slippery=True)}
 every_environment = pytest.mark.parametrize("name", list(CASES))
 ACTIONS = ("Left", "Down", "Right", "Up")
-
-# -- replies -----------------------------------------------------------------------------------------------------
 
 
 READABLE = [
@@ -42,20 +40,12 @@ def test_a_reply_holds_one_action_or_none():
     assert {reply: parse_action(reply, ACTIONS) for reply in NO_ACTION} == dict.fromkeys(NO_ACTION)
 
 
-def test_tags_hold_any_text():
-    assert parse_answer("<answer> 3 < 4 > 2\n</answer>") == "3 < 4 > 2"
-    assert parse_tag("<answer>a</answer><Search> b </search>", "search") == "b"
-    assert parse_tag("<answer>a</answer>", "search") is None
-
-
 @pytest.mark.parametrize("piece", ["<answer>", "<think>", "</think>", "<answer></answer>", "<answer>Up", "<", "x"])
 def test_reading_takes_linear_time(piece):
     began = time.process_time()
     assert parse_action(piece * (10**6 // len(piece)), ACTIONS) is None
     assert time.process_time() - began < 1.0
 
-
-# -- all environments --------------------------------------------------------------------------------------------
 
 HOSTILE = [
     "<answer>", "</answer>", "<think>", "</think>", "<search>", "</search>", "<information>", "</information>",
@@ -87,15 +77,10 @@ def test_a_seed_reproduces_its_episode(name):
     """Also what is shown and captioned on the way; different seeds differ, but for CliffWalking."""
 
     def record(seed):
-        env, rng, over = CASES[name](), np.random.default_rng(1), False
-        seen = [env.reset(seed=seed), env.caption()]
-        while not over:
-            seen += [env.step(env.random_reply(rng)), env.caption()]
-            observation, _, terminated, truncated, _ = seen[-2]
-            over = terminated or truncated
-            assert env.observation_space.contains(observation)
-            assert seen[-1]
-        return repr(seen)
+        env, rng, seen = CASES[name](), np.random.default_rng(1), []
+        end = play_out(env, seed, lambda: seen.append((env.observe(), env.caption())) or env.random_reply(rng))
+        assert all(caption for _, caption in seen)
+        return repr((seen, end))
 
     first = [record(seed) for seed in range(10)]
     assert first == [record(seed) for seed in range(10)]
@@ -151,10 +136,3 @@ def test_baselines_are_what_the_policies_get(name):
         variance = (p * (1 - p)).sum() if exact else 2 * n * p.mean() * (1 - p.mean())
         assert abs(won.sum() - p.sum()) <= 4 * np.sqrt(variance) + 1e-9
     assert np.mean([values["optimal"] - values["random"] for values in known]) > 0.2
-
-
-def test_wrong_settings_are_named_in_one_sentence():
-    with pytest.raises(ValueError, match=r"^style must be full or terse, got loud$"):
-        ENVS["gsm8k"](style="loud")
-    with pytest.raises(ValueError, match=r"^side must be 6, 7 or 8 and boxes 1 or 2, got 5 and 1$"):
-        ENVS["sokoban_simple"](side=5)

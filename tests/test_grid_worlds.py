@@ -43,9 +43,6 @@ def value(transitions, start, horizon, fold):
     return of(start, horizon)
 
 
-# -- FrozenLake and CliffWalking ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("slippery", [False, True])
 def test_frozenlake_is_gymnasium_s_on_our_maps(slippery):
     """Every state and reward of random episodes, slips included."""
@@ -104,7 +101,7 @@ def test_cliffwalking_is_gymnasium_s():
     assert rewards.count(-100) > 5
 
 
-@pytest.mark.parametrize("turns", [5, 50, 200])
+@pytest.mark.parametrize("turns", [5, 200])
 def test_the_values_of_a_table_are_the_recursion_s(turns):
     """On CliffWalking; and its optimal policy earns the best of them, in as many turns."""
     sys.setrecursionlimit(5000)
@@ -113,11 +110,8 @@ def test_the_values_of_a_table_are_the_recursion_s(turns):
     best, mean = (table[-1, 36] for table in solve(env.cliff.P, turns))
     assert (best.max(), mean) == pytest.approx([value(env.cliff.P, 36, turns, fold) for fold in (max, np.mean)])
     assert total == best.max() == -min(turns, 13)
-    assert env.baselines(0)["optimal"] == (turns >= 13)
     assert turns != 200 or round(mean) == -2079  # as the module says
 
-
-# -- Sokoban -----------------------------------------------------------------------------------------------------
 
 SIZES = {"sokoban_simple": (6, 1), "sokoban_hard": (8, 2)}
 ROOMS = {  # of seed 7, made once and written down
@@ -159,23 +153,19 @@ class Moves(dict):
         return self[rows]
 
 
-def room(env):
-    return tuple("".join(env.symbol(row, col) for col in range(env.side)) for row in range(env.side))
-
-
 @pytest.mark.parametrize("name", list(SIZES))
 def test_sokoban_follows_the_rules(name):
     """Random episodes; state and text as the reference sees them, rewards counted from its symbols."""
     env, rng, seen = ENVS[name](max_turns=60, style="full"), np.random.default_rng(0), Counter()
     for seed in range(30):
         env.reset(seed=seed)
-        rows, score, over = room(env), 0.0, False
+        rows, score, over = tuple(env.grid()), 0.0, False
         while not over:
             action = list(STEPS)[rng.integers(4)]
             after = reference_step(rows, action)
             (text, _), reward, terminated, truncated, info = env.step(say(action))
             shown = text.replace(" ", "").split("State:\n")[1].split("\n")[: env.side]
-            assert room(env) == after == tuple(shown)
+            assert tuple(env.grid()) == after == tuple(shown)
             before, now = ("".join(r).count("√") for r in (rows, after))
             assert reward == pytest.approx(-0.1 + now - before + 10 * solved(after))
             score += reward
@@ -195,20 +185,17 @@ def test_sokoban_s_rooms_need_the_turns_they_were_made_for(name, n):
     for seed in range(EVAL_SEEDS, EVAL_SEEDS + n):
         env = ENVS[name]()
         env.reset(seed=seed)
-        rows, text = room(env), "".join(room(env))
+        rows, text = tuple(env.grid()), "".join(tuple(env.grid()))
         assert [len(text), text.count("√"), text.count("X")] == [side**2, 0, boxes]
         assert [text.count("O") + text.count("S"), text.count("P") + text.count("S")] == [boxes, 1]
         assert set(rows[0] + rows[-1] + "".join(row[0] + row[-1] for row in rows)) == {"#"}
         lengths.append(next(turns for turns in range(1, 11) if value(moves, rows, turns, max)))
-        assert lengths[-1] == env.room.shortest
+        assert lengths[-1] == env.shortest
         assert env.baselines(seed)["optimal"] == 1
         total, turns, _ = play_out(env, seed, env.optimal_reply)
         assert (turns, total) == (lengths[-1], pytest.approx(10 + boxes - lengths[-1] / 10))
     assert set(lengths) <= set(range(boxes, 11))
     assert name == "sokoban_hard" or set(lengths) == set(range(1, 11))
-
-
-# -- captions and images -----------------------------------------------------------------------------------------
 
 
 def cells_in(caption):
@@ -233,9 +220,6 @@ def test_captions_name_the_neighbours_on_the_cliff():
     env = ENVS["cliffwalking"]()
     env.reset(seed=0)
     assert env.caption() == "Up a3 Right X Down a4 Left a4"
-    for action in ["Up", *["Right"] * 11]:
-        env.step(say(action))
-    assert env.caption() == "Up l2 Right l3 Down l4 Left k3"
 
 
 @pytest.mark.parametrize("size", [14, 56])
@@ -258,12 +242,3 @@ def test_images_show_the_state(size):
                     assert symbol == "√" or (green.mean() > 0.1) == (symbol == "G")  # the player hides the flag
                     assert (dark.mean() > 0.2) == (symbol in "OX")
                     assert symbol != "_" or np.ptp(cell, axis=0).max() < 90
-
-
-def test_full_prompts_say_what_a_pretrained_model_needs():
-    for name in ("frozenlake", "frozenlake_vlm", "sokoban_simple", "cliffwalking"):
-        env = ENVS[name](style="full", max_turns=7)
-        first, later = env.reset(seed=0)[0].text, env.step("nonsense")[0].text
-        assert all(word in first for word in (*STEPS, "<answer> action </answer>", "actions left: 7", "7 actions"))
-        assert later.startswith("Your last reply could not be read. Reward: -")
-        assert "actions left: 6" in later

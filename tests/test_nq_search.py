@@ -52,9 +52,6 @@ def test_exact_match(answer, golden, equal):
     assert exact_match(answer, golden) is equal
 
 
-# -- episodes --------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def questions(tmp_path):
     """Search-R1's fields, twenty questions."""
@@ -88,11 +85,7 @@ def test_an_episode_with_data_and_a_server(questions, url):
     _, reward, *ended, info = env.step("<Answer>wilhelm conrad röntgen.</Answer>")
     assert (reward, ended, info["success"], info["valid"]) == (1.0, [True, False], True, True)
     assert env.optimal_reply() == "<answer> Wilhelm Conrad Röntgen</answer>"
-    assert parse_action(env.random_reply(np.random.default_rng(0)))[0]
     assert env.data_summary() == f"{questions}: 18 rows for training, 2 held out"
-    env.reset(seed=0)
-    _, reward, *ended, info = env.step("<answer>.</answer>")
-    assert (reward, ended, info["success"], info["valid"]) == (0.0, [True, False], False, True)
 
 
 def test_a_failed_search_ends_its_own_episodes_as_truncated(questions, url):
@@ -121,15 +114,12 @@ def test_passages_cannot_pose_as_anything_else(style, questions, monkeypatch):
 
 def test_data_and_address_need_each_other_and_one_golden_answer_needs_no_list(questions, tmp_path):
     for data, url in ((questions, ""), ("", NO_SERVER), (questions, "127.0.0.1:8000/retrieve"), ("", "x")):
-        with pytest.raises(ValueError, match="need each other, and the address must begin with http"):
+        with pytest.raises(ValueError, match="need each other and an http:// address"):
             NQSearch(data=data, search_url=url)
     (tmp_path / "one.jsonl").write_text("".join(f'{{"question": "q{k}", "golden_answers": 7}}\n' for k in range(2)))
     env = NQSearch(data=str(tmp_path / "one.jsonl"), search_url=NO_SERVER)
     env.reset(seed=0)
     assert env.step("<answer>7</answer>")[1] == 1.0
-
-
-# -- generated questions ---------------------------------------------------------------------------------------
 
 
 def test_questions_have_the_answer_that_the_articles_give():
@@ -146,13 +136,6 @@ def test_questions_have_the_answer_that_the_articles_give():
             assert lines[first] == person  # the best of three
             person = dict(part.split(" ", 1) for part in lines[first + 1].split(", "))[name]
         assert full.golden_answers == terse.golden_answers == [person]
-
-
-@pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
-def test_one_hop_is_the_share_of_questions_with_one_hop(share):
-    env = NQSearch(one_hop=share)
-    found = np.mean([" friend" not in env.reset(seed=seed)[0].text for seed in range(1000)])
-    assert found == pytest.approx(share, abs=0.05 * (0 < share < 1))
 
 
 def test_held_out_questions_facts_and_people_are_never_seen_in_training_or_warm_start():

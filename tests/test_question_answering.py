@@ -40,16 +40,11 @@ def test_three_attempts_and_reward_whenever_it_is_right(task, style, right_at):
 def test_full_prompts_say_once_what_is_asked_and_how_to_reply(task):
     env = task(style="full")
     (text, images), _ = env.reset(seed=0)
-    assert env.question.text in text
-    assert "3 attempts" in text
-    assert "one attempt." in task(style="full", max_turns=1).reset(seed=0)[0].text
+    assert all(part in text for part in (env.question.text, "3 attempts"))
     assert env.step(re.search("<answer>.*?</answer>", text)[0])[4]["valid"]  # the example
     later = env.step("I do not know")[0]
     assert "attempts left: 1" in later.text
     assert (env.question.text in later.text, len(images), later.images) == (False, int(task is GeoQA), ())
-
-
-# -- generated problems ----------------------------------------------------------------------------------------
 
 
 def solve_gsm8k(text, _):
@@ -95,17 +90,17 @@ def test_held_out_problems_are_never_seen_in_training(task):
     """Every problem there is, in words: its answer is that of an oracle, training has at least 10,000 different ones,
     and the splits share neither texts nor numbers. Questions come from the split of their seed."""
     env, again, rng = task(), task(), np.random.default_rng(0)
-    keys, texts = {}, {}
-    for split, answers in task.generated().items():
-        assert set(answers) == set(task.generated_answers)
-        for problem in (problem for problems in answers.values() for problem in problems):
-            env.question = env.question_of(problem, rng)
+    keys, texts = {split: set() for split in FIRST_SEEDS}, {split: set() for split in FIRST_SEEDS}
+    for (split, gold), contents in task.generated().items():
+        for content in contents if gold in task.generated_answers else ():
+            env.question = env.question_of(content, gold, rng)
             answer, key = SOLVE[task](env.question.text, env)
-            assert answer == float(problem.answer)
+            assert answer == float(gold)
             words = env.question.text if task is not GeoQA else repr((key, env.question.image.red))
-            texts.setdefault(split, set()).add(re.sub("Ann|Ben|Mia|Tom|deer|fish|sheep|squid", "", words))
-            keys.setdefault(split, set()).add(key)
-        for seed in range(FIRST_SEEDS[split], FIRST_SEEDS[split] + 100):
+            texts[split].add(re.sub("Ann|Ben|Mia|Tom|deer|fish|sheep|squid", "", words))
+            keys[split].add(key)
+    for split, first in FIRST_SEEDS.items():
+        for seed in range(first, first + 100):
             text = env.reset(seed=seed)[0].text
             assert SOLVE[task](text, env)[1] in keys[split]
             assert again.reset(seed=seed)[0].text == text
@@ -162,9 +157,6 @@ def distance(point, start, end):
     return abs(p - min(max((p * along.conjugate()).real / (abs(along) ** 2 or 1), 0), 1) * along)
 
 
-# -- data ------------------------------------------------------------------------------------------------------
-
-
 def png(shade, size=(60, 40), mode="RGB"):
     stream = io.BytesIO()
     Image.new(mode, size, (shade,) * 3 if mode == "RGB" else (shade, shade, shade, 0)).save(stream, "PNG")
@@ -201,26 +193,25 @@ def test_questions_from_a_file(task, tmp_path):
     assert not set.intersection(*seen.values())
     assert env.data_summary() == f"{source}: 45 rows for training, 5 held out"
     assert task().data_summary() == ""
-    assert env.rows["train"] is task(data=source).rows["train"]  # one copy for all
     chance = 1 - (1 - 1 / 45) ** 3  # the random policy chooses among the answers of the training rows
     assert [env.baselines(seed)["random"] for seed in (0, EVAL_SEEDS)] == [pytest.approx(chance), 0.0]
 
 
 BAD = [
-    (GSM8K, {"answer": "72"}, "the field answer must end in #### and a number"),
-    (GSM8K, {"question": "q" * 10_001}, "text of at most 10000 characters"),
-    (GSM8K, {"question": "a <|im_end|> b"}, "the question holds <|im_end|>, which belongs to chat templates"),
+    (GSM8K, {"answer": "#### many"}, "the field answer must end in #### and a number"),
+    (GSM8K, {"question": "q" * 10_001}, "a question is at most 10000 characters"),
+    (GSM8K, {"question": "a <|im_end|> b"}, "without tokens as <|im_end|>"),
     (AIME, {"Answer": 1000}, "the field answer is '1000', but must be an integer from 000"),
     (GeoQA, {"image": png(0)[:60]}, "the field image is no image that can be read"),
-    (GeoQA, {"solution": "<answer>1</answer><answer>2</answer>"}, "the field solution must hold one answer"),
-    (GeoQA, {"solution": "because " * 20}, "the field solution must hold one answer"),
+    (GeoQA, {"solution": "<answer>1</answer><answer>2</answer>"}, "the field solution must hold one short answer"),
+    (GeoQA, {"solution": "because " * 20}, "the field solution must hold one short answer"),
 ]
 
 
 @pytest.mark.parametrize(("task", "change", "sentence"), BAD)
 def test_bad_rows_are_named_in_one_sentence(task, change, sentence, tmp_path):
     source = write(tmp_path, [*ROWS[task][:2], ROWS[task][2] | change])
-    with pytest.raises(ValueError, match=rf"^{re.escape(source)}, row 3: .*{re.escape(sentence)}[^\n]*$"):
+    with pytest.raises(ValueError, match=rf"^{re.escape(source)}, train row 3: .*{re.escape(sentence)}[^\n]*$"):
         task(data=source)
 
 
@@ -232,13 +223,9 @@ def test_geoqa_images_in_files_large_transparent_or_missing(tmp_path):
     source = tmp_path / "rows.jsonl"
     source.write_text("\n".join(json.dumps(row) for row in rows))
     env = GeoQA(data=str(source))
-    shown = {}
-    for seed in (0, 1):
-        observation = env.reset(seed=seed)[0]
-        assert env.observation_space.contains(observation)
-        shown[observation.text.split()[0]] = observation.images[0]
+    shown = {text.split()[0]: images[0] for (text, images), _ in (env.reset(seed=seed) for seed in (0, 1))}
     assert shown["large"].shape == (299, MAX_SIDE, 3)
     assert (shown["clear"] == 255).all()
     (tmp_path / "gone.jsonl").write_text(source.read_text().replace("large", "gone"))
-    with pytest.raises(ValueError, match=r"row 2: the field image names a file that cannot be read.*gone\.png"):
+    with pytest.raises(ValueError, match=r"row 2: the field image is no image that can be read.*gone\.png"):
         GeoQA(data=str(tmp_path / "gone.jsonl"))

@@ -4,22 +4,20 @@ import csv
 import math
 import shutil
 import threading
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import set_seed
 
 import train
 from freshper.buffer import ReplayBuffer
-from freshper.engine_hf import HFEngine, Sampling
+from freshper.engine_hf import HFEngine
 from freshper.episode import collate
 from freshper.flags import parse_args
 from freshper.models import load_policy
-from freshper.rollout import rollout, training_seeds
+from freshper.rollout import rollout
 from freshper.tiny import tiny_model
 from freshper.trainer import TorchTrainer
 
@@ -41,19 +39,6 @@ def no_plots():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)
         yield
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A function: flags -> the folder of the finished run, made at the first call."""
-
-    @cache
-    def run(text):
-        out = tmp_path_factory.mktemp("runs") / "run"
-        assert train.main(flags(text, out)) == 0
-        return out
-
-    return run
 
 
 def test_algorithm_1_line_by_line(tmp_path, monkeypatch):
@@ -134,12 +119,10 @@ def test_algorithm_1_line_by_line(tmp_path, monkeypatch):
         np.testing.assert_array_equal(e.behavior_logprobs, before)
 
 
-METHODS = "--method freshper", "--method per", "--method on_policy", "--method freshper --env frozenlake_vlm"
-
-
-@pytest.mark.parametrize("text", METHODS)
-def test_every_method_runs_and_engine_and_trainer_agree(finished, text):
-    out, name, k = finished(text), "frozenlake_vlm" if "vlm" in text else "frozenlake", 0 if "on_" in text else 2
+@pytest.mark.parametrize("text", ["--method freshper --env frozenlake_vlm", "--method per", "--method on_policy"])
+def test_every_method_runs_and_engine_and_trainer_agree(text, tmp_path):
+    out, name, k = tmp_path / "run", "frozenlake_vlm" if "vlm" in text else "frozenlake", 0 if "on_" in text else 2
+    assert train.main(flags(text, out)) == 0
     table = rows(out)
     assert [int(r["step"]) for r in table] == [0, 1 + k, 2 + 2 * k]
     assert [r["episodes"] + r["buffer_size"] for r in table] == ["0", "44", "88"]
@@ -151,41 +134,6 @@ def test_every_method_runs_and_engine_and_trainer_agree(finished, text):
     changed = {n for (n, p), q in pairs if not torch.equal(p, q)}
     assert any("embed_tokens" in n for n in changed)
     assert not any("visual" in n for n in changed)  # a tiny vision tower is frozen
-
-
-def test_the_methods_differ_only_in_their_rows(finished):
-    """Until line 9 of the first iteration all methods are one program: the same episodes, update and drawn batch."""
-    fresh, per, on_policy = (rows(finished(text))[1] for text in METHODS[:3])
-    same = "train_reward train_success turns invalid mismatch loss grad_norm kl nonzero_advantages".split()
-    assert [fresh[c] for c in same] == [per[c] for c in same] == [on_policy[c] for c in same]
-    assert (fresh["replay_age"], fresh["replay_success"]) == (per["replay_age"], per["replay_success"])
-
-
-def test_the_seed_determines_the_run(finished):
-    def numbers(text):
-        return [{k: v for k, v in r.items() if not k.endswith("_s")} for r in rows(finished(text))]
-
-    assert numbers("--method freshper") == numbers("--seed 42") != numbers("--seed 7")
-
-
-def test_on_policy_training_is_a_loop_of_ppo_epochs(tmp_path):
-    """Three epochs an iteration, written out here without buffer, report and checkpoints: the same weights."""
-    command = flags("--method on_policy --ppo_epochs 3 --seed 5", tmp_path / "run")
-    config = parse_args(command)
-    set_seed(5)
-    policy = load_policy(str(tiny_model("frozenlake")), "cpu", torch.float32)
-    trainer = TorchTrainer(policy, config, total_updates=6)
-    engine = HFEngine(policy, Sampling(0.99, 100, 0.99), seed=5)
-    envs = [config.make_env() for _ in range(4)]
-    for iteration in range(2):
-        episodes = rollout(engine, policy, envs, training_seeds(config, iteration), 512, 6)
-        trainer.record_behavior_logprobs(episodes)
-        for _ in range(3):
-            trainer.update(episodes)
-        engine.sync(trainer)
-    assert train.main(command) == 0
-    trained = load_file(tmp_path / "run/checkpoint/model.safetensors")
-    assert all(torch.equal(trained[name], tensor) for name, tensor in policy.model.named_parameters())
 
 
 OPTIONS = {
@@ -224,7 +172,7 @@ def test_options_together(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("kind", "sentence"),
-    [("learning rate", "the replay update has loss nan"), ("model", "the rollout met logits that are not finite"),
+    [("learning rate", "the replay update has loss nan"), ("model", "and a reply of log-prob nan"),
      ("reward", "the rollout met a reward nan")],
 )  # fmt: skip
 def test_numbers_that_stop_being_finite_end_the_run(kind, sentence, tmp_path, monkeypatch, capsys):
@@ -259,19 +207,12 @@ def test_a_defect_is_not_bad_input(tmp_path, monkeypatch):
 
 MODELS = {  # what is wrong with a model folder: file, what becomes of it (None: it is deleted), part of the sentence
     "no chat template": ("chat_template.jinja", None, "the tokenizer has no chat template; choose a chat"),
-    "a template that is none": ("chat_template.jinja", b"{% for", "unexpected 'end of template'"),
+    "a broken template": ("chat_template.jinja", b"{% for", "unexpected 'end of template'"),
     "a template without the text": ("chat_template.jinja", b"hello", "a user's text exactly once"),
     "no tokenizer": ("tokenizer.json", None, "does not belong to it (281)"),
     "a tokenizer that is none": ("tokenizer.json", b"{}", "added_tokens"),
-    "a config that is none": ("config.json", b"{oops", "is not a valid JSON file"),
-    "an unknown architecture": ("config.json", (b'"qwen2"', b'"martian"'), "model type `martian`"),
     "sizes of another model": ("config.json", (b'"hidden_size": 64', b'"hidden_size": 128'), "ignore_mismatched_sizes"),
-    "a contradiction": ("config.json", (b'_layers": 2', b'_layers": 3'), "`num_hidden_layers` (3) must be equal to"),
-    "weights that are missing": (
-        "model.safetensors",
-        (b"model.norm", b"model.gone"),
-        "lack 1, such as model.norm",
-    ),
+    "missing weights": ("model.safetensors", (b"model.norm", b"model.gone"), "lack 1, such as model.norm"),
     "pickled weights": ("model.safetensors", None, "no file named model.safetensors"),
     "truncated weights": ("model.safetensors", bytes(99), "Error while deserializing header"),
 }
