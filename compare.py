@@ -62,7 +62,7 @@ def exhibits(preset: str, env: str) -> dict[str, list[str]]:
         "decay": ["freshper", "freshper --decay polynomial", f"freshper {limit}", "freshper --decay none"],
         "ratio": ["on_policy", *(f"freshper --replay_ratio {k}" for k in (1, 2, 4, 8))],
         "epsilon": [f"freshper --epsilon {epsilon}" for epsilon in (1e-6, 0.01, 0.1, 1.0)],
-        "advantage": [f"freshper --replay_advantage {mode}" for mode in ("running", "recompute")],
+        "baseline": [f"freshper --baseline {kind}" for kind in ("turn", "batch", "recompute")],
     }
 
 

@@ -48,7 +48,9 @@ class Config:
     decay: Literal["exponential", "polynomial", "limit", "none"] = _flag("exponential", "of age (eq. 13)")
     tau: float | Literal["auto"] = _flag(500.0, "age decay constant in steps, or auto (section 4.1: 500; AIME 1000)")
     beta: float = _flag(0.0, "beta_0 of the IS weights; 0: no correction (Table 5: FreshPER none, Standard PER 0.4)")
-    replay_advantage: Literal["running", "recompute"] = _flag("running", "see freshper/reinforce.py (not in the paper)")
+    baseline: Literal["batch", "turn", "recompute"] = _flag(
+        "batch", "of a return; see freshper/reinforce.py (not given)"
+    )
     # optimization
     iterations: int = _flag(400, "of Algorithm 1 (Table 4: 400; NQ 300; VLM 100)")
     rollout_batch_size: int = _flag(128, "episodes collected per iteration (appendix F: 128)")

@@ -17,7 +17,7 @@ from freshper.config import Config
 from freshper.presets import PRESETS, defaults
 
 # what the saved state of a run consists of, or what its name says: --resume cannot change these
-FIXED = """env method model preset seed capacity eviction base_priority replay_advantage kl_loss_coef kl_reward_coef
+FIXED = """env method model preset seed capacity eviction base_priority baseline kl_loss_coef kl_reward_coef
 truncated_is backend dtype zero_stage""".split()
 # of --help: the first setting of each group, and its title
 GROUPS = {"env": "task", "method": "method and replay", "iterations": "optimization", "temperature": "sampling"}
@@ -43,6 +43,7 @@ def validate(c: Config) -> None:
         ("model", c.model == "tiny" or hub_id or os.path.isfile(f"{c.model}/config.json") or bool(c.resume),
          "tiny, a folder with a config.json, or a hub id"),
         ("preset", c.preset == fitting or bool(c.resume), f"{fitting} with --model {c.model}"),
+        ("baseline", c.replay_ratio > 0 or c.baseline != "recompute", "batch or turn without replay"),
         ("replay_ratio", c.method != "on_policy" or c.replay_ratio == 0, "0 with --method on_policy"),
         ("decay", c.method != "per" or c.decay == "none", "none with --method per"),
         ("out", bool(c.resume) or not os.path.exists(c.out), "a folder that does not exist yet"),
@@ -60,7 +61,7 @@ def validate(c: Config) -> None:
     for name, good, allowed in checks:
         if not good:
             raise ValueError(f"--{name} is {getattr(c, name)}, but must be {allowed}")
-    replay = "batch_size capacity eviction alpha epsilon base_priority decay tau beta replay_advantage"
+    replay = "batch_size capacity eviction alpha epsilon base_priority decay tau beta"
     idle = [  # when, which flags, because of what
         (True, " ".join({"slippery", "data", "search_url"} - c.env_settings().keys()), f"--env {c.env}"),
         (c.replay_ratio == 0, replay, f"--method {c.method} and --replay_ratio 0"),

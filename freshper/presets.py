@@ -26,6 +26,7 @@ _AIME = CONFIG_A | {"model": "Qwen/Qwen2.5-7B-Instruct", "max_tokens": 4096, "mi
 _TINY = {"model": "tiny", "dtype": "float32", "max_tokens": 512, "max_new_tokens": 6, "micro_batch_size": 16}
 _TINY |= {"advantage_clip": 20.0, "dual_clip": 3.0, "epsilon": 0.1, "tau": 20.0, "lr": 1e-3, "capacity": 10_000}
 _TINY |= {"iterations": 200, "rollout_batch_size": 32, "batch_size": 32, "eval_every": 20, "eval_episodes": 256}
+_TINY |= {"baseline": "turn"}
 _TEXT = _TINY | {"batch_size": 64}
 # beside 10 for a solved room a penalty of 0.15 is nothing
 _SOKOBAN = {"format_penalty": 1.5, "max_tokens": 768}

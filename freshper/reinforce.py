@@ -12,15 +12,19 @@ itself: Hu et al., arXiv 2501.03262, as in OpenRLHF.
 
 All tensors are [B, T]. Environment tokens carry no reward and no loss, but reward flows back across them, since all
 turns belong to one episode. The paper is silent on these points (docs/differences.md):
-- A fresh batch is whitened over all its action tokens (population variance). A replay batch can hold nothing but
-  successes; whitened over itself (`recompute`, the authors' code) its advantage is zero. The default `running` measures
-  against the returns collected lately, in which every episode counts once with the mean of its G_t.
+- What a return is measured against, `--baseline`. `batch`: a fresh batch is whitened over all its action tokens, as in
+  REINFORCE++. A replay batch can hold nothing but successes; whitened over itself its advantage would be zero, so it is
+  measured against the last WINDOW episodes collected. `recompute`: it is whitened over itself (the authors' code).
+- `turn`: both as in `batch`, but against the mean of the returns from the same turn on. G_t falls with every turn that
+  costs something, and the later turns belong to the episodes that have not ended yet. Against one mean for all turns,
+  early replies are all pushed down and late ones up, whatever they say: replies lose their form, and a batch of equal
+  failures has a gradient. A baseline may depend on the turn, so the policy gradient stays unbiased.
 - The KL penalty in the reward is that of the policy that acted, on both sides of a replay advantage.
 - If A_t < 0, rho_t A_t has no lower bound, and one stale failure whose tokens have become likely since dominates the
   batch. Dual clip (Ye et al., AAAI 2020) bounds it by `dual_clip` * A_t; 0 switches it off.
 - C is the batch's mean number of action tokens per episode, however the batch is split. The authors' code has C = 1.
 
-Exercise: set `--replay_advantage recompute` and watch `replay_success` and `replay_grad_norm`.
+Exercise: set `--baseline recompute` and watch `replay_success` and `replay_grad_norm`.
 """
 
 import numpy as np
@@ -30,7 +34,7 @@ from torch import Tensor
 from freshper.config import Config
 from freshper.episode import Batch, Episode, collate
 
-WINDOW, EPS = 256, 1e-8  # episodes behind the running mean; what is added to standard deviations
+WINDOW, EPS = 256, 1e-8  # episodes behind the running means; what is added to standard deviations
 MAX_LOG_RATIO = 20.0  # exp overflows in float32 from 88.8 on and makes the gradient NaN; OpenRLHF and verl bound by 20
 
 
@@ -58,8 +62,8 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def advantages(rewards: Tensor, action_mask: Tensor, clip: float, moments: Tensor | None = None) -> Tensor:
-    """Return A_t from token rewards. [B, T], [B, T] -> [B, T], 0 off the mask. Measured against `moments`, the mean and
-    std of `ReplayBaseline`, or None: those of this batch. `clip` is eps_clip of Table 3."""
+    """Return A_t from token rewards. [B, T], [B, T] -> [B, T], 0 off the mask. Measured against `moments`, a mean and
+    a std [2, B, T] or broadcast to it, or None: those of this batch. `clip` is eps_clip of Table 3."""
     returns = returns_to_go(rewards)  # [B, T]
     if moments is None:
         return whiten(returns, action_mask).clamp(-clip, clip)
@@ -74,29 +78,42 @@ def shaped(batch: Batch, kl_reward_coef: float) -> Tensor:
     return batch.rewards - kl_reward_coef * kl_k1(batch.behavior_logprobs, batch.ref_logprobs) * batch.action_mask
 
 
+def turn_returns(batch: Batch, kl_reward_coef: float) -> list[np.ndarray]:
+    """Return G_t at the last token of each turn, one float64 [n] for each of the B episodes."""
+    returns, ends = returns_to_go(shaped(batch, kl_reward_coef)).numpy(), batch.action_mask.numpy()
+    ends = ends & ~np.pad(ends, ((0, 0), (0, 1)))[:, 1:]
+    return [row[end].astype(np.float64) for row, end in zip(returns, ends, strict=True)]
+
+
+def moments_of(returns: list[np.ndarray], by_turn: bool) -> Tensor:
+    """Return mean and std of the returns of episodes [n] as float32 [2, K]: for each turn up to the longest episode's,
+    or (K = 1) for all turns, in which every episode counts once. The std is one for all turns."""
+    lengths = [len(g) for g in returns]
+    turn = np.concatenate([np.arange(n) if by_turn else np.zeros(n, np.int64) for n in lengths])
+    weight = np.concatenate([np.ones(n) if by_turn else np.full(n, 1.0 / n) for n in lengths])
+    g = np.concatenate(returns)
+    mean = np.bincount(turn, weight * g) / np.bincount(turn, weight)  # [K]
+    variance = np.average((g - mean[turn]) ** 2, weights=weight)
+    # returns that differ by rounding alone (ten times -0.1 in another order) must not become advantages
+    return torch.tensor(np.stack([mean, np.full(len(mean), max(variance, 1e-6) ** 0.5)]), dtype=torch.float32)
+
+
 class ReplayBaseline:
     """Mean and standard deviation that a replayed return is measured against (see the module's docstring)."""
 
     def __init__(self, config: Config):
-        self.recompute, self.kl_reward_coef = config.replay_advantage == "recompute", config.kl_reward_coef
-        self.returns: list[list[float]] = []  # per episode: the means of G_t and of G_t^2
+        self.config, self.returns = config, list[list[float]]()  # of each turn of the last WINDOW episodes
 
     def observe(self, episodes: list[Episode]) -> None:
         """Add the returns of freshly collected episodes."""
-        batch = collate(episodes)
-        returns = returns_to_go(shaped(batch, self.kl_reward_coef)).double()  # [B, T]
-        tokens = batch.action_mask.sum(-1)
-        powers = [torch.where(batch.action_mask, returns**k, 0.0).sum(-1) / tokens for k in (1, 2)]
-        self.returns = [*self.returns, *torch.stack(powers, dim=1).tolist()][-WINDOW:]
+        found = turn_returns(collate(episodes), self.config.kl_reward_coef)
+        self.returns = [*self.returns, *(g.tolist() for g in found)][-WINDOW:]
 
     def moments(self) -> Tensor | None:
-        """Return (mean, std) as float32 [2, 1, 1], or None: those of the replay batch itself."""
-        if self.recompute:
+        """Return those of `moments_of`, [2, K], or None: those of the replay batch itself."""
+        if self.config.baseline == "recompute":
             return None
-        mean, square = torch.tensor(self.returns, dtype=torch.float64).mean(0)
-        # returns that differ by rounding alone (ten times -0.1 in another order) must not become advantages
-        std = (square - mean**2).clamp_min(1e-6).sqrt()
-        return torch.stack([mean, std]).float()[:, None, None]
+        return moments_of([np.array(g) for g in self.returns], self.config.baseline == "turn")
 
     def state_dict(self) -> dict[str, list[list[float]]]:
         return {"returns": self.returns}
@@ -109,9 +126,15 @@ def training_batch(
     episodes: list[Episode], config: Config, weights: np.ndarray | None = None, moments: Tensor | None = None
 ) -> Batch:
     """Return the padded batch with A_t and w_i: all that the loss needs but log pi_theta. `weights` [B]: IS weights
-    (None: 1); `moments`: those of `ReplayBaseline` (None: the batch's own)."""
+    (None: 1); `moments` [2, K]: those of `ReplayBaseline` (None: the batch's own)."""
     batch = collate(episodes)
-    found = advantages(shaped(batch, config.kl_reward_coef), batch.action_mask, config.advantage_clip, moments)
+    mask = batch.action_mask
+    if moments is None and config.baseline == "turn":
+        moments = moments_of(turn_returns(batch, config.kl_reward_coef), by_turn=True)
+    if moments is not None:
+        turn = (mask & ~mask.roll(1, -1)).cumsum(-1) - 1  # number of each action token's turn, [B, T]
+        moments = moments[:, turn.clamp(0, moments.shape[1] - 1)]  # [2, B, T]
+    found = advantages(shaped(batch, config.kl_reward_coef), mask, config.advantage_clip, moments)
     if batch.engine_weights is not None:  # weighs the policy gradient of a token: its objective is proportional to A_t
         found = found * batch.engine_weights
     w = torch.ones(len(episodes)) if weights is None else torch.as_tensor(weights, dtype=torch.float32)

@@ -110,7 +110,7 @@ class TorchTrainer:
     def update(
         self, episodes: list[Episode], weights: np.ndarray | None = None, moments: torch.Tensor | None = None
     ) -> Update:
-        """Make an optimizer step: line 5, or line 10 with w_i [B] and the moments [2, 1, 1] of `ReplayBaseline`."""
+        """Make an optimizer step: line 5, or line 10 with w_i [B] and the moments [2, K] of `ReplayBaseline`."""
         began, config = time.perf_counter(), self.config
         batch = training_batch(episodes, config, weights, moments)
         tokens = int(batch.action_mask.sum())

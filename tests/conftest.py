@@ -8,6 +8,7 @@ SHIM = Path(__file__).parent / "engines/torchvision_shim"  # for this process, a
 runpy.run_path(str(SHIM / "sitecustomize.py"))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SHIM), os.environ.get("PYTHONPATH")]))
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -17,6 +18,8 @@ from freshper.episode import Episode
 from freshper.tiny import build_policy
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("repeatable", derandomize=True)  # the same examples on every machine
+hypothesis.settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")

@@ -86,7 +86,7 @@ FLAGS = {
     "text": "--tau auto",
     "images": "--env frozenlake_vlm --kl_loss_coef 0.05 --base_priority advantage",
     "per": "--method per --eviction lowest_priority --capacity 6 --kl_reward_coef 0.05 --truncated_is 2 "
-    "--ppo_epochs 2 --replay_advantage recompute",
+    "--ppo_epochs 2 --baseline recompute",
 }
 
 

@@ -169,7 +169,7 @@ IDLE = {  # flags of which the first has no effect: with what
 
 
 RESUMED = """env=gsm8k method=per model=someone/model preset=paper seed=7 dtype=bfloat16 capacity=20000 zero_stage=1
-eviction=lowest_priority base_priority=advantage replay_advantage=recompute backend=hf+deepspeed kl_loss_coef=0.5
+eviction=lowest_priority base_priority=advantage baseline=recompute backend=hf+deepspeed kl_loss_coef=0.5
 kl_reward_coef=0.5 truncated_is=0.5"""
 
 

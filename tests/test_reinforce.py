@@ -35,17 +35,31 @@ def slow_returns(episode, kl_coef=0.0):
     return returns
 
 
+def slow_moments(episodes, kl_coef, by_turn):
+    """The mean of each turn (of all turns, every episode once) and the std of all deviations from it."""
+    last = [[g for t, g in zip(np.flatnonzero(e.action_mask), slow_returns(e, kl_coef), strict=True)
+             if t in e.turn_ends()] for e in episodes]  # fmt: skip
+    if not by_turn:
+        mean = np.mean([np.mean(row) for row in last])
+        return [mean], math.sqrt(np.mean([np.mean([(g - mean) ** 2 for g in row]) for row in last]))
+    means = [np.mean([row[k] for row in last if len(row) > k]) for k in range(max(map(len, last)))]
+    return means, math.sqrt(np.mean([(g - means[k]) ** 2 for row in last for k, g in enumerate(row)]))
+
+
 def slow_advantages(episodes, config, moments=None):
-    """A_t of each action token of each episode."""
+    """A_t of each action token of each episode. `moments`: the mean of each turn, the last one's also later; a std."""
     returns = [slow_returns(e, config.kl_reward_coef) for e in episodes]
     flat = sum(returns, [])
-    mean = sum(flat) / len(flat)
-    std = math.sqrt(sum((g - mean) ** 2 for g in flat) / len(flat))
-    mean, std = moments or (mean, std)
-    found = [[bounded((g - mean) / (std + 1e-8), config.advantage_clip) for g in row] for row in returns]
-    for row, e in zip(found, episodes, strict=True):
+    if moments is None and config.baseline == "turn":
+        moments = slow_moments(episodes, config.kl_reward_coef, by_turn=True)
+    means, std = moments or ([sum(flat) / len(flat)], np.std(flat))
+    found = []
+    for row, e in zip(returns, episodes, strict=True):
+        turns = [int((e.turn_ends() < t).sum()) for t in np.flatnonzero(e.action_mask)]
+        g_and_mean = [(g, means[min(k, len(means) - 1)]) for g, k in zip(row, turns, strict=True)]
+        found.append([bounded((g - mean) / (std + 1e-8), config.advantage_clip) for g, mean in g_and_mean])
         if e.engine_weights is not None:
-            row[:] = [a * float(w) for a, w in zip(row, e.engine_weights[e.action_mask], strict=True)]
+            found[-1] = [a * float(w) for a, w in zip(found[-1], e.engine_weights[e.action_mask], strict=True)]
     return found
 
 
@@ -72,7 +86,9 @@ CASES = {
     "Config A": {"advantage_clip": 0.2},
     "dual clip": {"dual_clip": 1.5},
     "KL and entropy": {"kl_reward_coef": 0.1, "kl_loss_coef": 0.05, "entropy_coef": 0.01},
-    "running baseline": {"moments": (0.3, 0.7)},
+    "running baseline": {"moments": ([0.3], 0.7)},
+    "baseline by turn": {"baseline": "turn"},
+    "running baseline by turn": {"baseline": "turn", "moments": ([0.3, -0.2, 0.1], 0.7), "kl_reward_coef": 0.1},
     "truncated IS": {"engine": True, "ratio_clip": 0.1},
 }
 
@@ -91,7 +107,7 @@ def test_loss_and_gradient_are_those_of_the_slow_loop(case, seed):
         e.ref_logprobs = (e.behavior_logprobs + away).astype(np.float32)
         e.engine_weights = (2 * rng.random(len(e.tokens))).astype(np.float32) if engine else None
     weights = rng.random(len(episodes)) + 0.1
-    tensor = torch.tensor(moments)[:, None, None] if moments else None
+    tensor = torch.tensor([moments[0], [moments[1]] * len(moments[0])]) if moments else None
     batch = training_batch(episodes, config, weights, tensor)
     expected = slow_advantages(episodes, config, moments)
     np.testing.assert_allclose(batch.advantages[batch.action_mask], sum(expected, []), rtol=1e-4, atol=1e-4)
@@ -112,7 +128,9 @@ def test_loss_and_gradient_are_those_of_the_slow_loop(case, seed):
             log_rho = (logprobs - batch.behavior_logprobs)[n][batch.action_mask[n]].detach().numpy()
             rho, a = np.exp(log_rho), batch.advantages[n][batch.action_mask[n]].numpy()
             most = config.dual_clip or np.inf
-            clipped = np.where(a > 0, rho > 1 + config.ratio_clip, (rho < 1 - config.ratio_clip) | (rho > most))
+            clipped = np.where(a > 0, rho > 1 + config.ratio_clip, (rho < 1 - config.ratio_clip) | (rho > most)) & (
+                a != 0
+            )
             sums = {"log_ratio": log_rho, "ratio": rho, "ratio_sq": rho**2, "kl": rho - 1 - log_rho, "clipped": clipped}
             found = {name: value[row].item() for name, value in stats.items()}
             assert found == pytest.approx({name: value.sum() for name, value in sums.items()})
@@ -145,31 +163,42 @@ def test_extreme_ratios_leave_loss_and_gradient_finite(log_ratio, advantage):
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
-def test_the_running_baseline_counts_every_episode_of_the_window_once(kl_coef):
+@pytest.mark.parametrize("kind", ["batch", "turn"])
+def test_the_running_baseline_is_of_the_window(kind, kl_coef):
     rng = np.random.default_rng(0)
     collected = [make_episode(rng, turns=1 + k % 4) for k in range(WINDOW + 44)]
     for e in collected:
         e.ref_logprobs = (e.behavior_logprobs - rng.random(len(e.tokens)) * e.action_mask).astype(np.float32)
-    baseline = ReplayBaseline(Config(kl_reward_coef=kl_coef))
+    config = Config(kl_reward_coef=kl_coef, baseline=kind)
+    baseline, restored = ReplayBaseline(config), ReplayBaseline(config)
     for k in range(0, len(collected), 100):
         baseline.observe(collected[k : k + 100])
-    returns = [np.array(slow_returns(e, kl_coef)) for e in collected[-WINDOW:]]
-    mean, square = np.mean([r.mean() for r in returns]), np.mean([(r**2).mean() for r in returns])
-    found = baseline.moments()
-    assert found.shape == (2, 1, 1)
-    np.testing.assert_allclose(found.flatten(), [mean, np.sqrt(square - mean**2)], rtol=1e-4)
-    restored = ReplayBaseline(Config(kl_reward_coef=kl_coef))
+    means, std = slow_moments(collected[-WINDOW:], kl_coef, kind == "turn")
+    np.testing.assert_allclose(baseline.moments(), [means, [std] * len(means)], rtol=1e-4, atol=1e-6)
     restored.load_state_dict(baseline.state_dict())
-    assert torch.equal(restored.moments(), found)
+    assert torch.equal(restored.moments(), baseline.moments())
 
 
-def test_a_replay_batch_of_successes_keeps_its_gradient_with_running_and_loses_it_with_recompute():
+def test_equal_failures_do_not_train_with_a_baseline_by_turn():
+    """Every turn costs 0.1: returns-to-go differ by turn alone, and that is no reason to change the policy."""
+    episodes = [make_episode(np.random.default_rng(k), turns=4) for k in range(6)]
+    for e in episodes:
+        e.turn_rewards = np.full(4, -0.1, dtype=np.float32)
+    for kind, trains in (("turn", False), ("batch", True)):
+        config = Config(baseline=kind, advantage_clip=20.0)
+        baseline = ReplayBaseline(config)
+        baseline.observe(episodes)
+        for moments in (None, baseline.moments()):
+            assert bool(training_batch(episodes, config, moments=moments).advantages.abs().max() > 1e-3) is trains
+
+
+def test_a_replay_batch_of_successes_loses_its_gradient_only_if_it_is_whitened_over_itself():
     rng = np.random.default_rng(1)
     won, lost = [make_episode(rng, turns=1) for _ in range(4)], [make_episode(rng, turns=1) for _ in range(4)]
     for e in won + lost:
         e.turn_rewards = np.float32([e in won])
-    for mode, alive in (("running", True), ("recompute", False)):
-        config = Config(replay_advantage=mode, advantage_clip=20.0)
+    for kind, alive in (("batch", True), ("turn", True), ("recompute", False)):
+        config = Config(baseline=kind, advantage_clip=20.0)
         baseline = ReplayBaseline(config)
         baseline.observe(won + lost)
         batch = training_batch(won, config, moments=baseline.moments())
@@ -191,10 +220,10 @@ def test_rounding_is_not_an_advantage():
         assert (whiten(torch.full((1, 3), equal), torch.ones(1, 3, dtype=torch.bool)) == 0).all()
 
 
-@pytest.mark.parametrize("moments", [None, (0.2, 0.8)])
+@pytest.mark.parametrize("moments", [None, ([0.2], 0.8)])
 def test_a_base_priority_is_of_the_return_or_of_the_mean_advantage_of_the_tokens(moments):
     episodes = [make_episode(np.random.default_rng(k), turns=1 + k) for k in range(4)]
-    config, tensor = Config(advantage_clip=1.0, epsilon=0.1), torch.tensor(moments)[:, None, None] if moments else None
+    config, tensor = Config(advantage_clip=1.0, epsilon=0.1), torch.tensor([[0.2], [0.8]]) if moments else None
     means = np.array([np.mean(row) for row in slow_advantages(episodes, config, moments)])
     for kind, expected in (("advantage", means), ("reward", [e.reward for e in episodes])):
         trainer = SimpleNamespace(config=dataclasses.replace(config, base_priority=kind))

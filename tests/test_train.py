@@ -139,7 +139,7 @@ def test_every_method_runs_and_engine_and_trainer_agree(text, tmp_path):
 OPTIONS = {
     "groups and the rest": """--slippery --format_penalty 0.3 --max_turns 4 --capacity 6 --eviction lowest_priority
     --alpha 0.3 --epsilon 0.01 --base_priority advantage --decay polynomial --tau 7 --beta 0.4 --group_size 2
-    --replay_advantage recompute --replay_ratio 1 --ppo_epochs 2 --dual_clip 2 --advantage_clip 0.2 --kl_loss_coef 0.05
+    --baseline recompute --replay_ratio 1 --ppo_epochs 2 --dual_clip 2 --advantage_clip 0.2 --kl_loss_coef 0.05
     --kl_reward_coef 0.1 --entropy_coef 0.01 --micro_batch_size 2 --truncated_is 2 --temperature 0.8 --top_k 0 --top_p 1
     --max_tokens 400 --max_new_tokens 5""",
     "mixed precision": "--dtype bfloat16 --tau auto --env frozenlake_vlm --truncated_is 2",

@@ -54,7 +54,7 @@ def numbers(trainer, episodes, first=0, folder=None):
     """Log-probs, the updates number `first` to 2, log-probs and weights again. Saves the state before the last."""
     found = {"mismatch": trainer.record_behavior_logprobs(episodes)["mismatch"]} if first == 0 else {}
     found["before"] = trainer.logprobs(collate(episodes))
-    weights, moments = np.linspace(0.2, 1.0, len(episodes)), torch.tensor([0.1, 0.9])[:, None, None]
+    weights, moments = np.linspace(0.2, 1.0, len(episodes)), torch.tensor([[0.1], [0.9]])
     arguments = [(episodes,), (episodes[:3], weights[:3], moments), (episodes, weights, moments)]
     found["updates"] = []
     for k in range(first, 3):
