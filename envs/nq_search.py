@@ -64,7 +64,7 @@ class NQSearch(TextEnv):
     max_turns = 5
     metrics = ("searches", "search_failed")
     words = ("<search>", "</search>", "<information>", "</information>", *synthetic_wiki.WORDS)
-    warm_start = ((400, 1), (250, 5))  # mostly one turn, which teaches to read
+    warm_start = ((600, 1), (700, 5))
 
     def __init__(
         self, style: str = "terse", format_penalty: float = FORMAT_PENALTY, max_turns: int = 0, data: str = "",
@@ -153,14 +153,13 @@ class NQSearch(TextEnv):
         return f"<answer> {self.golden_answers[0]}</answer>"
 
     def caption(self) -> str:
-        """Return the question backwards and all values in the passages, relation by relation instead of person by
-        person: ` job friend Ada Finch born Oslo Rome Lima job cook ...`. It never singles out the answer."""
+        """Return the facts in the passages in random order, ` Ada Finch job cook Bo Hale born Rome ...`, or the person
+        asked about if there are none. It never singles out the answer."""
         if not self.puzzle:
             return self.question
-        words = [*reversed(self.puzzle.terse.split()[2:]), self.puzzle.people[0]]
-        for relation in synthetic_wiki.RELATIONS if self.passages else ():
-            words += [relation, *re.findall(rf"\b{relation} ([\w ]+)", "\n".join(self.passages))]
-        return " " + " ".join(words)
+        articles = [passage.split("\n") for passage in self.passages]
+        facts = [f" {person} {fact}" for person, values in articles for fact in values.split(", ")]
+        return "".join(self.np_random.permutation(facts)) or f" {self.puzzle.people[0]}"
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ Not in the paper: it lets NQ Search run without a download, at a size that a tin
     Ada Finch
     born Oslo, job cook, friend Bo Hale
 
-A question asks for the place or the job of a person (one hop), or of a person's friend (two hops). The 4,096 people
-form three groups: 2,560 for training (10,240 different questions), 768 each for evaluation and warm start. Friends and
-articles found by a search belong to one group.
+A question asks for the place or the job of a person (one hop), or of a person's friend (two hops). Of the 4,096 people
+3,328 are for training (13,312 different questions) and for the warm start, 768 are held out. Friends and articles found
+by a search belong to one group. There are so many places and jobs that a guess is hardly ever right: with eight of each
+a policy learned to guess, and never to search.
 """
 
 import re
@@ -16,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from envs.base import WARM_START_SEEDS, held_out
+from envs.base import held_out
 from envs.search_encoders import LocalEncoder
 from envs.search_server import Retriever
 
@@ -27,15 +28,18 @@ FAMILY = """Finch Hale Stone Marsh Reed Wolf Berg Frost Klein Lind Moss Nash Orr
 Webb Yates Zorn Abel Brook Cole Drew Engel Fox Grant Holt Iqbal Adler Barth Bloom Craig Dahl Dunn Ellis Falk Ford Gale
 Hardy Hicks Jung Kane Kerr Lowe Mann Munk Nolan Olsen Pike Pratt Quill Rios Sand Swan Thorn Udall Vance Wells Young
 Zell""".split()
-PLACES = "Oslo Rome Lima Cairo Delhi Kyoto Quito Perth".split()
-JOBS = "cook baker pilot judge nurse tailor miner singer".split()
+PLACES = """Oslo Rome Lima Cairo Delhi Kyoto Quito Perth Accra Bern Bogota Boston Dakar Dublin Hanoi Havana Kabul Kiev
+Lagos Leeds Lisbon London Lyon Madrid Milan Minsk Nairobi Osaka Paris Prague Riga Seoul""".split()
+JOBS = """cook baker pilot judge nurse tailor miner singer actor artist barber butcher carpenter chemist clerk dancer
+dentist doctor driver farmer fisher gardener lawyer painter plumber poet potter sailor teacher waiter weaver
+writer""".split()
 VALUES = PLACES + JOBS
 RELATIONS = ("born", "job", "friend")
 WORDS = tuple(f" {word}" for word in (*RELATIONS, *GIVEN, *FAMILY, *VALUES))  # one token each, with its space
 PERSON = re.compile(rf"\b(?:{'|'.join(GIVEN)}) (?:{'|'.join(FAMILY)})\b")
 VALUE = re.compile(rf"\b(?:{'|'.join(VALUES)})\b")
 
-GROUPS = {"train": (0, 2560), "held-out": (2560, 3328), "warm start": (3328, 4096)}  # positions in a fixed shuffle
+GROUPS = {"train": (768, 4096), "held-out": (0, 768)}  # positions in a fixed shuffle
 FULL = {"born": "Where was {} born?", "job": "What is the job of {}?"}
 
 
@@ -63,7 +67,7 @@ class Question(NamedTuple):
 def question(seed: int) -> Question:
     """Return the question of a seed: about a person or, with probability 1/2, about a person's friend."""
     rng = np.random.default_rng(seed)
-    group = "held-out" if held_out(seed) else "warm start" if seed >= WARM_START_SEEDS else "train"
+    group = "held-out" if held_out(seed) else "train"
     known = facts(group)
     person = list(known)[rng.integers(len(known))]
     people, terse, full = [person], f" {person}", person

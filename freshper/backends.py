@@ -1,9 +1,7 @@
 """Which model, engine and trainer a run uses. vLLM and DeepSpeed are imported only if chosen.
 
-    hf+torch          one process, a CPU or one GPU; needs requirements.txt only
-    vllm+deepspeed    the paper's (section 4.1: ROLL with vLLM and DeepSpeed); needs requirements-gpu.txt
-
-The preset follows from the model, the backend from what is installed.
+hf+torch          one process, a CPU or one GPU; needs requirements.txt only
+vllm+deepspeed    the paper's (section 4.1: ROLL with vLLM and DeepSpeed); needs requirements-gpu.txt
 """
 
 import contextlib
@@ -15,9 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from jinja2 import TemplateError
-from safetensors import SafetensorError
 
 from envs.base import EVAL_SEEDS, Observation
 from freshper.checkpoint import newest
@@ -29,20 +24,16 @@ from freshper.rollout import Conversation
 from freshper.tiny import tiny_model
 from freshper.trainer import TorchTrainer
 
-UNUSABLE = AttributeError, KeyError, OSError, RuntimeError, ValueError  # raised for a folder that is no chat model
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}  # of a logit
 
 
 def choose_backend(config: Config) -> None:
-    """Replace `--backend auto` by a concrete one and note why. Raises ValueError if a package is missing or the flags
-    do not go together."""
+    """Replace `--backend auto` by a concrete one. Raises ValueError if a package is missing or flags do not fit it."""
     missing = [package for package in ("vllm", "deepspeed") if importlib.util.find_spec(package) is None]
     if config.backend == "auto":
-        why = "the tiny model runs on the CPU" if config.tiny else "torch finds no GPU"
-        if config.device == "cuda":
-            why = f"{missing[0]} is not installed" if missing else ""
-        config.backend = "hf+torch" if why else "vllm+deepspeed"
-        config.notes += (f"backend {config.backend}: {why or 'there is a GPU, with vLLM and DeepSpeed'}",)
+        config.backend = "vllm+deepspeed" if config.device == "cuda" and not missing else "hf+torch"
+        lacks = f", without {' and '.join(missing)}" if missing else ""
+        config.notes += (f"backend {config.backend}: on {config.device}{lacks}",)
     for package in missing:
         if package in config.backend:
             raise ValueError(f"--backend is {config.backend}, but {package} is not installed: see requirements-gpu.txt")
@@ -62,26 +53,15 @@ def join_ranks(config: Config) -> int:
     return trainer_deepspeed.join_ranks(config)
 
 
-def model_folder(config: Config) -> str:
-    """Return what the policy is loaded from: the newest checkpoint of --resume, a tiny model, or --model. Raises
-    ValueError if no checkpoint of an earlier run can be read, or if that run has done as many iterations."""
+def load(config: Config, seeds: list[int]) -> Policy:
+    """Load the policy of a run or its checkpoint, and check it on the first prompts of `seeds`. Raises ValueError if it
+    cannot be loaded, cannot read --env's images, has no room for the first turn, or is trained enough."""
     saved = newest(Path(config.resume)) if config.resume else None
     if saved and "iterations" in config.given:
         done = torch.load(saved / "state.pt", weights_only=True, mmap=True)["report"]["rows"][-1]["iteration"]
         if done >= config.iterations:
-            which = "finished" if done == config.iterations else "longer"
-            raise ValueError(
-                f"--iterations is {config.iterations}, but must be above {done}: the run in {config.resume} is {which}"
-            )
-    return str(saved or (tiny_model(config.env) if config.model == "tiny" else config.model))
-
-
-def load(config: Config, seeds: list[int]) -> Policy:
-    """Load the policy of a run and check it on the first prompts of `seeds`.
-
-    Raises ValueError if it is no chat model, cannot read --env's images, or has no room for the first turn.
-    """
-    name, env = model_folder(config), config.make_env()
+            raise ValueError(f"--iterations is {config.iterations}, but must be above {done}, which the run has done")
+    name, env = str(saved or (tiny_model(config.env) if config.model == "tiny" else config.model)), config.make_env()
     observations = [env.reset(seed=seed)[0] for seed in (*seeds, EVAL_SEEDS)]
     # plain torch keeps float32 master weights and computes in --dtype; DeepSpeed keeps its own
     mixed = config.dtype == "bfloat16" and config.trainer == "torch"
@@ -90,27 +70,21 @@ def load(config: Config, seeds: list[int]) -> Policy:
         policy = load_policy(name, config.device, dtype, freeze_vision=config.tiny)
         policy.mixed = mixed
         check(policy, config)
-    except (*UNUSABLE, SafetensorError, StrictDataclassError, TemplateError) as error:
+    except Exception as error:  # of any kind: a folder can be wrong in many ways
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"--model is {name}, but must be a chat model that can be loaded: {reason}") from error
     if any(o.images for o in observations) and not policy.image_processor:
         raise ValueError(f"--model is {name}, which reads text only, but --env {config.env} shows images")
     longest = max(len(policy.first_prompt(o)) for o in observations)
-    if longest + config.max_new_tokens > config.max_tokens:
-        raise ValueError(
-            f"--max_tokens is {config.max_tokens}, but must be at least {longest + config.max_new_tokens}: the first "
-            f"turn takes a prompt of {longest} and --max_new_tokens {config.max_new_tokens}"
-        )
+    if (needed := longest + config.max_new_tokens) > config.max_tokens:
+        raise ValueError(f"--max_tokens is {config.max_tokens}, but must be at least {needed} for the first turn")
     return policy
 
 
 @torch.no_grad()
 def check(policy: Policy, config: Config) -> None:
-    """Compare trainer and engine with the model's own forward, on a text as long as a conversation may get.
-
-    Raises ValueError if the logits differ (the embedded engine knows no sliding windows, for example), or if the
-    tokenizer is that of another model.
-    """
+    """Compare trainer and engine with the model's own forward, on a text as long as a conversation may get. Raises
+    ValueError if logits differ (the engine knows no sliding windows), or if the tokenizer is of another model."""
     vocabulary = policy.model.get_input_embeddings().num_embeddings
     if not policy.tokenizer.encode("text", add_special_tokens=False) or len(policy.tokenizer) > vocabulary:
         raise ValueError(f"the tokenizer, of {len(policy.tokenizer)} tokens, does not belong to it ({vocabulary})")
@@ -125,10 +99,8 @@ def check(policy: Policy, config: Config) -> None:
     for name, logits in found.items():
         difference = (own - logits)[logits.isfinite()].abs().max().item()
         if not difference <= TOLERANCE[config.dtype]:
-            raise ValueError(
-                f"{name} computes other logits than a {type(policy.model).__name__} itself, by {difference:.2g} after "
-                f"{len(text)} tokens; with a smaller --max_tokens they may agree"
-            )
+            other = f"other logits than a {type(policy.model).__name__} itself, by {difference:.2g}"
+            raise ValueError(f"{name} computes {other}; with a smaller --max_tokens they may agree")
 
 
 def make_trainer(policy: Policy, config: Config) -> Any:
@@ -143,7 +115,7 @@ def make_trainer(policy: Policy, config: Config) -> Any:
 
 @contextlib.contextmanager
 def backends(policy: Policy, config: Config) -> Iterator[tuple[TorchTrainer, Any]]:
-    """Yield rank 0's trainer and an engine with its weights; whatever happens, their processes end afterwards."""
+    """Yield rank 0's trainer and an engine with its weights; their processes end afterwards."""
     with contextlib.closing(make_trainer(policy, config)) as trainer:
         engine: Any
         if config.engine == "hf":

@@ -4,12 +4,9 @@
     out/checkpoint-before/   the one before it, used if the newest cannot be read
     out/checkpoint-best/     the model alone, of the evaluation with the highest success so far
 
-state.pt holds tensors, numbers and strings and is read with `torch.load(weights_only=True)`: a file from someone else
-cannot run code. Environments need no state: each episode is reset with its own seed. On a CPU, with the same number
-of threads, a resumed run is bitwise identical to one that never stopped. Not in the paper.
-
-A checkpoint is written to .checkpoint-new and flushed to disk. Then checkpoint-before is removed, checkpoint becomes
-checkpoint-before, and .checkpoint-new becomes checkpoint: a kill at any moment leaves one of the two whole.
+state.pt is read with `torch.load(weights_only=True)`: a file from someone else cannot run code. On a CPU, with the same
+number of threads, a resumed run is bitwise identical to one that never stopped. A checkpoint is written to
+.checkpoint-new and renamed, after the one before it: a kill at any moment leaves one of the two whole.
 """
 
 import dataclasses
@@ -17,13 +14,12 @@ import os
 import random
 import shutil
 import signal
-import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
-from pickle import UnpicklingError
 from types import FrameType
 from typing import Any
-from zipfile import BadZipFile, ZipFile
+from zipfile import ZipFile
 
 import numpy as np
 import torch
@@ -70,7 +66,7 @@ class RunState:
 
     def restore(self) -> None:
         """Load the state of --resume, if there is one. From here on a first Ctrl-C waits for the iteration to end."""
-        if self.config.resume and (folder := newest(self.report.folder, quiet=True)):
+        if self.config.resume and (folder := newest(self.report.folder)):
             state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
             arrays = {name: x.numpy() for name, x in state["buffer"].items() if isinstance(x, torch.Tensor)}
             state["buffer"] |= arrays | {"episodes": unpack_episodes(state["buffer"]["episodes"])}
@@ -81,21 +77,20 @@ class RunState:
             np.random.set_state(state["numpy"])
             torch.set_rng_state(state["torch"])
             torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
-            if folder.name != "checkpoint":  # a damaged one must not replace the one before it at the next save
-                shutil.rmtree(folder.with_name("checkpoint"), ignore_errors=True)
+            if folder.name != "checkpoint" and folder.with_name("checkpoint").exists():
+                self.report.say("the newest checkpoint is damaged, so it is removed and the one before it used")
+                shutil.rmtree(folder.with_name("checkpoint"))  # it must not replace the other at the next save
             self.report.say(f"resuming from {folder}, after iteration {self.report.done} of {self.config.iterations}")
         self.signals.graceful = True
 
     def save_if_due(self) -> None:
-        """Save every `save_every` iterations, at a new best evaluation, at the end, and after a signal.
-
-        Raises Interrupted after a signal, having saved, and OSError if the checkpoint cannot be written.
-        """
+        """Save every `save_every` iterations, at a new best evaluation, at the end, and after a signal, which is then
+        raised as Interrupted. Raises OSError if the checkpoint cannot be written."""
         done, out, every = self.report.done, self.report.folder, self.config.save_every
         found, finished = self.report.evaluations(), done == self.config.iterations
         best = done == max(found, key=found.__getitem__, default=0)  # the first of equals
         if best or finished or self.signals.received or (every and done % every == 0):
-            policy = self.parts["trainer"].whole_policy()
+            save = self.parts["trainer"].save
             # features of a frozen vision tower: their last bit can depend on the batch in which they were computed
             state = {name: part.state_dict() for name, part in self.parts.items()} | {"features": self.policy._features}
             state["buffer"] |= {"episodes": pack_episodes(state["buffer"]["episodes"])}
@@ -103,53 +98,45 @@ class RunState:
             state |= {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
             try:
                 if best:  # first: a run that is killed after this comes to the same evaluation again
-                    _write(out / "checkpoint-best", policy)
-                _write(out / "checkpoint", policy, plain(state))
+                    _write(out / "checkpoint-best", save)
+                _write(out / "checkpoint", save, plain(state))
             except (OSError, RuntimeError, SafetensorError) as error:
                 shutil.rmtree(out / ".checkpoint-new", ignore_errors=True)
-                reason = error.__context__ or error  # torch.save raises a RuntimeError after an OSError
+                reason = error.__context__ if isinstance(error.__context__, OSError) else error  # torch.save hides it
                 raise OSError(f"the checkpoint after iteration {done} was not written to {out}: {reason}") from error
         if self.signals.received and not finished:
             raise Interrupted(self.signals.received)
 
 
-def newest(out: Path, quiet: bool = False) -> Path | None:
-    """Return the checkpoint folder that a resumed run loads; None if the run had not saved one yet.
-
-    Says on stderr if the newest is damaged. Raises ValueError if there are checkpoints but none can be read.
-    """
-    problems = []
+def newest(out: Path) -> Path | None:
+    """Return the newest checkpoint folder that can be read; None if there is none yet. Raises ValueError if there are
+    checkpoints, but all are damaged."""
+    problem = ""
     for folder in filter(Path.exists, (out / "checkpoint", out / "checkpoint-before")):
         try:
             with ZipFile(folder / "state.pt") as file:
-                if name := file.testzip():
-                    raise BadZipFile(f"{name} in state.pt does not have its CRC-32")
+                if name := file.testzip():  # looks at CRC-32
+                    raise ValueError(f"{name} in state.pt has changed")
             torch.load(folder / "state.pt", map_location="cpu", weights_only=True, mmap=True)
             for path in list(folder.glob("*.safetensors")) or [folder / "model.safetensors"]:
                 safe_open(path, "pt").keys()
             return folder
-        except (OSError, ValueError, RuntimeError, BadZipFile, UnpicklingError, SafetensorError) as error:
-            problems.append(f"{folder} is damaged: {' '.join(str(error).split())[:200]}")
-            if not quiet:
-                print(problems[-1], file=sys.stderr)
-    if problems:
-        raise ValueError(f"--resume is {out}, but none of its checkpoints can be read: {'; '.join(problems)}")
+        except Exception as error:  # of any kind, as damage is
+            problem = " ".join(str(error).split())[:200]
+    if problem:
+        raise ValueError(f"--resume is {out}, but none of its checkpoints can be read: {problem}")
     return None
 
 
-def _write(folder: Path, policy: Policy, state: dict[str, Any] | None = None) -> None:
+def _write(folder: Path, save: Callable[[str], None], state: dict[str, Any] | None = None) -> None:
     """Replace a folder by a model or, with a state, by a checkpoint; the checkpoint that was there is kept."""
     new, before = folder.with_name(".checkpoint-new"), folder.with_name("checkpoint-before")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir()
-    policy.save(str(new))
+    save(str(new))
     if state:
-        with open(new / "state.pt", "wb") as file:
+        with open(new / "state.pt", "wb") as file:  # by its path, torch would not say that the disk is full
             torch.save(state, file)
-    for path in (*new.rglob("*"), new):  # after a power failure a renamed file could otherwise be empty
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
     if state and folder.exists():
         shutil.rmtree(before, ignore_errors=True)
         folder.rename(before)
@@ -178,18 +165,16 @@ def pack_episodes(episodes: list[Episode]) -> dict[str, Any]:
     images = {id(image): image for e in episodes for image in e.images}
     number = {key: k for k, key in enumerate(images)}
     columns: dict[str, Any] = {f.name: [getattr(e, f.name) for e in episodes] for f in dataclasses.fields(Episode)}
-    columns["images"] = [np.array([number[id(image)] for image in e.images], np.int64) for e in episodes]
+    columns["images"] = [[number[id(image)] for image in e.images] for e in episodes]
     for name, column in columns.items():
         if column and isinstance(column[0], np.ndarray):
             columns[name] = {"values": np.concatenate(column), "lengths": np.array([len(part) for part in column])}
-    return {
-        "columns": columns,
-        "pixels": [(image.shape, zlib.compress(image.tobytes(), 1)) for image in images.values()],
-    }
+    pixels = [(image.shape, zlib.compress(image.tobytes(), 1)) for image in images.values()]
+    return {"columns": columns, "pixels": pixels}
 
 
 def unpack_episodes(packed: dict[str, Any]) -> list[Episode]:
-    """Return the episodes that `pack_episodes` was given, from what `plain` made of it; equal images are one array."""
+    """Return the episodes that `pack_episodes` was given, from what `plain` made of it."""
     images = [np.frombuffer(zlib.decompress(data), np.uint8).reshape(shape) for shape, data in packed["pixels"]]
     columns = dict(packed["columns"])
     for name, column in columns.items():

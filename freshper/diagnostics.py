@@ -8,17 +8,13 @@
     python -m freshper.diagnostics out/frozenlake-freshper-42        the table, the fits, diagnostics.png
 
 The input is replay.csv, one row per replayed trajectory: `log_ratio` is log rho_i; `ratio`, `ratio_sq`, `kl` (k3 of
-pi_mu against pi_theta) and `clipped` are sums over its `tokens` action tokens. The paper does not say how to estimate:
-- Replay draws by priority, not from pi_mu, so each row has the weight v_i = 1 / P(i). That gives back the mean over the
-  collected trajectories (within a bin of age, if P(i) depends on the reward only).
+pi_mu against pi_theta) and `clipped` are sums over its `tokens` action tokens. How to estimate is ours:
+- Replay draws by priority, not from pi_mu: each row has the weight v_i = 1 / P(i).
 - E[rho] is 1 in expectation but not in a sample: ESS / n = (sum v rho)^2 / (sum v sum v rho^2), Kish's form.
 - KL(pi_theta || pi_mu) = E_mu[rho log rho] / E_mu[rho] - log E_mu[rho], so eq. 11 holds in every sample (Jensen).
-ESS / n is at least 1 / n and this KL at most log n.
 """
 
 import argparse
-import csv
-import sys
 from pathlib import Path
 
 import matplotlib.figure
@@ -27,15 +23,14 @@ import numpy as np
 
 def read(folder: Path, name: str = "replay.csv") -> dict[str, np.ndarray]:
     """Read the columns of a run's table, float64 [rows], NaN if empty. A run without replay has no replay.csv."""
-    names, *rows = csv.reader((folder / name).read_text().splitlines())
-    table = np.array([[float(x or "nan") for x in row] for row in rows]).reshape(-1, len(names))
-    return dict(zip(names, table.T, strict=True))
+    table = np.genfromtxt(folder / name, delimiter=",", names=True, ndmin=1)
+    return {column: table[column] for column in table.dtype.names or ()}
 
 
 def estimate(rows: dict[str, np.ndarray]) -> dict[str, float]:
-    """Estimate the staleness of trajectories from rows of replay.csv: their mean `age` in optimizer steps, ESS / n of
-    trajectories (`ess`) and of tokens, each a sample of its own (`ess_token`), KL(pi_theta || pi_mu) (`kl`) and
-    KL(pi_mu || pi_theta) (`kl_reverse`) of a trajectory in nats, and the share of clipped tokens (`clipped`)."""
+    """Estimate from rows of replay.csv the mean `age` in optimizer steps, ESS / n of trajectories (`ess`) and of tokens
+    (`ess_token`), KL(pi_theta || pi_mu) (`kl`) and KL(pi_mu || pi_theta) (`kl_reverse`) of a trajectory in nats, and
+    the share of clipped tokens (`clipped`)."""
     v, log_rho = 1.0 / rows["probability"], rows["log_ratio"]
     v /= v.sum()
     rho = np.exp(log_rho - log_rho.max())  # the constant cancels below, and nothing overflows
@@ -59,7 +54,7 @@ def by_age(rows: dict[str, np.ndarray], bins: int = 12) -> dict[str, np.ndarray]
 
 def drift_rate(ages: np.ndarray, values: np.ndarray) -> tuple[float, float, float]:
     """Fit values [bins] = offset + ages [bins] / tau by least squares (eq. 12). Returns tau = 1 / c in optimizer steps,
-    the offset, and R². All are NaN if there is only one age, or no drift."""
+    the offset, and R², or NaN if there is only one age, or no drift."""
     if np.ptp(ages) == 0 or np.ptp(values) == 0:
         return np.nan, np.nan, np.nan
     rate, offset = np.polyfit(ages, values, 1)
@@ -87,15 +82,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="ESS, KL and clipping of replayed trajectories by age.")
     parser.add_argument("folder", type=Path, help="of a run with replay")
     folder = parser.parse_args().folder
-    if not (folder / "replay.csv").is_file() or not len((rows := read(folder))["age"]):
-        parser.error(f"folder is {folder}, but must be that of a run with replay, with rows in replay.csv")
-    found = by_age(rows)
-    plot(folder, found)
-    table = np.column_stack(list(found.values()))
-    np.savetxt(sys.stdout, table, "%11.4g", header=" ".join(f"{name:>11}" for name in found), comments="")
+    if not (folder / "replay.csv").is_file():
+        parser.error(f"folder is {folder}, but must be that of a run with replay, with a replay.csv")
+    plot(folder, found := by_age(read(folder)))
+    print("".join(f"{name:>12}" for name in found))
+    for row in zip(*found.values(), strict=True):
+        print("".join(f"{value:12.4g}" for value in row))
     for name, values in {"kl": found["kl"], "-ln ess": -np.log(found["ess"])}.items():
-        tau, offset, r2 = drift_rate(found["age"], values)
-        print(f"{name} = {offset:.3f} + age / {tau:.0f}, R² {r2:.2f}")
+        print("{0} = {2:.3f} + age / {1:.0f}, R² {3:.2f}".format(name, *drift_rate(found["age"], values)))
 
 
 if __name__ == "__main__":

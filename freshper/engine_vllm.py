@@ -2,10 +2,10 @@
 
 Paper: Algorithm 1 lines 2 and 12; section 4.1 (the authors generate with vLLM inside ROLL); appendix F (sampling).
 
-- Token in, token out. A request is the conversation's token ids, with one placeholder per image, which vLLM expands
-  again. That it arrives at our ids is checked in every call. Prefix caching makes a turn cost its new tokens only.
-- Log-probs are those of the softmax at the sampling temperature, before top-k and top-p. vLLM offers them before the
-  temperature or after everything, so `WorkerExtension.follow_policy` divides the logits, and vLLM samples at 1.
+- Token in, token out. A request is token ids, with one placeholder per image, which vLLM expands again; that it arrives
+  at our ids is checked in every call. Prefix caching makes a turn cost its new tokens only.
+- Log-probs are those of the softmax at the sampling temperature, before top-k and top-p. vLLM offers none of these, so
+  `WorkerExtension.follow_policy` divides the logits, and vLLM samples at 1.
 - Line 12. The weights go through a file in shared memory and vLLM's own `reload_weights`. That can fail silently (tied
   output layers, renamed parameters), so log-probs of fixed prompts are then compared with the trainer's.
 
@@ -52,13 +52,9 @@ class VLLMEngine:
         size = sum(p.element_size() * getattr(p, "ds_numel", p.numel()) for p in policy.model.parameters())
         roomy = shutil.disk_usage(SHARED_MEMORY).free > 1.2 * size  # containers often have 64 MB of it
         self.folder = Path(tempfile.mkdtemp(prefix="freshper-", dir=SHARED_MEMORY if roomy else None))
-        room = "VLLM_CPU_KVCACHE_SPACE, GiB" if config.device == "cpu" else "--engine_memory"
-        kv_cache = f"a KV cache ({room}) that must hold --max_tokens {config.max_tokens}"
+        kv_cache = f"a KV cache (--engine_memory, VLLM_CPU_KVCACHE_SPACE) for --max_tokens {config.max_tokens}"
         try:
-            for part in (policy.model.config, policy.model.generation_config, policy.tokenizer, policy.image_processor):
-                if part is not None:
-                    part.save_pretrained(self.folder)
-            self._write_weights(trainer)
+            trainer.save(str(self.folder))
             with watched(f"the start of vLLM with {kv_cache}", errors=Exception):
                 self._start()
             self.prove(trainer)
@@ -69,15 +65,14 @@ class VLLMEngine:
     def _start(self) -> None:
         """Start vLLM's processes on the model in the folder."""
         config = self.config
-        # torchrun's variables stay hidden from vLLM's processes, which would take them for their own
+        # without torchrun's variables, which vLLM's processes would take for their own
         variables = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
         options: dict[str, Any] = {}
         if images := len(self.env.reset(seed=0)[0].images):
             options["limit_mm_per_prompt"] = {"image": images * (self.env.max_turns + 1), "video": 0}
         if config.device == "cpu":
             variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"} | variables
-            # a prompt cut into chunks kills vLLM: it would rewind the generator of a seeded reply, which on a CPU
-            # cannot be done; small blocks, since only full ones are cached
+            # seeded replies to prompts cut into chunks kill vLLM here; only full blocks are cached, hence small ones
             options |= {"enforce_eager": True, "enable_chunked_prefill": False, "block_size": 32}
         else:  # vLLM gets the GPUs after those of the ranks, or shares the only one
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -117,17 +112,18 @@ class VLLMEngine:
         seeds = self.rng.integers(2**31, size=len(conversations)).tolist()
         params = [SamplingParams(**how, detokenize=False, seed=seed) for seed in seeds]
         replies = []
-        for output in self._run("the rollout with vLLM", conversations, params):
-            tokens = list(output.outputs[0].token_ids)
-            at_each = zip(tokens, output.outputs[0].logprobs, strict=True)
-            replies.append(Reply(tokens, [logprobs[token].logprob for token, logprobs in at_each]))
+        for reply in (output.outputs[0] for output in self._run("the rollout with vLLM", conversations, params)):
+            each = zip(reply.token_ids, reply.logprobs, strict=True)
+            replies.append(Reply(list(reply.token_ids), [logprobs[token].logprob for token, logprobs in each]))
         return replies
 
     def sync(self, trainer: TorchTrainer) -> dict[str, float]:
         """Line 12, pi_mu <- pi_theta: hand over the weights and prove it. Returns the largest log-prob difference."""
         began = time.perf_counter()
-        self._write_weights(trainer)
+        # a tied output layer is among them: vLLM would keep the old one; a file must not hold two views of one tensor
+        weights = {name: weight.detach().to("cpu", copy=True) for name, weight in trainer.weights()}
         with watched("handing the weights to vLLM", self.processes, Exception):
+            save_file(weights, self.folder / "model.safetensors")
             self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self.folder)})
             # keys, values and images that older weights computed
             if not self.llm.reset_prefix_cache():
@@ -137,7 +133,7 @@ class VLLMEngine:
         return {"sync_error": self.prove(trainer), "sync_s": time.perf_counter() - began}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what determines future replies: the generator of their seeds."""
+        """Return the state of the generator of the replies' seeds."""
         return {"generator": self.rng.bit_generator.state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -168,13 +164,6 @@ class VLLMEngine:
             if list(output.prompt_token_ids) != c.tokens or reason not in ("stop", "length"):  # also "error", "abort"
                 raise BackendError(f"{phase}: it misread the prompt of episode seed {c.seed}, or ended with `{reason}`")
         return outputs
-
-    def _write_weights(self, trainer: TorchTrainer) -> None:
-        """Write all weights to the folder. The output layer is among them also if it is tied to the embedding, since
-        vLLM would keep the old one. A file must not hold two views of one tensor, hence the copies."""
-        weights = {name: weight.detach().to("cpu", copy=True) for name, weight in trainer.weights()}
-        with watched("writing the weights for vLLM", self.processes, Exception):
-            save_file(weights, self.folder / "model.safetensors")
 
     def prove(self, trainer: TorchTrainer) -> float:
         """Return the largest log-prob difference to the trainer on held-out prompts, if at most TOLERANCE allows it."""
@@ -215,8 +204,7 @@ class WorkerExtension:
         model.compute_logits = compute_logits
 
     def end_with(self, trainer: int, folder: str) -> tuple[int, int]:
-        """End, and with this process all of vLLM, if the trainer's is killed. Returns the ids of this process and of
-        vLLM's core."""
+        """End, and with this process all of vLLM, if the trainer's is killed. Returns its id and that of the core."""
 
         def watch() -> None:
             while alive(trainer):

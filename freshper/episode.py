@@ -35,6 +35,7 @@ class Episode:
     seed: int = 0  # of the environment
     success: bool = False
     invalid: int = 0  # replies that the environment could not read
+    cut: int = 0  # replies that --max_new_tokens ended
     truncated: bool = False  # ended because the next turn would not fit max_tokens
     metrics: dict[str, float] = field(default_factory=dict)  # the environment's own, of the last turn
     ref_logprobs: np.ndarray | None = None  # float32 [T]: log pi_ref, with a KL term

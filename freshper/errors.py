@@ -29,21 +29,16 @@ class Interrupted(KeyboardInterrupt):
 
 
 @contextlib.contextmanager
-def watched(
-    phase: str, processes: Mapping[int, str] | None = None, errors: type[Exception] = RuntimeError
-) -> Iterator[None]:
+def watched(phase: str, processes: Mapping[int, str] = {}, errors: type[Exception] = RuntimeError) -> Iterator[None]:
     """Raise BackendError, naming the phase, if the block raises one of `errors` or takes longer than TIMEOUT, or if one
-    of `processes` (id -> name) dies. In the main thread only.
-
-    A thread watches and sends the main thread a signal. That waits if the main thread is inside NCCL, or DeepSpeed's
-    shared memory on a CPU: if the block goes on for ten seconds, this process prints the sentence and exits.
-    """
+    of `processes` (id -> name) dies. A thread signals the main thread; if that does not react within ten seconds, as
+    inside NCCL, the process prints the sentence and exits."""
     end, over, main = time.monotonic() + TIMEOUT, threading.Event(), threading.get_ident()
 
     def problem() -> str:
-        for pid, name in (processes or {}).items():
+        for pid, name in processes.items():
             if not alive(pid):
-                return f"{name} (process {pid}) died in {phase}; if it said why, that stands above"
+                return f"{name} (process {pid}) died in {phase}"
         return f"{phase} took longer than FRESHPER_TIMEOUT, {TIMEOUT:g} s" if time.monotonic() > end else ""
 
     def watch() -> None:

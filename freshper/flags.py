@@ -1,6 +1,5 @@
 """The command line: flags to a checked `Config`. A wrong flag ends the program with one sentence, before anything is
-written and before torch is imported.
-"""
+written and before torch is imported."""
 
 import argparse
 import dataclasses
@@ -8,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import re
 from glob import glob
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -25,36 +25,31 @@ GROUPS |= {"backend": "backends", "preset": "the run"}
 
 
 def validate(c: Config) -> None:
-    """Raise ValueError with one sentence that names the flag, its value and what is allowed, or that says with what
-    other flag it has no effect."""
+    """Raise ValueError with one sentence: a flag, its value, and what is allowed or with what it has no effect."""
     above_0 = """iterations rollout_batch_size group_size batch_size ppo_epochs capacity lr ratio_clip advantage_clip
     micro_batch_size temperature epsilon max_new_tokens eval_every eval_episodes""".split()
     not_negative = """replay_ratio seed kl_loss_coef kl_reward_coef entropy_coef top_k format_penalty max_turns
     save_every truncated_is""".split()
-    limits = {int: 2**31, float: math.inf}
-    numbers = [(name, value, limits[type(value)]) for name, value in vars(c).items() if type(value) in limits]
-    hub_id = "/" in c.model and not c.model.startswith((".", "/", "~"))
+    known = c.model == "tiny" or os.path.isfile(f"{c.model}/config.json") or re.fullmatch(r"[^./~][^/]*/[^/]+", c.model)
     fitting = "tiny" if is_tiny(c.model) else "paper"
     checks = [
-        *((name, value < limit, f"a number below {limit}") for name, value, limit in numbers),  # nan is not
+        *((name, math.isfinite(x), "a finite number") for name, x in vars(c).items() if isinstance(x, float)),
         *((name, getattr(c, name) > 0, "above 0") for name in above_0),
         *((name, getattr(c, name) >= 0, "0 or more") for name in not_negative),
         *((name, 0.0 <= getattr(c, name) <= 1.0, "between 0 and 1") for name in ("alpha", "beta")),
-        ("model", c.model == "tiny" or hub_id or os.path.isfile(f"{c.model}/config.json") or bool(c.resume),
-         "tiny, a folder with a config.json, or a hub id"),
-        ("preset", c.preset == fitting or bool(c.resume), f"{fitting} with --model {c.model}"),
+        ("model", known or c.resume, "tiny, a folder with a config.json, or a hub id"),
+        ("preset", c.preset == fitting or c.resume, f"{fitting} with --model {c.model}"),
         ("baseline", c.replay_ratio > 0 or c.baseline != "recompute", "batch or turn without replay"),
         ("replay_ratio", c.method != "on_policy" or c.replay_ratio == 0, "0 with --method on_policy"),
         ("decay", c.method != "per" or c.decay == "none", "none with --method per"),
-        ("out", bool(c.resume) or not os.path.exists(c.out), "a folder that does not exist yet"),
+        ("out", c.resume or not os.path.exists(c.out), "a folder that does not exist yet"),
         ("tau", c.tau == "auto" or c.tau > 0, "above 0, or auto"),
         ("tau", c.tau != "auto" or c.decay in ("exponential", "none"), "a number with this --decay"),
         ("capacity", c.capacity >= max(c.batch_size, c.rollout_batch_size), "at least a batch"),
         ("top_p", 0.0 < c.top_p <= 1.0, "above 0 and at most 1"),
         ("dual_clip", c.dual_clip == 0.0 or c.dual_clip > 1.0, "0 or above 1"),
         ("engine_memory", 0.0 < c.engine_memory < 1.0, "above 0 and below 1"),
-        ("zero_stage", c.zero_stage < 3 or c.backend != "hf+deepspeed",
-         "below 3 with --backend hf+deepspeed, whose engine runs on the trainer's own model"),
+        ("zero_stage", c.zero_stage < 3 or c.backend != "hf+deepspeed", "below 3 with --backend hf+deepspeed"),
         ("group_size", c.rollout_batch_size % max(1, c.group_size) == 0, "a divisor of rollout_batch_size"),
         ("max_new_tokens", c.max_new_tokens < c.max_tokens, f"below max_tokens {c.max_tokens}"),
     ]  # fmt: skip
@@ -67,8 +62,7 @@ def validate(c: Config) -> None:
         (c.replay_ratio == 0, replay, f"--method {c.method} and --replay_ratio 0"),
         (c.decay == "none", "tau", f"--method {c.method} and --decay none"),
         (c.alpha == 0, "epsilon base_priority", "--alpha 0"),
-        (c.alpha == 0 and c.decay != "limit", "decay tau", "--alpha 0"),  # they only scale p, and p^0 = 1
-        (bool(c.resume), "out", "--resume"),
+        (c.resume, "out", "--resume"),
         (c.trainer == "torch", "zero_stage", f"--backend {c.backend}"),
         (c.engine == "hf", "engine_memory", f"--backend {c.backend}"),
     ]
@@ -78,8 +72,8 @@ def validate(c: Config) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")  # one sentence, without the usage
+    def error(self, message: str) -> NoReturn:  # without the usage
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def _tau(text: str) -> float | str:
@@ -113,42 +107,42 @@ def is_tiny(model: str) -> bool:
     return model == "tiny" or (path.is_file() and '"freshper_tiny": true' in path.read_text(encoding="utf-8"))
 
 
-def default_model(env: str) -> tuple[str, str]:
-    """Return the model behind `--model auto` and why. Looks at nothing outside this machine."""
-    paper, problem = PRESETS["paper"].get(env, {"model": "tiny"})["model"], "there is no GPU"
-    if glob("/dev/nvidia[0-9]*"):
-        from huggingface_hub import try_to_load_from_cache  # takes a moment, so only if there is a GPU
+def is_here(model: str) -> bool:
+    """True if this machine has a GPU, and the model's weights in the Hugging Face cache."""
+    if not glob("/dev/nvidia[0-9]*"):
+        return False
+    from huggingface_hub import try_to_load_from_cache  # takes a moment, so only if there is a GPU
 
-        problem = f"{paper} is not in the Hugging Face cache"
-        if isinstance(try_to_load_from_cache(paper, "config.json"), str):
-            return paper, f"model {paper}: it is in the Hugging Face cache, and there is a GPU"
-    return "tiny", f"model tiny: {problem}"
+    return isinstance(try_to_load_from_cache(model, "config.json"), str)
 
 
 def _first_run(given: dict[str, Any]) -> Config:
     """Return the settings of a new run: the preset of the model, then the method, then the flags."""
-    known, note = Config(**given), ""
-    if known.model == "auto" and known.preset == "auto":
-        known.model, note = default_model(known.env)
-    elif known.model == "auto":
-        known.model = PRESETS[known.preset].get(known.env, {}).get("model", "tiny")
-    preset = known.preset if known.preset != "auto" else "tiny" if is_tiny(known.model) else "paper"
-    config = Config(**defaults(preset, known.env, known.method) | given | {"model": known.model, "preset": preset})
-    config.notes = (note,)
+    known = Config(**given)
+    model, preset, notes = known.model, known.preset, tuple[str, ...]()
+    paper = PRESETS["paper"].get(known.env, {}).get("model", "tiny")
+    if model == preset == "auto":
+        model, found = (paper, "") if is_here(paper) else ("tiny", "not both ")
+        notes = (f"model {model}: a GPU and the paper's model are {found}on this machine",)
+    elif model == "auto":
+        model = paper if preset == "paper" else "tiny"
+    if preset == "auto":
+        preset = "tiny" if is_tiny(model) else "paper"
+    config = Config(**defaults(preset, known.env, known.method) | given | {"model": model, "preset": preset})
+    config.notes = notes
     return config
 
 
-def _resumed(given: dict[str, Any], parser: _Parser) -> Config:
-    """Return the settings of an earlier run, each checked like a flag, and the flags over them. Raises ValueError."""
+def _resumed(given: dict[str, Any]) -> Config:
+    """Return the settings of an earlier run, and the flags over them."""
     folder = given["resume"]
     try:
         stored = json.loads((Path(folder) / "config.json").read_bytes())
-        if different := sorted({field.name for field in dataclasses.fields(Config)} ^ set(stored)):
-            raise ValueError(f"its settings differ from this code's in {', '.join(different[:3])}")
+        if stored.keys() != {field.name for field in dataclasses.fields(Config)}:
+            raise ValueError("its settings are those of another version of this code")
     except (OSError, ValueError) as error:
         raise ValueError(f"--resume is {folder}, but must be the folder of a run: {error}") from error
-    stored = vars(parser.parse_args([f"--{name}={value}" for name, value in stored.items()])) | {"resume": folder}
-    changed = [name for name, value in given.items() if value != stored[name]]
+    changed = [name for name, value in given.items() if name != "resume" and value != stored[name]]
     if fixed := [name for name in changed if name in FIXED]:
         raise ValueError(f"--{fixed[0]} is {given[fixed[0]]}, but must be {stored[fixed[0]]} as in the earlier run")
     config = Config(**stored | given)
@@ -157,12 +151,11 @@ def _resumed(given: dict[str, Any], parser: _Parser) -> Config:
 
 
 def parse_args(argv: list[str] | None = None) -> Config:
-    """Return the checked settings of a command line. A wrong flag prints one sentence and exits with status 2; nothing
-    has been written by then."""
+    """Return the checked settings of a command line. A wrong flag prints one sentence and exits with status 2."""
     parser = _parser()
     given = vars(parser.parse_args(argv))
     try:
-        config = _resumed(given, parser) if given.get("resume") else _first_run(given)
+        config = _resumed(given) if given.get("resume") else _first_run(given)
         config.given = tuple(name for name in given if name != "resume")
         validate(config)
     except ValueError as error:

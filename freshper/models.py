@@ -167,9 +167,10 @@ class Policy:
             positions[:, row, :n] = self.positions(batch.tokens[row, :n].numpy(), images)
         return self.hidden(batch.tokens, torch.from_numpy(positions), sum(batch.images, []))
 
-    def save(self, folder: str) -> None:
-        """Write model, tokenizer and image processor in the Hugging Face format, for `load_policy`."""
-        for part in filter(None, (self.model, self.tokenizer, self.image_processor)):
+    def save(self, folder: str, weights: dict[str, torch.Tensor] | None = None) -> None:
+        """Write model (its own weights, or these), tokenizer and image processor in the Hugging Face format."""
+        self.model.save_pretrained(folder, state_dict=weights)
+        for part in filter(None, (self.tokenizer, self.image_processor)):
             part.save_pretrained(folder)
 
 

@@ -126,12 +126,12 @@ def training_batch(
     episodes: list[Episode], config: Config, weights: np.ndarray | None = None, moments: Tensor | None = None
 ) -> Batch:
     """Return the padded batch with A_t and w_i: all that the loss needs but log pi_theta. `weights` [B]: IS weights
-    (None: 1); `moments` [2, K]: those of `ReplayBaseline` (None: the batch's own)."""
+    (None: 1); `moments` [2, K]: those of `ReplayBaseline`, or [2, B, T] (None: the batch's own)."""
     batch = collate(episodes)
     mask = batch.action_mask
     if moments is None and config.baseline == "turn":
         moments = moments_of(turn_returns(batch, config.kl_reward_coef), by_turn=True)
-    if moments is not None:
+    if moments is not None and moments.dim() == 2:
         turn = (mask & ~mask.roll(1, -1)).cumsum(-1) - 1  # number of each action token's turn, [B, T]
         moments = moments[:, turn.clamp(0, moments.shape[1] - 1)]  # [2, B, T]
     found = advantages(shaped(batch, config.kl_reward_coef), mask, config.advantage_clip, moments)

@@ -4,11 +4,11 @@
     metrics.csv     one row per iteration                  diagnostics.png   staleness by age (freshper/diagnostics.py)
     replay.csv      one row per replayed trajectory        episodes.html     held-out episodes of the last evaluation
 
-Columns of metrics.csv are means over the updates of an iteration, empty without a value. `iteration` counts completed
-ones: row 0 is the evaluation before training. `eval_*`: held-out seeds. `invalid`: share of replies that could not be
-read. `truncated`: of episodes cut by --max_tokens. `mismatch`: mean |engine - trainer log-prob| of action tokens, with
-quantiles of the ratio trainer / engine. `kl`: k3 of pi_mu against pi_theta. `replay_*`, `max_age` (optimizer steps) and
-ESS / n (eq. 5) of trajectories (`ess`) and tokens: replayed batches as drawn. `rollout_s`: what other phases leave.
+Columns of metrics.csv are means over the updates of an iteration, empty without a value; row 0 is the evaluation before
+training. `eval_*`: held-out seeds. `invalid`: share of replies that could not be read. `truncated`: of episodes cut by
+--max_tokens. `mismatch`: mean |engine - trainer log-prob| of action tokens, with quantiles of the ratio. `kl`: k3 of
+pi_mu against pi_theta. `replay_*`, `max_age` (steps) and ESS / n (eq. 5) of trajectories (`ess`) and tokens: replayed
+batches as drawn. `rollout_s`: what other phases leave.
 """
 
 import base64
@@ -40,7 +40,7 @@ from freshper.trainer import TorchTrainer, Update
 COLUMNS = """iteration step episodes wall_s train_success train_reward eval_success eval_reward turns invalid truncated
 mismatch mismatch_p01 mismatch_p99 sync_error loss grad_norm clip_fraction kl nonzero_advantages replay_loss
 replay_grad_norm replay_clip_fraction replay_kl replay_nonzero_advantages replay_success replay_age max_age ess
-ess_token tau buffer_size lr rollout_s logprobs_s update_s replay_s sync_s eval_s""".split()
+ess_token tau buffer_size lr rollout_s logprobs_s update_s replay_s sync_s""".split()
 REPLAY_COLUMNS = "iteration age probability reward tokens log_ratio ratio ratio_sq kl clipped".split()
 
 
@@ -50,8 +50,7 @@ class Report:
     say = staticmethod(tqdm.write)  # print a line above the progress bar
 
     def __init__(self, config: Config, policy: Policy):
-        """Make the run's folder, or take that of --resume, lock it and write config.json. Raises ValueError if it
-        cannot be written to, or if another process has locked it."""
+        """Make or take the run's folder, lock it and write config.json. Raises ValueError if that fails."""
         self.config, self.policy, self.folder, self.env = config, policy, config.folder(), config.make_env()
         self.done, self.rows = 0, list[dict[str, Any]]()  # completed iterations, rows of metrics.csv
         self.row: dict[str, Any] = {"iteration": 0, "step": 0, "episodes": 0, "wall_s": 0.0}  # the next of them
@@ -63,24 +62,22 @@ class Report:
             self._write("config.json", json.dumps(dataclasses.asdict(config) | {"resume": ""}, indent=1) + "\n")
         except OSError as error:
             reason = "another process is writing to it" if isinstance(error, BlockingIOError) else error
-            flag = "--resume" if config.resume else "--out"
-            raise ValueError(f"{flag} is {self.folder}, but must be a folder to write to: {reason}") from error
+            raise ValueError(f"the run's folder is {self.folder}, but must be one to write to: {reason}") from error
 
     def __enter__(self) -> "Report":
         self.baselines = baselines(self.config)
         self.known = ", ".join(f"{name} policy {value:.2f}" for name, value in self.baselines.items())
-        parameters = sum(p.numel() for p in self.policy.model.parameters())
-        lines = [self.config.title(), f"{type(self.policy.model).__name__}, {parameters:,} parameters"]
-        lines += [*self.config.notes, getattr(self.env, "data_summary", str)()]
-        self.say("\n".join(filter(None, [*lines, f"success on held-out seeds: {self.known}"])))
+        size = f"{sum(p.numel() for p in self.policy.model.parameters()):,} parameters"
+        lines = [self.config.title(), f"{type(self.policy.model).__name__}, {size}", *self.config.notes]
+        lines += [getattr(self.env, "data_summary", str)(), f"success on held-out seeds: {self.known}"]
+        self.say("\n".join(filter(None, lines)))
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         if error:
             self.say(f"stopped after iteration {self.done}: {error}")
         if last := [success for done, success in self.evaluations().items() if done][-3:]:
-            which = ("evaluation", "two evaluations", "three evaluations")[len(last) - 1]
-            self.say(f"held-out success, mean of the last {which}: {np.mean(last):.2f} ({self.known})")
+            self.say(f"held-out success, mean of the last {len(last)} evaluations: {np.mean(last):.2f} ({self.known})")
         try:
             if self.shown:
                 self._write("episodes.html", episodes_page(self.shown, self.policy, self.config.title()))
@@ -89,12 +86,11 @@ class Report:
                 training = metrics, "train_success", {"label": "training, each iteration", "alpha": 0.4}
                 held_out = metrics, "eval_success", {"label": "held-out seeds", "marker": "o"}
                 plot(self.folder / "curve.png", self.config.title(), "success", [training, held_out], self.baselines)
-            if self.done and self.config.replay_ratio:
-                diagnostics.plot(self.folder, diagnostics.by_age(diagnostics.read(self.folder)))
+                if self.config.replay_ratio:
+                    diagnostics.plot(self.folder, diagnostics.by_age(diagnostics.read(self.folder)))
         except OSError as failure:
             self.say(f"plots and pages could not be written to {self.folder}: {failure}")
-            if not error:
-                raise
+            raise
         finally:
             os.close(self.lock)
         self.say(f"written to {self.folder}: {', '.join(sorted(path.name for path in self.folder.iterdir()))}")
@@ -116,11 +112,11 @@ class Report:
 
     def iterations(self) -> Iterator[int]:
         """Yield the numbers of the iterations to come, with a progress bar."""
-        done, total = self.done, self.config.iterations
-        if self.config.replay_ratio and not done:
+        if self.config.replay_ratio and not self.done:
             self._write("replay.csv", ",".join(REPLAY_COLUMNS) + "\n")
         self.began = time.perf_counter() - self.rows[-1]["wall_s"]
-        self.bar = tqdm(range(done, total), initial=done, total=total, unit="it")
+        total = self.config.iterations
+        self.bar = tqdm(range(self.done, total), initial=self.done, total=total, unit="it")
         for iteration in self.bar:
             self.began_iteration = time.perf_counter()
             yield iteration
@@ -130,11 +126,11 @@ class Report:
         replays: list[tuple[Replay, Update]], sync: dict[str, float], trainer: TorchTrainer, buffer: ReplayBuffer,
     ) -> None:  # fmt: skip
         """Gather the row of an iteration after line 12 of Algorithm 1; `evaluate_if_due` completes and writes it."""
-        played = summarize(episodes)
-        row = {name if name in COLUMNS else f"train_{name}": mean for name, mean in played.items()} | mismatch | sync
-        row |= {"iteration": self.done + 1, "step": trainer.step, "lr": trainer.optimizer.param_groups[0]["lr"]}
-        row |= {"episodes": self.rows[-1]["episodes"] + len(episodes), "buffer_size": len(buffer)}
-        row |= means([update.stats for update in fresh]) | means([self._log_replay(*replay) for replay in replays])
+        row = {name if name in COLUMNS else f"train_{name}": mean for name, mean in summarize(episodes).items()}
+        row |= mismatch | sync | means([update.stats for update in fresh])
+        row |= means([self._log_replay(*replay) for replay in replays])
+        row |= {"iteration": self.done + 1, "episodes": self.rows[-1]["episodes"] + len(episodes), "step": trainer.step}
+        row |= {"buffer_size": len(buffer), "lr": trainer.optimizer.param_groups[0]["lr"]}
         row["tau"] = getattr(buffer.decay, "tau", np.nan)
         row["max_age"] = max((replay.ages.max() for replay, _ in replays), default=np.nan)
         row["update_s"] = sum(update.stats["seconds"] for update in fresh)
@@ -149,13 +145,13 @@ class Report:
         rows |= {"reward": np.array([e.reward for e in replay.episodes])} | update.drift
         with open(self.folder / "replay.csv", "a") as file:
             np.savetxt(file, np.column_stack([rows[name] for name in REPLAY_COLUMNS]), "%.6g", ",")
-        found = update.stats | {"success": np.mean([e.success for e in replay.episodes]), "age": replay.ages.mean()}
         as_drawn = diagnostics.estimate(rows | {"probability": np.ones(n)})
+        found = update.stats | {"success": float(np.mean([e.success for e in replay.episodes])), "age": as_drawn["age"]}
         return {f"replay_{name}": x for name, x in found.items()} | {x: as_drawn[x] for x in ("ess", "ess_token")}
 
     def evaluate_if_due(self, engine: Any, policy: Policy, envs: list[TextEnv]) -> None:
         """Play one episode on each held-out seed if an evaluation is due, and write the row of this iteration."""
-        config, row, began = self.config, self.row, time.perf_counter()
+        config, row = self.config, self.row
         if not row:  # a resumed run: it was written before the checkpoint
             return
         if row["iteration"] % config.eval_every == 0 or row["iteration"] == config.iterations:
@@ -164,9 +160,7 @@ class Report:
             self.shown = rollout(engine, policy, envs[: len(seeds)], seeds, config.max_tokens, config.max_new_tokens)
             if not self.rows:  # the evaluation before training takes none of its random numbers
                 engine.load_state_dict(state)
-            played = summarize(self.shown)
-            row |= {f"eval_{name}": played[name] for name in ("success", "reward", *self.env.metrics)}
-            row["eval_s"] = time.perf_counter() - began
+            row |= {f"eval_{name}": mean for name, mean in summarize(self.shown).items()}
         if self.rows:
             row["wall_s"] = time.perf_counter() - self.began
             self.bar.set_postfix(success=row["train_success"], held_out=[*self.evaluations().values()][-1])
@@ -184,13 +178,12 @@ class Report:
 
 
 def means(table: list[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of each column over the rows of a table, nothing without rows."""
+    """Return the mean of each column over the rows of a table."""
     return {name: float(np.mean([row[name] for row in table])) for name in (table[0] if table else ())}
 
 
 def summarize(episodes: list[Episode]) -> dict[str, float]:
-    """Return means over episodes: success, return, turns, truncation and the environment's own metrics; `invalid` is
-    the share of replies that could not be read."""
+    """Return means over episodes, of the environment's own metrics too, and the share of `invalid` replies."""
     turns = sum(len(e.turn_rewards) for e in episodes)
     each = [{"success": e.success, "reward": e.reward, "truncated": e.truncated} | e.metrics for e in episodes]
     return means(each) | {"turns": turns / len(episodes), "invalid": sum(e.invalid for e in episodes) / turns}

@@ -56,7 +56,7 @@ def rollout(
     conversations = [Conversation(policy.first_prompt(o), list(o.images), seed) for o, seed in opened]
     logprobs = [[np.nan] * len(c.tokens) for c in conversations]  # NaN: not sampled
     rewards: list[list[float]] = [[] for _ in seeds]
-    endings: list[dict] = [{"invalid": 0} for _ in seeds]  # fields of each episode as of its last turn
+    endings: list[dict] = [{"invalid": 0, "cut": 0} for _ in seeds]  # fields of each episode as of its last turn
     needed, seed = max((len(c.tokens) + max_new_tokens, c.seed) for c in conversations)
     if needed > max_tokens:  # of a later batch: `load` has checked the first one
         first_turn = f"prompt and reply of the first turn of episode seed {seed}"
@@ -77,9 +77,11 @@ def rollout(
             rewards[i].append(reward)
             ending |= {"success": bool(info["success"]), "metrics": info.get("metrics", {})}
             ending["invalid"] += not info.get("valid", True)
+            closed = reply.tokens[-1] == policy.eos_id
+            ending["cut"] += not closed
             if terminated or truncated:
                 continue
-            bridge = policy.bridge(observation, closed=reply.tokens[-1] == policy.eos_id)
+            bridge = policy.bridge(observation, closed)
             if len(conversation.tokens) + len(bridge) + max_new_tokens > max_tokens:
                 ending["truncated"] = True
                 continue

@@ -168,9 +168,9 @@ class TorchTrainer:
         for name, parameter in self.reference.model.named_parameters() if self.reference else ():
             parameter.data.copy_(state["reference"][name])
 
-    def whole_policy(self) -> Policy:
-        """Return the policy with all of its weights in this process."""
-        return self.policy
+    def save(self, folder: str) -> None:
+        """Write the policy in the Hugging Face format."""
+        self.policy.save(folder)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) of every whole parameter; an output layer tied to the embedding is written out too."""

@@ -2,26 +2,23 @@
 
 Paper: Algorithm 1 lines 3, 5 and 10; section 4.1 and Table 4 (the authors train with DeepSpeed inside ROLL).
 
-Rank 0 runs Algorithm 1: it alone has environments, buffer and engine. The other ranks wait in `serve` for the name of a
-method and its arguments. All ranks then run that method of TorchTrainer together, each on its share of the rows:
+Rank 0 runs Algorithm 1. The other ranks wait in `serve` for the name of a method and its arguments. All ranks then run
+that method of TorchTrainer together, each on its share of the rows:
 
     rows grouped by length  0 1 2 3 | 4 5 6 7 | 8        micro_batch_size 2, two ranks
     rank 0                  0   2     4   6     8
     rank 1                    1   3     5   7     (8)    a rank without a row gets one whose action mask is empty
 
-All ranks thus do the same number of forward passes; ZeRO-3 gathers weights in each and would otherwise wait for ever.
-The loss divides by constants of the whole batch, so gradients are added up: `_backward` undoes DeepSpeed's mean.
-
-Two differences to TorchTrainer: in bfloat16 the weights are bfloat16 too, with float32 master weights in DeepSpeed; and
-a gradient that is not finite is found after the step (log-probs and loss are checked before, on all ranks).
+All ranks do the same number of forward passes, as ZeRO-3, which gathers weights in each, needs. The loss divides by
+constants of the whole batch, so gradients are added up: `_backward` undoes DeepSpeed's mean. Unlike in TorchTrainer,
+in bfloat16 the weights are bfloat16 too, with float32 master weights in DeepSpeed, and a gradient that is not finite is
+found after the step.
 """
 
 import contextlib
-import copy
 import os
 import signal
 import socket
-import sys
 import warnings
 from collections import deque
 from collections.abc import Iterator
@@ -44,12 +41,11 @@ def join_ranks(config: Config) -> int:
     """Meet the other ranks that torchrun started, or be the only one. Returns this rank's number."""
     if "RANK" not in os.environ:  # port 0: any that is free
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    if config.device == "cuda":
+    if gpu := config.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.logger.setLevel("WARNING")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's, every call
-    backend = "nccl" if config.device == "cuda" else "gloo"
-    deepspeed.init_distributed(backend, verbose=False, timeout=timedelta(seconds=TIMEOUT))
+    deepspeed.init_distributed("nccl" if gpu else "gloo", verbose=False, timeout=timedelta(seconds=TIMEOUT))
     return dist.get_rank()
 
 
@@ -62,13 +58,12 @@ class _ActionLogprobs(torch.nn.Module):
 
 
 class DeepSpeedTrainer(TorchTrainer):
-    """Every rank makes one. Rank 0 calls its methods, the others call `serve`. Raises BackendError on rank 0 if another
-    rank fails, dies or takes too long."""
+    """Every rank makes one. Rank 0 calls its methods, the others `serve`. Raises BackendError if one fails."""
 
     def __init__(self, policy: Policy, config: Config, total_updates: int):
         super().__init__(policy, config, total_updates)
         self.rank, self.ranks, self.broken = dist.get_rank(), dist.get_world_size(), False
-        # for messages, also beside NCCL; ranks other than 0 wait a day for the next one, or until rank 0 ends
+        # for messages, beside NCCL; ranks other than 0 wait a day for the next one, or until rank 0 ends
         patience = timedelta(seconds=TIMEOUT if self.rank == 0 else 86_400)
         self.control = dist.new_group(backend="gloo", timeout=patience)
         every: list[Any] = [None] * self.ranks
@@ -102,8 +97,7 @@ class DeepSpeedTrainer(TorchTrainer):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state that rank 0 has read. Raises BackendError if another number of ranks wrote it."""
-        saved = len(state["optimizer"]["ranks"])
-        if saved != self.ranks:
+        if (saved := len(state["optimizer"]["ranks"])) != self.ranks:
             raise BackendError(f"--resume needs {saved} ranks, the number in the checkpoint, not {self.ranks}")
         with self._together("load_state_dict", state | {"optimizer": {"ranks": None}}):
             super().load_state_dict(state)
@@ -118,21 +112,16 @@ class DeepSpeedTrainer(TorchTrainer):
             with deepspeed.zero.GatheredParameters([parameter], enabled=self.config.zero_stage == 3):
                 yield name, parameter.data
 
-    def whole_policy(self) -> Policy:
-        """Return the policy; with ZeRO-3 a copy in the memory of rank 0's CPU."""
-        if self.config.zero_stage < 3:
-            return self.policy
-        whole, model = copy.copy(self.policy), self.policy.model
-        state = {name: weight.to("cpu", copy=True) for name, weight in self.weights()}
-        with torch.device("meta"):
-            whole.model = type(model)(model.config)
-        whole.model.load_state_dict(state, strict=False, assign=True)  # a tied output layer is in `state` twice
-        whole.model.tie_weights()
-        whole.model.generation_config = model.generation_config
-        return whole
+    def save(self, folder: str) -> None:
+        """Write the policy; with ZeRO-3 its whole weights go through the memory of rank 0's CPU."""
+        whole = None
+        if self.config.zero_stage == 3:
+            names = dict(self.policy.model.named_parameters())  # without an output layer that is tied
+            whole = {name: weight.to("cpu", copy=True) for name, weight in self.weights() if name in names}
+        self.policy.save(folder, whole)
 
     def close(self) -> None:
-        """End the other ranks. If a call has failed, they may not listen; they end when this process does."""
+        """End the other ranks. After a failed call they end when this process does."""
         if not self.broken:
             dist.broadcast_object_list([("stop", ())], src=0, group=self.control)
             dist.destroy_process_group()
@@ -147,7 +136,7 @@ class DeepSpeedTrainer(TorchTrainer):
         self.broken = False
 
     def serve(self) -> int:
-        """Worker loop: run the calls that rank 0 broadcasts until "stop" or disconnect. Returns the exit status."""
+        """Worker loop: run the calls that rank 0 broadcasts until "stop" or disconnect. Returns the exit status 0."""
         for number in (signal.SIGINT, signal.SIGTERM):  # they reach every rank; rank 0 decides
             signal.signal(number, signal.SIG_IGN)
         message: list[Any] = [None]
@@ -157,19 +146,14 @@ class DeepSpeedTrainer(TorchTrainer):
             except RuntimeError:  # rank 0 has ended, and has said why
                 return 0
             name, arguments = message[0]
-            try:
-                if name == "stop":
-                    dist.destroy_process_group()  # gloo's threads, alive when Python ends, may abort the process
-                    return 0
+            if name == "stop":
+                dist.destroy_process_group()  # gloo's threads, alive when Python ends, may abort the process
+                return 0
+            with contextlib.suppress(NonFiniteError):  # all ranks meet it together, and rank 0 ends the run
                 if name == "weights":
                     deque(self._gathered(), maxlen=0)
                 else:
                     getattr(super(), name)(*arguments)
-            except NonFiniteError:
-                continue  # all ranks meet it together, and rank 0 ends the run
-            except Exception as error:  # of any kind: rank 0 must not wait for this rank
-                print(f"rank {self.rank} failed in `{name}`: {type(error).__name__}: {error}", file=sys.stderr)
-                return 1
 
     def _shares(self, batch: Batch) -> Iterator[tuple[list[int], Batch]]:
         for group in alike(batch.lengths, self.config.micro_batch_size * self.ranks):

@@ -2,14 +2,12 @@
 
 Ours; the paper starts from Qwen2.5 instruct models (appendix D). The data are episodes of the random policy, never good
 ones: they teach the form of a reply, what an action does and what an observation shows, and leave the success of the
-random policy, which freshper/tiny.py checks. A transcript is an episode, and then a user turn with the final
-observation and its caption:
+random policy. A transcript is an episode, and then a user turn with the final observation and its caption:
 
     <user> the state <assistant> <answer>Up</answer> <user> ... <user> the last state ? X b3 G b2 O b3 c3 a4
 
-Text models learn every token of it, image models the replies and captions: an image's placeholders have nothing to
-predict, and captions train the vision tower. A caption stands in a user turn. Were it a reply, RL, which pushes down
-the replies of failed episodes, would drive the policy into it.
+Text models learn every token of it; image models learn replies and captions, which train the vision tower. A caption is
+no reply: RL, which pushes down the replies of failed episodes, would drive the policy into captions.
 """
 
 from collections.abc import Callable
@@ -28,7 +26,7 @@ BATCH = 64  # episodes
 
 
 class RandomEngine:
-    """The random policy as an engine: the reply to a conversation is a random reply of its environment."""
+    """The random policy as an engine."""
 
     def __init__(self, policy: Policy, envs: list[TextEnv], seeds: list[int]):
         self.policy, self.rng = policy, np.random.default_rng(seeds[0])
@@ -41,8 +39,8 @@ class RandomEngine:
 
 
 def transcripts(policy: Policy, envs: list[TextEnv], seeds: list[int]) -> list[Episode]:
-    """Return an episode of the random policy in each environment, with the final observation and its caption as one
-    more turn. The action mask covers replies and captions. Raises ValueError if a caption is empty."""
+    """Return an episode of the random policy in each environment, with one more turn: the final observation and its
+    caption. The action mask covers replies and captions. Raises ValueError if a caption is empty."""
     episodes = rollout(RandomEngine(policy, envs, seeds), policy, envs, seeds, max_tokens=4096, max_new_tokens=8)
     for episode, env in zip(episodes, envs, strict=True):
         final, caption = env.observe(), env.caption()
@@ -62,8 +60,7 @@ def transcripts(policy: Policy, envs: list[TextEnv], seeds: list[int]) -> list[E
 
 
 def supervised_step(policy: Policy, episodes: list[Episode]) -> None:
-    """Accumulate the gradient of the mean cross-entropy: over all tokens for a text model, over replies and captions
-    for an image model."""
+    """Accumulate the gradient of the mean cross-entropy of all tokens (text) or replies and captions (images)."""
     images = policy.image_processor is not None
     n = sum(int(e.action_mask[1:].sum()) if images else len(e.tokens) - 1 for e in episodes)
     for _, part in collate(episodes).micro_batches(16):

@@ -140,12 +140,9 @@ def test_a_fault_ends_the_run_at_once_and_it_can_be_resumed(tmp_path, monkeypatc
 
 
 def test_a_finished_run_can_be_extended_but_not_shortened(copy, finished, capsys):
-    for n, which in (("6", "finished"), ("4", "longer")):
-        assert resume(copy, "--iterations", n) == 2
-        sentence = f"--iterations is {n}, but must be above 6: the run in {copy} is {which}"
-        assert capsys.readouterr().err == f"train.py: error: {sentence}\n"
-    assert resume(copy) == 0
-    assert contents(copy) == contents(finished)
+    assert resume(copy, "--iterations", "6") == 2
+    sentence = "--iterations is 6, but must be above 6, which the run has done"
+    assert capsys.readouterr().err == f"train.py: error: {sentence}\n"
     assert resume(copy, "--iterations", "7", "--save_every", "1") == 0
     assert "iterations is 7, was 6" in capsys.readouterr().out
     rows, before = contents(copy)[0], contents(finished)[0]
@@ -162,34 +159,29 @@ def damage(path, how="truncated", at=0.5):
     place = int(at * len(data))
     data[place] ^= 1 << random.randrange(8)
     path.write_bytes(data if how == "flipped" else data[:place])
-    if how == "missing":
-        path.unlink()
 
 
-@pytest.mark.parametrize("how", ["state.pt missing", "state.pt truncated", "state.pt flipped",
-                                 "model.safetensors missing", "model.safetensors truncated"])  # fmt: skip
-def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(copy, capsys, how, finished):
-    """Wherever the damage is: in each of twenty tries a flipped bit is found, or is in a byte without meaning."""
+@pytest.mark.parametrize("how", ["state.pt truncated", "state.pt flipped", "model.safetensors truncated"])
+def test_of_a_damaged_checkpoint_the_one_before_it_is_used(copy, capsys, how, finished):
+    """In each of twenty tries a flipped bit is found, or is in a byte without meaning."""
     name, how = how.split()
     path = copy / "checkpoint" / name
     whole = path.read_bytes()
     right = flat(torch.load(copy / "checkpoint/state.pt", weights_only=True))
-    for at in [0.0] if how == "missing" else np.random.default_rng(0).random(20):
+    for at in np.random.default_rng(0).random(20):
         path.write_bytes(whole)
         damage(path, how, at)
-        found, said = newest(copy), capsys.readouterr().err
+        found = newest(copy)
         if found.name == "checkpoint":
             assert how == "flipped"
             assert flat(torch.load(found / "state.pt", weights_only=True)) == right
         else:
             assert found.name == "checkpoint-before"
-            assert said.startswith(f"{copy / 'checkpoint'} is damaged: ")
-            assert said.count("\n") == 1
     if name == "state.pt" and how == "truncated":
         assert resume(copy) == 0
-        said = capsys.readouterr()
-        assert said.err.count("is damaged") == 1
-        assert "checkpoint-before, after iteration 4 of 6" in said.out
+        said = capsys.readouterr().out
+        assert "the newest checkpoint is damaged" in said
+        assert "checkpoint-before, after iteration 4 of 6" in said
         assert contents(copy) == contents(finished)
 
 
@@ -209,28 +201,19 @@ def test_code_in_a_checkpoint_is_not_run(copy, tmp_path, capsys):
 # -- saves that are cut off, on a run of stand-ins -------------------------------------------------------------
 
 
-class Part:
-    def __init__(self, **state):
-        self.state_dict, self.load_state_dict = lambda: dict(state), state.update
-
-
-class Model:
-    """A policy whose only weight is the number of completed iterations."""
-
-    def __init__(self, done):
-        self.done, self.device, self._features = done, "cpu", {}
-
-    def save(self, folder):
-        save_file({"done": torch.tensor(self.done)}, f"{folder}/model.safetensors")
+def part(**state):
+    return SimpleNamespace(state_dict=lambda: dict(state), load_state_dict=state.update)
 
 
 def stand_in(out, done, best=0):
-    """Return the state of a run after `done` iterations, resumed if it has saved before."""
-    trainer, report = Part(), Part()
-    trainer.whole_policy = lambda: Model(done)
+    """Return the state of a run after `done` iterations, resumed if it has saved before. The only weight of its model
+    is the number of completed iterations."""
+    trainer, report = part(), part()
+    trainer.save = lambda folder: save_file({"done": torch.tensor(done)}, f"{folder}/model.safetensors")
     report.folder, report.say, report.evaluations, report.done = out, print, lambda: {best: 1.0}, done
     config = SimpleNamespace(resume=str(out), save_every=1, iterations=100)
-    run = RunState(config, Model(done), report, StopSignals(), trainer=trainer, buffer=Part(episodes=[]))
+    policy = SimpleNamespace(device="cpu", _features={})
+    run = RunState(config, policy, report, StopSignals(), trainer=trainer, buffer=part(episodes=[]))
     run.restore()
     report.load_state_dict({"done": done})
     return run
@@ -257,17 +240,6 @@ def test_the_newest_the_one_before_and_the_best_are_kept(tmp_path):
     }  # fmt: skip
 
 
-def test_random_generators_and_image_features_are_put_back(tmp_path):
-    """That the last bit of a feature depends on its batch could not be shown on every machine; so they are saved."""
-    run, features = stand_in(tmp_path, 1), {b"\x00key": torch.randn(4, 8), b"\xff": torch.randn(1, 8)}
-    run.policy._features.update(features)
-    run.save_if_due()
-    expected = random.random(), np.random.random(), torch.rand(1).item()
-    again = stand_in(tmp_path, 1)
-    assert (random.random(), np.random.random(), torch.rand(1).item()) == expected
-    assert flat(again.policy._features) == flat(features)
-
-
 class Crash(BaseException):
     """The power is cut."""
 
@@ -288,7 +260,7 @@ def cut_off(monkeypatch, number, out, done, best):
     with monkeypatch.context() as patch:
         for name in ("mkdir", "rename", "unlink", "rmdir"):
             patch.setattr(os, name, counted(getattr(os, name)))
-        patch.setattr(os, "fsync", counted(lambda handle: None))
+        patch.setattr(torch, "save", counted(torch.save))
         try:
             stand_in(out, done, best).save_if_due()
         except Crash:
@@ -322,7 +294,7 @@ def test_crashes_at_any_moment_lose_nothing_but_an_unfinished_save(tmp_path, mon
     assert len(seen) >= 6  # nothing, one, both, one and half of the one before, only the one before, one damaged
 
 
-@pytest.mark.parametrize("kilobytes", [0, 4, 700])
+@pytest.mark.parametrize("kilobytes", [4, 700])
 def test_a_disk_that_runs_full(copy, capsys, finished, kilobytes):
     """No file may grow beyond a size: one sentence, exit status 1, and the checkpoint before stays as it was."""
     before = {path: path.read_bytes() for path in copy.glob("checkpoint*/*")}
@@ -333,7 +305,7 @@ def test_a_disk_that_runs_full(copy, capsys, finished, kilobytes):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     said = capsys.readouterr()
-    assert status == (1 if kilobytes else 2)
+    assert status == 1
     assert "File too large" in said.out + said.err
     assert {path: path.read_bytes() for path in copy.glob("*checkpoint*/*")} == before
 
@@ -363,6 +335,6 @@ def test_episodes_come_back_as_they_were(tmp_path):
 
 def test_a_state_that_could_not_be_read_again_is_not_written():
     assert plain({"a": [1, (np.float64(2.5), None)], 3: "b"}) == {"a": [1, (2.5, None)], 3: "b"}
-    for value in ({1}, np.dtype("int8"), Part()):
+    for value in ({1}, np.dtype("int8")):
         with pytest.raises(TypeError, match=f"cannot hold a {type(value).__name__}"):
             plain({"part": [value]})

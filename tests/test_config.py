@@ -6,12 +6,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from envs import ENVS
-from freshper.backends import choose_backend, join_ranks
+from freshper.backends import choose_backend
 from freshper.config import Config
 from freshper.flags import FIXED, parse_args
 from freshper.presets import CONFIG_A, CONFIG_DEFAULT, PRESETS
@@ -70,33 +69,29 @@ def test_there_are_at_most_48_settings_and_help_explains_them_before_torch_is_im
     assert len(fields) <= 48
     for field in fields:
         assert f"{field.metadata['help']} [{field.default}]" in shown
-    groups = ["task:", "method and replay:", "optimization:", "sampling:", "backends:", "the run:"]
-    assert [line for line in done.stdout.splitlines() if line in groups] == groups
 
 
 PAPERS = "Qwen/Qwen2.5-0.5B-Instruct"
 
 
 @pytest.mark.parametrize(
-    ("flags", "gpu", "cached", "model", "reason"),
+    ("flags", "gpu", "cached", "model", "note"),
     [
-        ("", False, False, "tiny", "there is no GPU"),
-        ("", True, False, "tiny", f"{PAPERS} is not in the Hugging Face cache"),
-        ("", True, True, PAPERS, "it is in the Hugging Face cache"),
-        ("--preset tiny", True, True, "tiny", ""),
-        ("--preset paper", False, False, PAPERS, ""),
-        ("--model someone/model", False, False, "someone/model", ""),
+        ("", False, True, "tiny", "model tiny: a GPU and the paper's model are not both on this machine"),
+        ("", True, False, "tiny", "model tiny: a GPU and the paper's model are not both on this machine"),
+        ("", True, True, PAPERS, f"model {PAPERS}: a GPU and the paper's model are on this machine"),
+        ("--preset tiny", True, True, "tiny", None),
+        ("--preset paper", False, False, PAPERS, None),
+        ("--model someone/model", False, False, "someone/model", None),
     ],
 )
-def test_the_numbers_follow_from_the_model(flags, gpu, cached, model, reason, monkeypatch):
+def test_the_numbers_follow_from_the_model(flags, gpu, cached, model, note, monkeypatch):
     """A pretrained model never gets the tiny preset, nor a tiny one the paper's."""
     monkeypatch.setattr("freshper.flags.glob", lambda pattern: ["/dev/nvidia0"] * gpu)
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: "config.json" if cached else None)
     config = parse_args(flags.split())
     assert (config.model, config.preset) == (model, "tiny" if model == "tiny" else "paper")
-    (note,) = config.notes or ("",)
-    assert reason in note
-    assert bool(reason) == bool(note)
+    assert config.notes == (() if note is None else (note,))
     env = config.make_env()
     assert (env.style, env.cell_size) == (("terse", 14) if config.tiny else ("full", 56))
 
@@ -105,8 +100,6 @@ def test_what_follows_from_the_settings(tmp_path, monkeypatch, model_folder):
     monkeypatch.chdir(tmp_path)
     config, per = parse_args([]), parse_args("--method per --iterations 11".split())
     assert config.title() == "frozenlake (not slippery), freshper, preset tiny, seed 42"
-    advantage = parse_args("--env gsm8k --method per --base_priority advantage --seed 1".split())
-    assert advantage.title() == "gsm8k (generated questions), per, base priority advantage, preset tiny, seed 1"
     for name in ("out/frozenlake-freshper-42", "out/frozenlake-freshper-42-2"):  # no run overwrites another
         assert config.folder() == Path(name)
         config.folder().mkdir(parents=True)
@@ -126,8 +119,7 @@ ALLOWED = {  # what is allowed: values that are not
     advantage_clip=-1 micro_batch_size=0 temperature=0 epsilon=0 max_new_tokens=0 eval_every=0 eval_episodes=0""",
     "0 or more": """replay_ratio=-1 seed=-1 kl_loss_coef=-0.1 kl_reward_coef=-1 entropy_coef=-1 top_k=-1
     format_penalty=-1 max_turns=-1 save_every=-1 truncated_is=-2""",
-    "a number below inf": "tau=nan tau=inf lr=inf alpha=nan kl_reward_coef=nan",
-    "a number below 2147483648": "iterations=2147483648",
+    "a finite number": "tau=nan tau=inf lr=inf alpha=nan kl_reward_coef=nan",
     "between 0 and 1": "alpha=1.5 alpha=-0.1 beta=2 beta=-1",
     "above 0, or auto": "tau=0 tau=-5",
     "above 0 and at most 1": "top_p=0 top_p=1.5",
@@ -161,7 +153,6 @@ IDLE = {  # flags of which the first has no effect: with what
     "--alpha 0.5 --method on_policy": "--method on_policy and --replay_ratio 0",
     "--beta 0.4 --replay_ratio 0": "--method freshper and --replay_ratio 0",
     "--epsilon 0.5 --alpha 0": "--alpha 0",
-    "--tau 5.0 --alpha 0": "--alpha 0",
     "--zero_stage 1 --backend hf+torch": "--backend hf+torch",
     "--engine_memory 0.3 --backend hf+deepspeed": "--backend hf+deepspeed",
     "--out elsewhere --resume run": "--resume",
@@ -229,32 +220,27 @@ def test_resuming_keeps_the_settings_and_a_flag_that_is_given_again_wins(tmp_pat
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (None, "--resume is run, but must be the folder of a run: [Errno 2] No such file or directory"),
-        (b"{oops", "--resume is run, but must be the folder of a run: Expecting property name"),
-        (b'{"lr": 1.0}', "its settings differ from this code's in advantage_clip, alpha, backend"),
-        ({"more": 1}, "its settings differ from this code's in more"),
-        ({"lr": "fast"}, "argument --lr: invalid float value: 'fast'"),
-        ({"alpha": 7.0}, "--alpha is 7.0, but must be between 0 and 1"),
+        (None, "[Errno 2] No such file or directory"),
+        ("{oops", "Expecting property name"),
+        ('{"lr": 1.0}', "its settings are those of another version of this code"),
     ],
 )
 def test_resuming_what_cannot_be(content, reason, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     if content:
-        earlier_run(**content if isinstance(content, dict) else {})
-    if isinstance(content, bytes):
-        Path("run/config.json").write_bytes(content)
-    assert reason in refusal(capsys, "--resume run")
+        Path("run").mkdir()
+        Path("run/config.json").write_text(content)
+    assert refusal(capsys, "--resume run").startswith(f"--resume is run, but must be the folder of a run: {reason}")
 
 
 @pytest.mark.parametrize(
     ("flags", "gpu", "missing", "found"),
     [
-        ("--model tiny", True, "", "backend hf+torch: the tiny model runs on the CPU"),
-        ("--preset paper", False, "", "backend hf+torch: torch finds no GPU"),
-        ("--preset paper", True, "deepspeed", "backend hf+torch: deepspeed is not installed"),
-        ("--preset paper", True, "", "backend vllm+deepspeed: there is a GPU, with vLLM and DeepSpeed"),
+        ("--model tiny", True, "", "backend hf+torch: on cpu"),
+        ("--preset paper", False, "", "backend hf+torch: on cpu"),
+        ("--preset paper", True, "deepspeed", "backend hf+torch: on cuda, without deepspeed"),
+        ("--preset paper", True, "", "backend vllm+deepspeed: on cuda"),
         ("--backend vllm+torch", True, "vllm", "--backend is vllm+torch, but vllm is not installed: "),
-        ("--backend hf+deepspeed", False, "deepspeed", "--backend is hf+deepspeed, but deepspeed is not installed: "),
         ("--preset paper --zero_stage 1", False, "", "--zero_stage is 1, but has no effect with --backend hf+torch"),
         ("--model tiny", "2 ranks", "", "--backend is hf+torch, but must train with deepspeed on the 2 ranks started"),
     ],
@@ -264,13 +250,11 @@ def test_the_backend_follows_from_what_is_installed(flags, gpu, missing, found, 
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu is True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == missing else name)
     monkeypatch.setenv("WORLD_SIZE", "2" if gpu == "2 ranks" else "1")
-    monkeypatch.setitem(sys.modules, "freshper.trainer_deepspeed", SimpleNamespace(join_ranks=lambda config: 1))
     if found.startswith("--"):
         with pytest.raises(ValueError) as error:
             choose_backend(config)
         assert str(error.value).startswith(found)
     else:
         choose_backend(config)
-        assert join_ranks(config) == ("deepspeed" in found and "not" not in found)  # the rank
         assert config.notes[-1] == found
         assert found.startswith(f"backend {config.backend}: ")

@@ -16,7 +16,7 @@ from envs.search_server import Retriever, SearchServer
 PASSAGES = ["Wilhelm Röntgen\nThe first Nobel Prize in Physics.", "Physics\nA science.", "Nobel Prize\nA prize."]
 QUESTION = {"question": "who got the first nobel prize in physics", "golden_answers": ["Wilhelm Conrad Röntgen", "The"]}
 NO_SERVER = "http://127.0.0.1:9/retrieve"
-START = {"train": 0, "held-out": EVAL_SEEDS, "warm start": WARM_START_SEEDS}  # the first seed of each group
+START = {"train": 0, "held-out": EVAL_SEEDS}  # the first seed of each group
 
 ACTIONS = {
     "<search>nobel prize</search>": ("search", "nobel prize"),
@@ -146,9 +146,10 @@ def test_held_out_questions_facts_and_people_are_never_seen_in_training_or_warm_
         shown[group] = set(synthetic_wiki.PERSON.findall(articles))
         asked[group] = {synthetic_wiki.question(start + k).terse for k in range(40_000 if start == 0 else 2000)}
         assert set(synthetic_wiki.PERSON.findall("\n".join(asked[group]))) <= shown[group]
-    assert [len(people) for people in shown.values()] == [2560, 768, 768]
+    assert [len(people) for people in shown.values()] == [3328, 768]
     assert len(set.union(*shown.values())) == 4096  # so the groups share nobody
-    assert 10_000 < len(asked["train"]) <= 10_240
+    assert 10_000 < len(asked["train"]) <= 13_312
+    assert {synthetic_wiki.question(WARM_START_SEEDS + k).group for k in range(100)} == {"train"}
     env = NQSearch()
     env.reset(seed=7)
     env.step(f"<search>{min(shown['held-out'])}</search>")
@@ -180,15 +181,16 @@ def test_replies_and_captions_consist_of_the_tokenizer_s_words_and_tell_no_answe
     words = re.compile("(?:" + "|".join(map(re.escape, ("<answer>", "</answer>", *NQSearch.words))) + ")+")
     for seed in range(100):
         env.reset(seed=seed)
-        people, relation = env.puzzle.people, env.question.split()[-1]
-        told = f" {relation}{' friend' * (len(people) - 1)} {people[0]}"
-        assert env.caption() == told
+        person = env.puzzle.people[0]
+        assert env.caption() == f" {person}"
         reply = env.random_reply(rng)
         assert words.fullmatch(reply)
         assert parse_action(reply)[0]
-        env.step(f"<search>{people[0]}</search>")
-        facts = [dict(part.split(" ", 1) for part in p.split("\n")[1].split(", ")) for p in env.passages]
-        for name in ("born", "job", "friend"):  # the values of all three passages: no answer is singled out
-            told += f" {name} " + " ".join(article[name] for article in facts)
-        assert env.caption() == told
+        env.step(f"<search>{person}</search>")
+        facts = [
+            f" {name} {fact}" for name, values in (p.split("\n") for p in env.passages) for fact in values.split(", ")
+        ]
+        told = env.caption()
+        assert sorted(re.findall(r" \w+ \w+ (?:born|job|friend \w+) \w+", told)) == sorted(facts)
+        assert len(told) == sum(map(len, facts))  # the facts of all three passages, and nothing else
         assert words.fullmatch(told)

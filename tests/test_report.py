@@ -17,7 +17,8 @@ from freshper.config import Config
 from freshper.diagnostics import read
 from freshper.errors import NonFiniteError
 from freshper.report import COLUMNS, REPLAY_COLUMNS, Report, episodes_page
-from freshper.rollout import Reply, rollout
+from freshper.rollout import rollout
+from freshper.warm_start import RandomEngine
 
 FLAGS = """--model tiny --iterations 5 --eval_every 2 --rollout_batch_size 8 --batch_size 4 --eval_episodes 8
 --max_turns 3 --ppo_epochs 2 --tau auto --seed 3""".split()
@@ -66,45 +67,32 @@ def test_what_is_printed(run):
     last, env = read(folder, "metrics.csv")["eval_success"][[2, 4, 5]].mean(), ENVS["frozenlake"](max_turns=3)
     random, optimal = (np.mean([env.baselines(10**9 + k)[name] for k in range(8)]) for name in ("random", "optimal"))
     known = f"(random policy {random:.2f}, optimal policy {optimal:.2f})"
-    assert f"held-out success, mean of the last three evaluations: {last:.2f} {known}" in lines
+    assert f"held-out success, mean of the last 3 evaluations: {last:.2f} {known}" in lines
     assert re.fullmatch(r"Qwen2ForCausalLM, [\d,]+ parameters", lines[1])
     assert lines[-1].startswith(f"written to {folder}: checkpoint")
     assert {"curve.png", "diagnostics.png", "episodes.html", "config.json"} <= set(re.split("[ ,]+", lines[-1]))
 
 
 def test_legends_cover_no_axes(run):
-    figures = run[2]
-    assert len(figures) == 2
-    for figure in figures:
+    for figure in run[2]:
         figure.draw_without_rendering()
         legends = [*figure.legends, *(axes.get_legend() for axes in figure.axes if axes.get_legend())]
         assert legends
         for legend in legends:
-            assert legend.get_window_extent().width < figure.bbox.width
             assert not any(legend.get_window_extent().overlaps(axes.get_window_extent()) for axes in figure.axes)
-
-
-class Scripted:
-    """An engine of random valid replies with log-probs of its own."""
-
-    def __init__(self, policy, envs):
-        self.policy, self.envs, self.rng = policy, envs, np.random.default_rng(0)
-
-    def generate(self, conversations, max_new_tokens):
-        texts = [self.envs[c.seed].random_reply(self.rng) for c in conversations]
-        ids = [[*self.policy.tokenizer.encode(t, add_special_tokens=False), self.policy.eos_id] for t in texts]
-        return [Reply(tokens, [-0.25 * k for k in range(len(tokens))]) for tokens in ids]
 
 
 def test_each_image_stands_beside_its_own_turn(vision_policy):
     """Play the replies of the page again: every turn must show the image that the environment shows then."""
     envs = [ENVS["frozenlake_vlm"](max_turns=4) for _ in range(3)]
-    episodes = rollout(Scripted(vision_policy, envs), vision_policy, envs, [0, 1, 2], 512, 6)
+    episodes = rollout(RandomEngine(vision_policy, envs, [0, 1, 2]), vision_policy, envs, [0, 1, 2], 512, 6)
+    for episode in episodes:
+        episode.behavior_logprobs -= np.arange(len(episode.tokens), dtype=np.float32)
     page = episodes_page(episodes, vision_policy, "a < title")
     assert page.count("a &lt; title") == 2
     sections = iter(re.findall(r"<tr>.*?<p>", page, re.DOTALL))
     for seed, episode in enumerate(episodes):
-        observation, _ = envs[0].reset(seed=seed)
+        (observation, _), logprobs = envs[0].reset(seed=seed), []
         for reward in episode.turn_rewards:
             section = next(sections)
             (image,) = re.findall(r"base64,([^\"]+)", section)
@@ -112,10 +100,11 @@ def test_each_image_stands_beside_its_own_turn(vision_policy):
                 np.array(Image.open(io.BytesIO(base64.b64decode(image)))), observation.images[0]
             )
             tokens = re.findall(r"<ruby>(.*?)<rt>(.*?)</rt>", section)
-            assert [float(x) for _, x in tokens] == [-0.25 * k for k in range(len(tokens))]
+            logprobs += [float(x) for _, x in tokens]
             reply = html.unescape("".join(text for text, _ in tokens)).removesuffix(vision_policy.tokenizer.eos_token)
             observation, again, *_ = envs[0].step(reply)
             assert again == pytest.approx(reward)
+        assert logprobs == episode.behavior_logprobs[episode.action_mask].tolist()
     assert next(sections, None) is None
 
 
@@ -128,11 +117,8 @@ def test_a_run_that_stops_says_why_and_how_to_go_on(tmp_path, text_policy, monke
     assert "stopped after iteration 0: the rollout met a reward nan" in lines
     assert lines[-1] == f"continue with: python train.py --resume {tmp_path / 'run'}"
     again = Config(model="tiny", eval_episodes=2, resume=str(tmp_path / "run"))
-    with Report(again, text_policy), pytest.raises(ValueError, match=r"--resume is .*: another process is writing"):
+    with Report(again, text_policy), pytest.raises(ValueError, match=r"/run, but .*: another process is writing to it"):
         Report(again, text_policy)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"--out is .*file/run, but must be a folder to write to: .*Not a directory"):
-        Report(Config(out=str(tmp_path / "file/run")), text_policy)
 
 
 def test_plots_that_cannot_be_written_fail_the_run(tmp_path, monkeypatch, capsys):

@@ -59,7 +59,7 @@ def numbers(trainer, episodes, first=0, folder=None):
     found["updates"] = []
     for k in range(first, 3):
         if k == 2 and folder:
-            trainer.whole_policy().save(str(folder))
+            trainer.save(str(folder))
             torch.save(trainer.state_dict(), folder / "state.pt")
         found["updates"].append(trainer.update(*arguments[k])._asdict())
     found["recorded"] = [(e.behavior_logprobs, e.ref_logprobs) for e in episodes]

