@@ -13,6 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from jinja2 import TemplateError
+from safetensors import SafetensorError
 
 from envs.base import EVAL_SEEDS, Observation
 from freshper.checkpoint import newest
@@ -68,13 +71,13 @@ def load(config: Config, seeds: list[int]) -> Policy:
     dtype = torch.float32 if mixed else getattr(torch, config.dtype)
     try:
         policy = load_policy(name, config.device, dtype, freeze_vision=config.tiny)
-        policy.mixed = mixed
-        check(policy, config)
-    except Exception as error:  # of any kind: a folder can be wrong in many ways
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, TemplateError, StrictDataclassError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"--model is {name}, but must be a chat model that can be loaded: {reason}") from error
     if any(o.images for o in observations) and not policy.image_processor:
         raise ValueError(f"--model is {name}, which reads text only, but --env {config.env} shows images")
+    policy.mixed = mixed
+    check(policy, config)
     longest = max(len(policy.first_prompt(o)) for o in observations)
     if (needed := longest + config.max_new_tokens) > config.max_tokens:
         raise ValueError(f"--max_tokens is {config.max_tokens}, but must be at least {needed} for the first turn")
@@ -83,12 +86,16 @@ def load(config: Config, seeds: list[int]) -> Policy:
 
 @torch.no_grad()
 def check(policy: Policy, config: Config) -> None:
-    """Compare trainer and engine with the model's own forward, on a text as long as a conversation may get. Raises
-    ValueError if logits differ (the engine knows no sliding windows), or if the tokenizer is of another model."""
+    """Compare trainer and engine with the model's own forward, on a text beyond any window of its attention, if a
+    conversation may get that long. Raises ValueError if logits differ (the engine knows no sliding windows), or if the
+    tokenizer is of another model."""
     vocabulary = policy.model.get_input_embeddings().num_embeddings
     if not policy.tokenizer.encode("text", add_special_tokens=False) or len(policy.tokenizer) > vocabulary:
-        raise ValueError(f"the tokenizer, of {len(policy.tokenizer)} tokens, does not belong to it ({vocabulary})")
-    text = policy.first_prompt(Observation("Is this computed right? " * config.max_tokens))[: config.max_tokens]
+        other = f"its tokenizer, of {len(policy.tokenizer)} tokens, does not belong to it ({vocabulary})"
+        raise ValueError(f"--model is {config.model}, but must be a chat model that can be loaded: {other}")
+    window = getattr(policy.model.config.get_text_config(), "sliding_window", 0) or 0
+    length = min(config.max_tokens, max(512, 2 * window))
+    text = policy.first_prompt(Observation("Is this computed right? " * length))[:length]
     tokens = torch.tensor([text], device=policy.device)
     own = policy.model(input_ids=tokens, logits_to_keep=1).logits[0, -1].float()  # [V]
     positions = torch.from_numpy(policy.positions(np.array(text), []))[:, None].to(policy.device)
@@ -100,7 +107,8 @@ def check(policy: Policy, config: Config) -> None:
         difference = (own - logits)[logits.isfinite()].abs().max().item()
         if not difference <= TOLERANCE[config.dtype]:
             other = f"other logits than a {type(policy.model).__name__} itself, by {difference:.2g}"
-            raise ValueError(f"{name} computes {other}; with a smaller --max_tokens they may agree")
+            smaller = "with a smaller --max_tokens they may agree"
+            raise ValueError(f"--model is {config.model}, but {name} computes {other}; {smaller}")
 
 
 def make_trainer(policy: Policy, config: Config) -> Any:
