@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
             train(config, policy, trainer, engine, report, signals)
     except Interrupted as stop:
         return stop.status
-    except (NonFiniteError, OSError, BackendError):  # the report has printed it
+    except (NonFiniteError, OSError, BackendError, torch.OutOfMemoryError):  # the report has printed it
         return 1
     return 0
 

@@ -7,8 +7,7 @@ Not in the paper: it lets NQ Search run without a download, at a size that a tin
 
 A question asks for the place or the job of a person (one hop), or of a person's friend (two hops). Of the 4,096 people
 3,328 are for training (13,312 different questions) and for the warm start, 768 are held out. Friends and articles found
-by a search belong to one group. There are so many places and jobs that a guess is hardly ever right: with eight of each
-a policy learned to guess, and never to search.
+by a search belong to one group.
 """
 
 import re
@@ -28,11 +27,8 @@ FAMILY = """Finch Hale Stone Marsh Reed Wolf Berg Frost Klein Lind Moss Nash Orr
 Webb Yates Zorn Abel Brook Cole Drew Engel Fox Grant Holt Iqbal Adler Barth Bloom Craig Dahl Dunn Ellis Falk Ford Gale
 Hardy Hicks Jung Kane Kerr Lowe Mann Munk Nolan Olsen Pike Pratt Quill Rios Sand Swan Thorn Udall Vance Wells Young
 Zell""".split()
-PLACES = """Oslo Rome Lima Cairo Delhi Kyoto Quito Perth Accra Bern Bogota Boston Dakar Dublin Hanoi Havana Kabul Kiev
-Lagos Leeds Lisbon London Lyon Madrid Milan Minsk Nairobi Osaka Paris Prague Riga Seoul""".split()
-JOBS = """cook baker pilot judge nurse tailor miner singer actor artist barber butcher carpenter chemist clerk dancer
-dentist doctor driver farmer fisher gardener lawyer painter plumber poet potter sailor teacher waiter weaver
-writer""".split()
+PLACES = "Oslo Rome Lima Cairo Delhi Kyoto Quito Perth".split()
+JOBS = "cook baker pilot judge nurse tailor miner singer".split()
 VALUES = PLACES + JOBS
 RELATIONS = ("born", "job", "friend")
 WORDS = tuple(f" {word}" for word in (*RELATIONS, *GIVEN, *FAMILY, *VALUES))  # one token each, with its space

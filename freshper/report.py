@@ -5,10 +5,10 @@
     replay.csv      one row per replayed trajectory        episodes.html     held-out episodes of the last evaluation
 
 Columns of metrics.csv are means over the updates of an iteration, empty without a value; row 0 is the evaluation before
-training. `eval_*`: held-out seeds. `invalid`: share of replies that could not be read. `truncated`: of episodes cut by
---max_tokens. `mismatch`: mean |engine - trainer log-prob| of action tokens, with quantiles of the ratio. `kl`: k3 of
-pi_mu against pi_theta. `replay_*`, `max_age` (steps) and ESS / n (eq. 5) of trajectories (`ess`) and tokens: replayed
-batches as drawn. `rollout_s`: what other phases leave.
+training. `eval_*`: held-out seeds. `invalid`: share of replies that could not be read. `cut`: of replies that
+--max_new_tokens ended. `truncated`: of episodes cut by --max_tokens. `mismatch`: mean |engine - trainer log-prob| of
+action tokens, with quantiles of the ratio. `kl`: k3 of pi_mu against pi_theta. `replay_*`, `max_age` (steps) and
+ESS / n (eq. 5) of trajectories (`ess`) and tokens: replayed batches as drawn. `rollout_s`: what other phases leave.
 """
 
 import base64
@@ -19,12 +19,15 @@ import io
 import json
 import os
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import matplotlib.figure
 import numpy as np
+import torch
 from PIL import Image
 from tqdm import tqdm
 
@@ -37,10 +40,11 @@ from freshper.models import Policy
 from freshper.rollout import rollout
 from freshper.trainer import TorchTrainer, Update
 
-COLUMNS = """iteration step episodes wall_s train_success train_reward eval_success eval_reward turns invalid truncated
-mismatch mismatch_p01 mismatch_p99 sync_error loss grad_norm clip_fraction kl nonzero_advantages replay_loss
+COLUMNS = """iteration step episodes wall_s train_success train_reward eval_success eval_reward turns invalid cut
+truncated mismatch mismatch_p01 mismatch_p99 sync_error loss grad_norm clip_fraction kl nonzero_advantages replay_loss
 replay_grad_norm replay_clip_fraction replay_kl replay_nonzero_advantages replay_success replay_age max_age ess
 ess_token tau buffer_size lr rollout_s logprobs_s update_s replay_s sync_s""".split()
+PHASES = ("rollout", "record_behavior_logprobs", "update", "sync")  # functions that need a GPU's memory
 REPLAY_COLUMNS = "iteration age probability reward tokens log_ratio ratio ratio_sq kl clipped".split()
 
 
@@ -73,9 +77,14 @@ class Report:
         self.say("\n".join(filter(None, lines)))
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        reason: object = error
+        if isinstance(error, torch.OutOfMemoryError):
+            phase = next((f.name for f in traceback.extract_tb(trace) if f.name in PHASES), "the evaluation")
+            lower = "--rollout_batch_size" if phase == "rollout" else "--micro_batch_size"
+            reason = f"the GPU's memory ran out in `{phase}`; lower {lower}, --max_tokens or --max_new_tokens"
         if error:
-            self.say(f"stopped after iteration {self.done}: {error}")
+            self.say(f"stopped after iteration {self.done}: {reason}")
         if last := [success for done, success in self.evaluations().items() if done][-3:]:
             self.say(f"held-out success, mean of the last {len(last)} evaluations: {np.mean(last):.2f} ({self.known})")
         try:
@@ -127,6 +136,9 @@ class Report:
     ) -> None:  # fmt: skip
         """Gather the row of an iteration after line 12 of Algorithm 1; `evaluate_if_due` completes and writes it."""
         row = {name if name in COLUMNS else f"train_{name}": mean for name, mean in summarize(episodes).items()}
+        if row["invalid"] == 1 and not self.done:
+            cut = f"{row['cut']:.0%} were cut by --max_new_tokens"
+            self.say(f"no reply of the first batch could be read, {cut}; the run's episodes.html will show replies")
         row |= mismatch | sync | means([update.stats for update in fresh])
         row |= means([self._log_replay(*replay) for replay in replays])
         row |= {"iteration": self.done + 1, "episodes": self.rows[-1]["episodes"] + len(episodes), "step": trainer.step}
@@ -183,10 +195,11 @@ def means(table: list[dict[str, float]]) -> dict[str, float]:
 
 
 def summarize(episodes: list[Episode]) -> dict[str, float]:
-    """Return means over episodes, of the environment's own metrics too, and the share of `invalid` replies."""
+    """Return means over episodes, of the environment's own metrics too, and the shares of `invalid` and cut replies."""
     turns = sum(len(e.turn_rewards) for e in episodes)
     each = [{"success": e.success, "reward": e.reward, "truncated": e.truncated} | e.metrics for e in episodes]
-    return means(each) | {"turns": turns / len(episodes), "invalid": sum(e.invalid for e in episodes) / turns}
+    shares = {name: sum(getattr(e, name) for e in episodes) / turns for name in ("invalid", "cut")}
+    return means(each) | {"turns": turns / len(episodes)} | shares
 
 
 def baselines(config: Config) -> dict[str, float]:

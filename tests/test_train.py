@@ -191,6 +191,32 @@ def test_numbers_that_stop_being_finite_end_the_run(kind, sentence, tmp_path, mo
     assert "episode seed" in line
 
 
+@pytest.mark.parametrize(("owner", "phase"), [(train, "rollout"), (TorchTrainer, "update")])
+def test_a_gpu_without_memory_ends_the_run_with_the_phase_and_what_to_lower(
+    owner, phase, tmp_path, monkeypatch, capsys
+):
+    def rollout(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def update(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(owner, phase, {"rollout": rollout, "update": update}[phase])
+    assert train.main(flags("", tmp_path / "run")) == 1
+    lower = {"rollout": "--rollout_batch_size", "update": "--micro_batch_size"}[phase]
+    assert f"the GPU's memory ran out in `{phase}`; lower {lower}" in capsys.readouterr().out
+
+
+def test_a_first_batch_without_a_readable_reply_is_announced_and_cut_replies_are_counted(tmp_path, capsys):
+    assert train.main(flags("--max_new_tokens 1", tmp_path / "run")) == 0  # too short for a reply
+    out = capsys.readouterr().out
+    assert out.count("no reply of the first batch could be read") == 1
+    rows = list(csv.DictReader(open(tmp_path / "run" / "metrics.csv")))
+    cut = float(rows[1]["cut"])
+    assert cut > 0.9
+    assert f"{cut:.0%} were cut by --max_new_tokens" in out
+
+
 def test_a_defect_is_not_bad_input(tmp_path, monkeypatch):
     """An error that nobody expects keeps its traceback, in the loop and on a rank that is not the first."""
 
