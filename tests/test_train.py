@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 import train
 from freshper.buffer import ReplayBuffer
+from freshper.diagnostics import read
 from freshper.engine_hf import HFEngine
 from freshper.episode import collate
 from freshper.flags import parse_args
@@ -211,8 +212,7 @@ def test_a_first_batch_without_a_readable_reply_is_announced_and_cut_replies_are
     assert train.main(flags("--max_new_tokens 1", tmp_path / "run")) == 0  # too short for a reply
     out = capsys.readouterr().out
     assert out.count("no reply of the first batch could be read") == 1
-    rows = list(csv.DictReader(open(tmp_path / "run" / "metrics.csv")))
-    cut = float(rows[1]["cut"])
+    cut = read(tmp_path / "run", "metrics.csv")["cut"][1]
     assert cut > 0.9
     assert f"{cut:.0%} were cut by --max_new_tokens" in out
 
