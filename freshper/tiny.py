@@ -2,8 +2,8 @@
 
 Paper: appendix D (Qwen2.5-0.5B-Instruct, Qwen2.5-VL-3B-Instruct). Same transformers classes, 0.1 to 0.2 M parameters,
 and a tokenizer with Qwen's special tokens and chat template over bytes and a few whole words. The warm start
-(freshper/warm_start.py) teaches them to write a readable reply, which RL needs. The models of FrozenLake come with the
-repository (freshper/weights; one that is deleted there is built anew), those of other tasks are built at first use.
+(freshper/warm_start.py) teaches them to write a readable reply, which RL needs. The models of FrozenLake and NQ come
+with the repository (freshper/weights; one that is deleted there is built anew), others are built at first use.
 
     python -m freshper.tiny --env frozenlake gsm8k     find or build models, and describe them
 """
