@@ -51,8 +51,9 @@ def train(
         # 3: compute behavior log-probs log pi_mu(e_j), before training
         mismatch = trainer.record_behavior_logprobs(episodes)
         baseline.observe(episodes)
+        moments = baseline.moments()
         # 4: store each e_j into B with base priority p_j^base and log pi_mu
-        buffer.add(episodes, trainer.base_priorities(episodes, baseline.moments()), step=trainer.step)
+        buffer.add(episodes, trainer.base_priorities(episodes, moments), step=trainer.step)
         # 6: refresh priorities p_i <- p_i^base * exp(-Delta_i / tau), on a CPU thread while line 5 trains
         buffer.refresh_async(step=trainer.step + config.ppo_epochs)
         # 5: train pi_theta on the fresh batch {e_j}
@@ -65,9 +66,9 @@ def train(
             # 9: compute IS weights w_i (beta = 0: all 1)
             weights = importance_weights(drawn.probabilities, len(buffer), config.beta_at(iteration))
             # 10: train pi_theta on S with the IS-weighted policy gradient
-            replayed = trainer.update(drawn.episodes, weights, baseline.moments())
+            replayed = trainer.update(drawn.episodes, weights, moments)
             # section 3.5, "Priority Update": a base priority that depends on the policy or the baseline is recomputed
-            buffer.update_base_priorities(drawn.indices, trainer.base_priorities(drawn.episodes, baseline.moments()))
+            buffer.update_base_priorities(drawn.indices, trainer.base_priorities(drawn.episodes, moments))
             buffer.observe_drift(drawn, replayed.drift["kl"])
             replays.append((drawn, replayed))
         # 12: sync the inference engine, pi_mu <- pi_theta

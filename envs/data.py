@@ -50,8 +50,12 @@ def row_for(rows: dict[str, list], seed: int) -> Any:
     """Return the row of a seed: successive seeds go through all rows of their split, in shuffled order, before any
     comes again."""
     split = rows["held_out" if held_out(seed) else "train"]
-    order = np.random.default_rng(0).permutation(len(split))  # files are often sorted by year or by difficulty
-    return split[order[seed % len(split)]]
+    return split[_order(len(split))[seed % len(split)]]
+
+
+@cache
+def _order(n: int) -> np.ndarray:
+    return np.random.default_rng(0).permutation(n)  # files are often sorted by year or by difficulty
 
 
 def _checked(row: dict, fields: tuple[str, ...], where: str, folder: Path) -> dict[str, Any]:

@@ -22,12 +22,10 @@ from freshper.checkpoint import newest
 from freshper.config import Config
 from freshper.engine_hf import HFEngine, Sampling
 from freshper.flags import validate
-from freshper.models import Policy, load_policy
+from freshper.models import TOLERANCE, Policy, load_policy
 from freshper.rollout import Conversation
 from freshper.tiny import tiny_model
 from freshper.trainer import TorchTrainer
-
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}  # of a logit
 
 
 def choose_backend(config: Config) -> None:
@@ -58,7 +56,7 @@ def join_ranks(config: Config) -> int:
 
 def load(config: Config, seeds: list[int]) -> Policy:
     """Load the policy of a run or its checkpoint, and check it on the first prompts of `seeds`. Raises ValueError if it
-    cannot be loaded, cannot read --env's images, has no room for the first turn, or is trained enough."""
+    cannot be loaded, cannot read --env's images, has no room for the first turn, or has done --iterations already."""
     saved = newest(Path(config.resume)) if config.resume else None
     if saved and "iterations" in config.given:
         done = torch.load(saved / "state.pt", weights_only=True, mmap=True)["report"]["rows"][-1]["iteration"]

@@ -17,9 +17,10 @@ import signal
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from pickle import UnpicklingError
 from types import FrameType
 from typing import Any
-from zipfile import ZipFile
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 import torch
@@ -121,7 +122,7 @@ def newest(out: Path) -> Path | None:
             for path in list(folder.glob("*.safetensors")) or [folder / "model.safetensors"]:
                 safe_open(path, "pt").keys()
             return folder
-        except Exception as error:  # of any kind, as damage is
+        except (OSError, ValueError, RuntimeError, EOFError, BadZipFile, UnpicklingError, SafetensorError) as error:
             problem = " ".join(str(error).split())[:200]
     if problem:
         raise ValueError(f"--resume is {out}, but none of its checkpoints can be read: {problem}")

@@ -49,7 +49,7 @@ class Config:
     tau: float | Literal["auto"] = _flag(500.0, "age decay constant in steps, or auto (section 4.1: 500; AIME 1000)")
     beta: float = _flag(0.0, "beta_0 of the IS weights; 0: no correction (Table 5: FreshPER none, Standard PER 0.4)")
     baseline: Literal["batch", "turn", "recompute"] = _flag(
-        "batch", "of a return; see freshper/reinforce.py (not given)"
+        "batch", "what a return is measured against; freshper/reinforce.py (not in the paper)"
     )
     # optimization
     iterations: int = _flag(400, "of Algorithm 1 (Table 4: 400; NQ 300; VLM 100)")

@@ -31,12 +31,11 @@ from envs.base import EVAL_SEEDS
 from freshper.config import Config
 from freshper.episode import Batch
 from freshper.errors import BackendError, alive, watched
-from freshper.models import Policy
+from freshper.models import TOLERANCE, Policy
 from freshper.rollout import Conversation, Reply
 from freshper.trainer import TorchTrainer
 
 PROBES = 4  # prompts whose log-probs are compared after each sync
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}  # largest |engine - trainer log-prob| allowed there
 SHARED_MEMORY = "/dev/shm"
 LAUNCHER = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")  # torchrun's variables
 

@@ -22,6 +22,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from envs.base import Observation
 from freshper.episode import Batch, image_key
 
+# largest difference between two ways to compute a logit or a log-prob: they are taken for the same
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 _TEXT, _REPLY = "\ue000", "\ue001"  # replace a user text and a reply when the chat template is split
 
 

@@ -78,14 +78,12 @@ def shaped(batch: Batch, kl_reward_coef: float) -> Tensor:
     return batch.rewards - kl_reward_coef * kl_k1(batch.behavior_logprobs, batch.ref_logprobs) * batch.action_mask
 
 
-def turn_returns(batch: Batch, kl_reward_coef: float) -> list[np.ndarray]:
-    """Return G_t at the last token of each turn, one float64 [n] for each of the B episodes."""
-    returns, ends = returns_to_go(shaped(batch, kl_reward_coef)).numpy(), batch.action_mask.numpy()
-    ends = ends & ~np.pad(ends, ((0, 0), (0, 1)))[:, 1:]
-    return [row[end].astype(np.float64) for row, end in zip(returns, ends, strict=True)]
+def turn_returns(episodes: list[Episode], rewards: Tensor) -> list[list[float]]:
+    """Return G_t at the last token of each turn, for each of the B episodes, from token rewards [B, T]."""
+    return [row[e.turn_ends()].tolist() for e, row in zip(episodes, returns_to_go(rewards), strict=True)]
 
 
-def moments_of(returns: list[np.ndarray], by_turn: bool) -> Tensor:
+def moments_of(returns: list[list[float]], by_turn: bool) -> Tensor:
     """Return mean and std of the returns of episodes [n] as float32 [2, K]: for each turn up to the longest episode's,
     or (K = 1) for all turns, in which every episode counts once. The std is one for all turns."""
     lengths = [len(g) for g in returns]
@@ -106,14 +104,14 @@ class ReplayBaseline:
 
     def observe(self, episodes: list[Episode]) -> None:
         """Add the returns of freshly collected episodes."""
-        found = turn_returns(collate(episodes), self.config.kl_reward_coef)
-        self.returns = [*self.returns, *(g.tolist() for g in found)][-WINDOW:]
+        rewards = shaped(collate(episodes), self.config.kl_reward_coef)
+        self.returns = [*self.returns, *turn_returns(episodes, rewards)][-WINDOW:]
 
     def moments(self) -> Tensor | None:
         """Return those of `moments_of`, [2, K], or None: those of the replay batch itself."""
         if self.config.baseline == "recompute":
             return None
-        return moments_of([np.array(g) for g in self.returns], self.config.baseline == "turn")
+        return moments_of(self.returns, self.config.baseline == "turn")
 
     def state_dict(self) -> dict[str, list[list[float]]]:
         return {"returns": self.returns}
@@ -128,13 +126,13 @@ def training_batch(
     """Return the padded batch with A_t and w_i: all that the loss needs but log pi_theta. `weights` [B]: IS weights
     (None: 1); `moments` [2, K]: those of `ReplayBaseline`, or [2, B, T] (None: the batch's own)."""
     batch = collate(episodes)
-    mask = batch.action_mask
+    mask, rewards = batch.action_mask, shaped(batch, config.kl_reward_coef)
     if moments is None and config.baseline == "turn":
-        moments = moments_of(turn_returns(batch, config.kl_reward_coef), by_turn=True)
+        moments = moments_of(turn_returns(episodes, rewards), by_turn=True)
     if moments is not None and moments.dim() == 2:
         turn = (mask & ~mask.roll(1, -1)).cumsum(-1) - 1  # number of each action token's turn, [B, T]
         moments = moments[:, turn.clamp(0, moments.shape[1] - 1)]  # [2, B, T]
-    found = advantages(shaped(batch, config.kl_reward_coef), mask, config.advantage_clip, moments)
+    found = advantages(rewards, mask, config.advantage_clip, moments)
     if batch.engine_weights is not None:  # weighs the policy gradient of a token: its objective is proportional to A_t
         found = found * batch.engine_weights
     w = torch.ones(len(episodes)) if weights is None else torch.as_tensor(weights, dtype=torch.float32)

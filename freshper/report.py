@@ -22,7 +22,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import matplotlib.figure
@@ -73,14 +72,14 @@ class Report:
         self.known = ", ".join(f"{name} policy {value:.2f}" for name, value in self.baselines.items())
         size = f"{sum(p.numel() for p in self.policy.model.parameters()):,} parameters"
         lines = [self.config.title(), f"{type(self.policy.model).__name__}, {size}", *self.config.notes]
-        lines += [getattr(self.env, "data_summary", str)(), f"success on held-out seeds: {self.known}"]
+        lines += [self.env.data_summary(), f"success on held-out seeds: {self.known}"]
         self.say("\n".join(filter(None, lines)))
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         reason: object = error
         if isinstance(error, torch.OutOfMemoryError):
-            phase = next((f.name for f in traceback.extract_tb(trace) if f.name in PHASES), "the evaluation")
+            phase = next((f.name for f in traceback.extract_tb(error.__traceback__) if f.name in PHASES), "start")
             lower = "--rollout_batch_size" if phase == "rollout" else "--micro_batch_size"
             reason = f"the GPU's memory ran out in `{phase}`; lower {lower}, --max_tokens or --max_new_tokens"
         if error:
@@ -124,8 +123,7 @@ class Report:
         if self.config.replay_ratio and not self.done:
             self._write("replay.csv", ",".join(REPLAY_COLUMNS) + "\n")
         self.began = time.perf_counter() - self.rows[-1]["wall_s"]
-        total = self.config.iterations
-        self.bar = tqdm(range(self.done, total), initial=self.done, total=total, unit="it")
+        self.bar = tqdm(range(self.done, self.config.iterations), initial=self.done, total=self.config.iterations)
         for iteration in self.bar:
             self.began_iteration = time.perf_counter()
             yield iteration
@@ -169,7 +167,7 @@ class Report:
         if row["iteration"] % config.eval_every == 0 or row["iteration"] == config.iterations:
             seeds = [EVAL_SEEDS + k for k in range(config.eval_episodes)]
             state = engine.state_dict()
-            self.shown = rollout(engine, policy, envs[: len(seeds)], seeds, config.max_tokens, config.max_new_tokens)
+            self.shown = rollout(engine, policy, envs, seeds, config.max_tokens, config.max_new_tokens)
             if not self.rows:  # the evaluation before training takes none of its random numbers
                 engine.load_state_dict(state)
             row |= {f"eval_{name}": mean for name, mean in summarize(self.shown).items()}
