@@ -7,11 +7,10 @@
 Paper: Table 1, Fig. 3 to 7, Table 3. Flags that are not compare.py's go to every run. --out gets a folder per run,
 results.csv, table.md and figure.png. Finished runs are not repeated, interrupted ones go on.
 
-The table's number is the mean of the last three held-out evaluations; the paper reports the peak. Both are of success,
-or with `--metric score` of what the paper reports for Sokoban and CliffWalking. Intervals are for 95 %: Student's t for
-a mean over seeds, a bootstrap over seeds for the difference to the first arm. A run whose numbers stop being finite
-counts as diverged, with 0 (or its lowest score) for the evaluations it missed, as does one that ends with over half of
-its replies unreadable.
+The table has the mean of the last three held-out evaluations beside the paper's peak, both of success, or with
+`--metric score` of what the paper reports for Sokoban and CliffWalking. Intervals are for 95 %: Student's t for a mean
+over seeds, a bootstrap over seeds for the difference to the first arm. A run diverged if its numbers stopped being
+finite, with 0 (or its lowest score) for evaluations that it missed, or if over half of its last replies are unreadable.
 """
 
 import argparse
@@ -42,6 +41,7 @@ PHRASES |= {"beta 0": "without IS", "beta 0.4": "with IS", "decay none": "withou
 A, DEFAULT = (" ".join(f"--{name} {value}" for name, value in c.items()) for c in (CONFIG_A, CONFIG_DEFAULT))
 METHOD_COLORS = {"on_policy": "#4285F4", "per": "#FBBC04", "freshper": "#EA4335"}  # the paper's, Fig. 3
 OTHER_COLORS = ("#34A853", "#FF9800", "#9E9E9E", "#7B1FA2", "#00838F", "#795548", "#F06292", "#1A237E")
+ENDS = {"episodes": "episodes", "updates": "step", "wall_s": "wall_s"}  # of results.csv: the last row of metrics.csv
 NOT_FINITE = r"^stopped after iteration .*(finite|gradient norm)"  # the sentences of NonFiniteError
 
 
@@ -62,8 +62,11 @@ def exhibits(preset: str, env: str) -> dict[str, list[str]]:
         "decay": ["freshper", "freshper --decay polynomial", f"freshper {limit}", "freshper --decay none"],
         "ratio": ["on_policy", *(f"freshper --replay_ratio {k}" for k in (1, 2, 4, 8))],
         "epsilon": [f"freshper --epsilon {epsilon}" for epsilon in (1e-6, 0.01, 0.1, 1.0)],
+        # docs/neighbours.md: uniform replay, Yoo et al., RLEP
+        "neighbours": ["freshper", "per --beta 0 --alpha 0", f"freshper --base_priority advantage {limit}",
+                       "per --beta 0 --epsilon 1e-6 --alpha 1", "on_policy"],
         "baseline": [f"freshper --baseline {kind}" for kind in ("turn", "batch", "recompute")],
-    }
+    }  # fmt: skip
 
 
 def label(arm: str) -> str:
@@ -97,10 +100,10 @@ def checked(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> li
 def run(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> None:
     """Train one run in a process of its own, or the rest of an interrupted one. Exits with a sentence if it fails."""
     flags, where = checked(env, arm, seed, folder, flags), str(folder.resolve())
-    command = [sys.executable, "train.py", *(["--resume", where] if folder.exists() else [*flags, "--out", where])]
     rows = read(folder, "metrics.csv")["iteration"] if (folder / "metrics.csv").exists() else [0]
-    if (folder / "stopped.txt").exists() or (rows[-1] and rows[-1] == config_of(folder).iterations):
+    if (folder / "stopped.txt").exists() or rows[-1] == parse_args(flags).iterations:
         return
+    command = [sys.executable, "train.py", *(["--resume", where] if folder.exists() else [*flags, "--out", where])]
     variables = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=Path(__file__).parent, env=variables, capture_output=True, text=True)
     if done.returncode == 1 and re.search(NOT_FINITE, done.stdout, re.MULTILINE):
@@ -118,32 +121,28 @@ def summary(folder: Path, metric: str = "success") -> dict[str, float]:
     values = np.append(values, np.full(missed, 0.0 if metric == "success" else min(values, default=np.nan)))
     invalid = np.mean(metrics["invalid"][1:][-10:]) if len(metrics["invalid"]) > 1 else 1.0
     diverged = int((folder / "stopped.txt").exists() or invalid > 0.5)
-    found = {"last": values[-3:].mean(), "peak": values.max(), "invalid": invalid, "diverged": diverged}
-    return found | {
-        "episodes": metrics["episodes"][-1],
-        "updates": metrics["step"][-1],
-        "wall_s": metrics["wall_s"][-1],
-    }
+    ends = {name: metrics[column][-1] for name, column in ENDS.items()}
+    return {"last": values[-3:].mean(), "peak": values.max(), "invalid": invalid, "diverged": diverged} | ends
 
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
     """Return a Markdown table, one row per arm, from the summaries of its runs. One seed gets no intervals."""
-    last = {arm: np.array([run["last"] for run in runs]) for arm, runs in results.items()}
-    first = next(iter(last))
+    first = next(iter(results))
+    base = [run["last"] for run in results[first]]
     text = f"| arm | last 3 evaluations, per seed | mean | - {label(first)} | peak | updates | diverged | seconds |\n"
     text += "|---" * 8 + "|\n"
     for arm, runs in results.items():
-        half = difference = ""
-        if len(runs) > 1:
-            half = f" ± {stats.t.ppf(0.975, len(runs) - 1) * stats.sem(last[arm]):.3f}"
-        if len(runs) > 1 and arm != first:
-            pair = last[arm], last[first]
+        last, n, half, difference = [run["last"] for run in runs], len(runs), "", ""
+        if n > 1:
+            half = f" ± {stats.t.ppf(0.975, n - 1) * stats.sem(last):.3f}"
+        if n > 1 and arm != first:
+            pair = last, base
             found = stats.bootstrap(pair, lambda x, y, axis: x.mean(axis) - y.mean(axis), method="percentile", rng=0)
             difference = "{:+.3f} to {:+.3f}".format(*found.confidence_interval)
-        peak, updates, seconds = (np.mean([run[name] for run in runs]) for name in ("peak", "updates", "wall_s"))
-        text += f"| {label(arm)} | {' '.join(f'{x:.3f}' for x in last[arm])} | {last[arm].mean():.3f}{half} "
-        text += f"| {difference} | {peak:.3f} | {updates:.0f} | {sum(run['diverged'] for run in runs)} of {len(runs)} "
-        text += f"| {seconds:.0f} |\n"
+        mean = {name: np.mean([run[name] for run in runs]) for name in ("last", "peak", "updates", "wall_s")}
+        text += f"| {label(arm)} | {' '.join(f'{x:.3f}' for x in last)} | {mean['last']:.3f}{half} | {difference} "
+        text += f"| {mean['peak']:.3f} | {mean['updates']:.0f} | {sum(run['diverged'] for run in runs)} of {n} "
+        text += f"| {mean['wall_s']:.0f} |\n"
     return text
 
 
@@ -184,21 +183,19 @@ def main() -> None:
         parser.error(f"--metric is {args.metric}, but must be one of {', '.join(metrics)} with --env {args.env}")
     out.mkdir(parents=True, exist_ok=True)
     print(f"{len(jobs)} runs, {args.jobs} at a time, written to {out}", flush=True)
-    rows: list[dict[str, Any]] = []
+    results: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
     with ThreadPoolExecutor(args.jobs) as pool:
         done = pool.map(lambda job: run(args.env, job[0], job[1], jobs[job], flags), jobs)
         for (arm, seed), folder, _ in zip(jobs, jobs.values(), done, strict=True):
-            found = summary(folder, args.metric)
-            rows.append({"arm": arm, "seed": seed} | found)
+            found = {"arm": arm, "seed": seed} | summary(folder, args.metric)
+            results[arm].append(found)
             score = f"{args.metric} {found['last']:.3f} in {found['wall_s']:.0f} s"
             print(f"{label(arm)}, seed {seed}: {score}, {folder}", flush=True)
-
     with open(out / "results.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
+        writer = csv.DictWriter(file, found)
         writer.writeheader()
-        writer.writerows(rows)
-    text = table({arm: [row for row in rows if row["arm"] == arm] for arm in arms})
-    (out / "table.md").write_text(text)
+        writer.writerows(sum(results.values(), []))
+    (out / "table.md").write_text(text := table(results))
     runs = {arm: [read(jobs[arm, seed], "metrics.csv") for seed in args.seeds] for arm in arms}
     title = f"{config_of(folder).task()}, preset {args.preset}, seeds {' '.join(map(str, args.seeds))}"
     known = baselines(config_of(folder)) if args.metric == "success" else {}

@@ -20,8 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from envs import ENVS
-from freshper.tiny import build_policy, keep_freed_memory
-from freshper.warm_start import warm_start
+from freshper.tiny import build_policy, keep_freed_memory, warm_start
 
 ROOT = Path(__file__).resolve().parents[1]
 ARMS = ("freshper --backend hf+torch", "freshper --backend vllm+deepspeed")
@@ -32,7 +31,7 @@ def build(env: str, folder: Path) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     policy = build_policy(ENVS[env](), heads=2)
-    warm_start(policy, ENVS[env], ENVS[env]().warm_start)
+    warm_start(policy, ENVS[env])
     policy.save(str(folder))
 
 

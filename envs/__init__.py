@@ -17,7 +17,7 @@ from envs.gsm8k import GSM8K
 from envs.nq_search import NQSearch
 from envs.sokoban import Sokoban
 
-# `python -m envs.frozenlake` runs a module that this package has already imported, which is harmless here
+# `python -m envs.search_server` runs a module that this package has already imported, which is harmless here
 warnings.filterwarnings("ignore", "'envs.* found in sys.modules", RuntimeWarning)
 
 ENVS: dict[str, Callable[..., TextEnv]] = {

@@ -1,12 +1,10 @@
 """AIME: competition problems whose answer is an integer from 000 to 999, in up to three attempts.
 
-Paper: appendix D, "AIME"; tau is 1000 there.
-Data: the fields `problem` and `answer`, as in `AI-MO/aimo-validation-aime`, which has one split, 90 problems of the
-years 2022 to 2024. The paper does not say which problems it used.
+Paper: appendix D, "AIME"; tau is 1000 there. It does not say which problems it used.
+Data: the fields `problem` and `answer`, as in `AI-MO/aimo-validation-aime` (90 problems of the years 2022 to 2024).
 
-Without data, problems on four numbers up to 16 are generated: their greatest common divisor, the smallest of them, or
-how many are multiples of 2, 3 or 5. Answers 000 to 007 are equally likely. There are 12,931 problems for training and
-1,874 held out, the order of the numbers aside. Scores on them say nothing about AIME.
+Without data: the greatest common divisor of four numbers up to 16, the smallest of them, or how many are multiples of
+2, 3 or 5. There are 12,931 problems for training and 1,874 held out, the order of the numbers aside.
 """
 
 import math
@@ -26,8 +24,8 @@ AMONG = " there are among"
 
 class AIME(QuestionAnswering):
     generated_answers = tuple(f"{n:03d}" for n in range(8))
-    words = (GCD, SMALLEST, MULTIPLES, AMONG, *FEEDBACK, *(f" {n}" for n in range(1, LARGEST + 1)))
-    words += tuple(map(" {}".format, generated_answers))
+    numbers = tuple(map(" {}".format, (*range(1, LARGEST + 1), *generated_answers)))
+    words = (GCD, SMALLEST, MULTIPLES, AMONG, *FEEDBACK, *numbers)
     fields = ("problem", "answer")
     rules = "Solve this competition problem step by step; its answer is an integer from 000 to 999."
     form = "End your reply with the integer alone between tags, for example <answer>042</answer>."
@@ -45,7 +43,6 @@ class AIME(QuestionAnswering):
 
     @classmethod
     def problems(cls) -> Iterator[tuple[str, Hashable, Any]]:
-        """Yield all problems. Those with the same four numbers are in the same split."""
         for numbers in combinations_with_replacement(range(1, LARGEST + 1), 4):
             found = [(math.gcd(*numbers), GCD), (numbers[0], SMALLEST)]
             found += [(sum(n % m == 0 for n in numbers), f"{MULTIPLES} {m}{AMONG}") for m in (2, 3, 5)]
@@ -56,9 +53,3 @@ class AIME(QuestionAnswering):
         task, numbers = content
         listed = "".join(f" {n}" for n in rng.permutation(numbers))
         return Question(f"{task}{listed}.", answer, listed)
-
-
-if __name__ == "__main__":
-    from envs.play import main
-
-    main(AIME)

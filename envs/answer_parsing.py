@@ -5,8 +5,8 @@ grader would accept earns 1 (tests/data/answers.csv has examples). An answer is 
 candidates (72 or 73), words that change the value (72 squared) and work left undone (36+36, √1600) are no answer.
 
 The place is between <answer> tags, else inside \boxed{}. Full prompts also accept a reply without either if it
-announces its answer, as in `#### 72` or "The answer is 72 apples.", or is nothing else: `72`, `x = 72`. No other number
-counts, so a reply that was cut is not paid for a step of its reasoning ("so 36 + 36 = 72.") or the "2." of a list.
+announces its answer ("#### 72", "The answer is 72 apples.") or is nothing else ("72", "x = 72"). No other number
+counts, so a reply that was cut is not paid for a step of its reasoning.
 """
 
 import ast
@@ -31,26 +31,22 @@ def final_answer(reply: str, untagged: bool) -> str:
     parts = split_tags(spoken, "answer")
     if len(parts) > 1:
         texts = parts[2::4] if parts[1::2] == ["", "/"] * (len(parts) // 4) else []
+    elif "\\boxed" in spoken or not untagged:
+        texts = [spoken if "\\boxed" in spoken else ""]
+    elif announced := _ANNOUNCED.findall(spoken):
+        texts = re.split(r"(?<!\b[A-F])[.!](?:\s|$)", announced[-1])[:1]  # to the end of the sentence
     else:
-        texts = [spoken if "\\boxed" in spoken else _announced(spoken) if untagged else ""]
+        alone = re.match("(?:[^0-9=]{0,20}=)?[^A-Za-z=]*[0-9][^=]*$", spoken.strip()) and read_number(spoken)
+        texts = [spoken if alone or read_choice(spoken) else ""]
     found = {answer.strip() for text in texts for answer in (_BOX.findall(text) if "\\boxed" in text else [text])}
     answer = found.pop() if len(found) == 1 else ""
     return answer if len(answer) <= MAX_ANSWER else ""
 
 
-def _announced(text: str) -> str:
-    """Return what a reply without tags and boxes announces as its answer, to the end of the sentence, or ""."""
-    if found := _ANNOUNCED.findall(text):
-        return re.split(r"(?<!\b[A-F])[.!](?:\s|$)", found[-1])[0]
-    alone = text.strip()
-    number = re.match("(?:[^0-9=]{0,20}=)?[^A-Za-z=]*[0-9][^=]*$", alone) and read_number(alone)
-    return alone if number or read_choice(alone) else ""
-
-
 _MARK = "\x00"  # of LaTeX, Markdown or a currency; no number goes on behind it: 12$50 is not 1250
-_SPELLINGS = dict.fromkeys(r"\$ $ € £ ¥ ₹ ** __ ` \( \) \[ \]".split(), _MARK)
-_SPELLINGS |= dict.fromkeys(("\\,", "\\;", "\\:", "\\ ", "~", "\u00a0", "\u2009", "\u202f"), " ")
-_SPELLINGS |= {
+_SPELLINGS = {
+    **dict.fromkeys(r"\$ $ € £ ¥ ₹ ** __ ` \( \) \[ \]".split(), _MARK),
+    **dict.fromkeys(("\\,", "\\;", "\\:", "\\ ", "~", "\u00a0", "\u2009", "\u202f"), " "),
     "\\!": "", "\\left": "", "\\right": "", "{,}": ",", "\\%": "%", "−": "-", "–": "-", "^{\\circ}": "°",
     "^\\circ": "°", "\\circ": "°", "\\degree": "°", "^°": "°", "˚": "°", "º": "°", "^{2}": "²", "^{3}": "³",
     "^2": "²", "^3": "³", "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cdot": "*", "\\times": "*", "×": "*",

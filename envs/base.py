@@ -30,18 +30,15 @@ class Observation(NamedTuple):
     images: tuple[np.ndarray, ...] = ()
 
 
-class AnyText(spaces.Text):
-    """The space of strings of at most `max_length` characters; Gymnasium's own `Text` fixes an alphabet."""
+class Instances(spaces.Space):
+    """The space of all instances of a type. Gymnasium's own `Text` fixes an alphabet, its `Box` the size of images."""
+
+    def __init__(self, kind: type):
+        super().__init__()
+        self.kind = kind
 
     def contains(self, x: Any) -> bool:
-        return isinstance(x, str) and len(x) <= self.max_length
-
-
-class AnyImage(spaces.Box):
-    """The space of images, uint8 [H, W, 3], of any height and width."""
-
-    def contains(self, x: Any) -> bool:
-        return isinstance(x, np.ndarray) and x.dtype == np.uint8 and x.ndim == 3 and x.shape[2] == 3
+        return isinstance(x, self.kind)
 
 
 class TextEnv(gymnasium.Env):
@@ -62,15 +59,15 @@ class TextEnv(gymnasium.Env):
     words: ClassVar[tuple[str, ...]] = ()
     warm_start: tuple[tuple[int, int], ...] = ((300, 10),)
     data, rows = "", dict[str, list]()  # of tasks with questions: where they come from (envs/data.py), rows by split
-    action_space = AnyText(min_length=0, max_length=100_000)
-    observation_space = spaces.Tuple((action_space, spaces.Sequence(AnyImage(0, 255, (1, 1, 3), np.uint8))))
+    action_space, observation_space = Instances(str), Instances(Observation)
 
     def __init__(self, style: str = "terse", format_penalty: float = FORMAT_PENALTY, max_turns: int = 0):
         """`style` "full" writes out rules and reply format for a pretrained model, "terse" shows a tiny model the state
-        alone. `max_turns` 0 keeps the task's own. Raises ValueError for another style."""
+        alone and small images. `max_turns` 0 keeps the task's own. Raises ValueError for another style."""
         if style not in ("full", "terse"):
             raise ValueError(f"style must be full or terse, got {style}")
         self.style, self.format_penalty = style, format_penalty
+        self.cell_size = 14 if style == "terse" else 56  # pixels of a cell in an image
         self.max_turns = max_turns or self.max_turns
 
     def episode_seed(self, seed: int | None) -> int:
@@ -123,10 +120,10 @@ def outside_think(reply: str) -> str:
     return parts[0] + parts[-1] if opening and closing == "/" and "/" not in opening else ""
 
 
-def parse_answer(reply: str, tag: str = "answer") -> str | None:
-    """Return the stripped text of the only `<answer>` ... `</answer>` (or another tag) outside a `<think>` block, or
-    None if there is not exactly one. Tags are read in any case, and text around them is ignored."""
-    parts = split_tags(outside_think(reply), tag)
+def parse_answer(reply: str) -> str | None:
+    """Return the stripped text of the only <answer> ... </answer> outside a `<think>` block, or None if there is not
+    exactly one. Tags are read in any case, and text around them is ignored."""
+    parts = split_tags(outside_think(reply), "answer")
     return parts[2].strip() if parts[1::2] == ["", "/"] else None
 
 

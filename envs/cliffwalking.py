@@ -65,9 +65,3 @@ class CliffWalking(GridWorld):
             return Observation(f" {cell_name(row, col)}")
         rules = RULES.format(turns=self.max_turns)
         return Observation(self.prompt(rules, f"You: row {row + 1}, column {col + 1}."))
-
-
-if __name__ == "__main__":
-    from envs.play import main
-
-    main(CliffWalking)

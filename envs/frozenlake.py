@@ -4,9 +4,8 @@ Paper: appendix D, "FrozenLake (LLM)" and "FrozenLake (VLM)"; Table 2 (10 action
 Gymnasium's own `FrozenLake-v1`. Each seed gives a random solvable 4x4 map: a cell is frozen with probability 0.8, start
 and goal are any two cells (as the authors ran it).
 
-Where we differ: `slippery` is a parameter. The paper describes slippery ice (the intended direction with probability
-1/3), on which no policy exceeds a success of 0.502 on these maps (exact, by `solve`); its VLM result of 0.630 is
-therefore from ice that is not slippery.
+Where we differ: `slippery` is a parameter. On the paper's slippery ice (the intended direction with probability 1/3)
+no policy exceeds a success of 0.502 on these maps (exact, by `solve`); its VLM result of 0.630 is above that.
 """
 
 import gymnasium
@@ -17,7 +16,7 @@ from envs.base import FORMAT_PENALTY, Observation
 from envs.grid_world import FORM, GridWorld, cell_name
 
 SIDE = 4
-SYMBOLS = {"S": "_", "F": "_", "H": "O", "G": "G"}  # of cells
+SYMBOLS = str.maketrans("SFH", "__O")  # of cells
 PLAYER_ON = {"S": "P", "F": "P", "H": "X", "G": "√"}  # symbols of the player, by the cell under it
 
 RULES = """\
@@ -45,33 +44,31 @@ def random_map(seed: int) -> list[str]:
             return ["".join(row) for row in cells]
 
 
-def solve(transitions: dict, horizon: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return exact values with h = 0..horizon actions left, by dynamic programming over Gymnasium's table
-    P[s][a] = [(probability, s', reward, done)]: of each action followed by the best ones, float64 [horizon + 1, S, A],
-    and of uniformly random actions, float64 [horizon + 1, S]."""
-    optimal = np.zeros((horizon + 1, len(transitions), len(transitions[0])))
-    random = np.zeros((horizon + 1, len(transitions)))
-    for h in range(1, horizon + 1):
-        best, mean = optimal[h - 1].max(-1), random[h - 1]
+def solve(transitions: dict, horizon: int) -> np.ndarray:
+    """Return the exact value of each action with `horizon` actions left, if the best ones follow and if random ones
+    follow, float64 [2, S, A], from Gymnasium's table P[s][a] = [(probability, s', reward, done)]."""
+    values = np.zeros((2, len(transitions), len(transitions[0])))
+    for _ in range(horizon):
+        after = np.stack([values[0].max(-1), values[1].mean(-1)])
+        values = np.zeros_like(values)
         for s, actions in transitions.items():
             for a, outcomes in actions.items():
-                for p, after, reward, done in outcomes:
-                    optimal[h, s, a] += p * (reward + (not done) * best[after])
-                    random[h, s] += p * (reward + (not done) * mean[after]) / len(actions)
-    return optimal, random
+                for p, to, reward, done in outcomes:
+                    values[:, s, a] += p * (reward + (not done) * after[:, to])
+    return values
 
 
 class FrozenLake(GridWorld):
-    """`image` draws the grid instead of writing it, `cell_size` pixels a cell. `style` "terse" shows the grid alone."""
+    """`image` draws the grid instead of writing it. `style` "terse" shows the grid alone."""
 
     words = (*GridWorld.actions, "√", " G", " O", " a", " b", " c", " d")  # captions name a cell by column and row
 
     def __init__(
-        self, slippery: bool = False, image: bool = False, style: str = "terse", cell_size: int = 14,
+        self, slippery: bool = False, image: bool = False, style: str = "terse",
         format_penalty: float = FORMAT_PENALTY, max_turns: int = 0,
     ):  # fmt: skip
         super().__init__(style, format_penalty, max_turns)
-        self.slippery, self.image, self.cell_size = slippery, image, cell_size
+        self.slippery, self.image = slippery, image
         self.warm_start = ((250, 1), (150, 10)) if image else ((400, 1), (200, 10))
 
     def start(self, seed: int) -> None:
@@ -85,14 +82,14 @@ class FrozenLake(GridWorld):
 
     def optimal_reply(self) -> str:
         """Return the action that maximises the probability of success within the turns that are left."""
-        optimal, _ = solve(self.lake.P, self.max_turns - self.turn)
-        return f"<answer>{self.actions[int(optimal[-1, self.lake.s].argmax())]}</answer>"
+        best, _ = solve(self.lake.P, self.max_turns - self.turn)[:, self.lake.s]
+        return f"<answer>{self.actions[int(best.argmax())]}</answer>"
 
     def baselines(self, seed: int) -> dict[str, float]:
         """Return the exact probability of success on the map of this seed."""
         self.reset(seed=seed)
-        optimal, random = solve(self.lake.P, self.max_turns)
-        return {"random": float(random[-1, self.lake.s]), "optimal": float(optimal[-1, self.lake.s].max())}
+        best, random = solve(self.lake.P, self.max_turns)[:, self.lake.s]
+        return {"random": float(random.mean()), "optimal": float(best.max())}
 
     def position(self) -> tuple[int, int]:
         """Return row and column of the player."""
@@ -105,13 +102,14 @@ class FrozenLake(GridWorld):
         return f"{PLAYER_ON[self.cells[here]]} {cell_name(*here)} G{goal}" + (f" O{holes}" if holes else "")
 
     def observe(self) -> Observation:
-        here = self.position()
+        here, cells = self.position(), self.cells.copy()
         images = (draw(self.cells, here, self.cell_size),) if self.image else ()
-        rows = [[SYMBOLS[cell] for cell in row] for row in self.cells]
-        rows[here[0]][here[1]] = PLAYER_ON[self.cells[here]]
+        cells[here] = PLAYER_ON[cells[here]]
+        gap = "" if self.style == "terse" else " "
+        grid = "\n".join(map(gap.join, cells)).translate(SYMBOLS)
         if self.style == "terse":
-            return Observation("" if self.image else "\n".join(map("".join, rows)), images)
-        state = "The image shows the lake." if self.image else "State:\n" + "\n".join(map(" ".join, rows))
+            return Observation("" if self.image else grid, images)
+        state = "The image shows the lake." if self.image else f"State:\n{grid}"
         slippery, legend = SLIPPERY if self.slippery else "", IMAGE_LEGEND if self.image else LEGEND
         rules = RULES.format(turns=self.max_turns, slippery=slippery, legend=legend)
         return Observation(self.prompt(rules, f"{state}\n{FORM}"), images)
@@ -147,9 +145,3 @@ def draw(cells: np.ndarray, player: tuple[int, int], cell_size: int) -> np.ndarr
     tiles[:, :, :, :ruler] = shades[:, None, None, None, None]
     tiles[:, :ruler] = shades[:, None, None]
     return image
-
-
-if __name__ == "__main__":
-    from envs.play import main
-
-    main(FrozenLake)

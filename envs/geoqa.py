@@ -1,12 +1,11 @@
 """GeoQA: an image of a geometric figure and a question about it, in up to three attempts.
 
-Paper: appendix D, "GeoQA" (VLM). Data: the fields `image`, `problem` and `solution` of `leonardPKU/GEOQA_R1V_Train_8K`,
-which has one split, and whose solutions hold the answer as `<answer> 145° </answer>`. An image may also be a path
-beside the file. The paper does not say which version it used.
+Paper: appendix D, "GeoQA" (VLM). It does not say which version it used.
+Data: the fields `image`, `problem` and `solution` of `leonardPKU/GEOQA_R1V_Train_8K`, whose solutions hold the answer
+as `<answer> 145° </answer>`.
 
-Without data, triangles and quadrilaterals on a grid of 4 x 4 squares are generated, with a question for the length of
-the red side, the angle at the red dot, or the area. Eleven values are equally likely. There are 10,163 problems for
-training and 1,488 held out, which share no figure. Scores on them say nothing about GeoQA.
+Without data: a triangle or a quadrilateral on a grid of 4 x 4 squares, with a question for the length of the red side,
+the angle at the red dot, or the area. There are 10,163 problems for training and 1,488 held out.
 """
 
 import io
@@ -16,14 +15,12 @@ from collections.abc import Hashable, Iterator
 from fractions import Fraction
 from functools import lru_cache
 from itertools import combinations, product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw
 
 from envs.answer_parsing import MAX_ANSWER, Number, final_answer, plain, read_choice, read_number
-from envs.base import FORMAT_PENALTY
 from envs.question_answering import FEEDBACK, Question, QuestionAnswering
 
 SIDE = 4  # squares
@@ -65,8 +62,8 @@ def draw(figure: Figure, cell_size: int) -> np.ndarray:
     """Draw a figure on its grid, uint8 [4 cell_size, 4 cell_size, 3], at four times its size and scaled down. The lines
     of the grid shade from dark to light, for the same reason as the ruler of FrozenLake's images."""
     side, scale = SIDE * cell_size, 4 * cell_size
-    margin = scale // 8  # figures on the rim of the grid stay inside the image
-    image = Image.new("RGB", (4 * side, 4 * side), (255, 255, 255))
+    margin, thick = scale // 8, scale // 7  # figures on the rim of the grid stay inside the image
+    image = Image.new("RGB", (4 * side, 4 * side), "white")
     pen = ImageDraw.Draw(image)
 
     def at(*points: tuple[int, ...]) -> list[tuple[float, float]]:
@@ -75,8 +72,7 @@ def draw(figure: Figure, cell_size: int) -> np.ndarray:
 
     for k in range(SIDE + 1):
         for ends in (((k, 0), (k, SIDE)), ((0, k), (SIDE, k))):
-            pen.line(at(*ends), fill=(60 + 45 * k,) * 3, width=max(1, scale // 14))
-    thick = max(2, scale // 7)
+            pen.line(at(*ends), fill=(60 + 45 * k,) * 3, width=scale // 14)
     pen.polygon(at(*figure.polygon), fill=FILL)
     pen.line(at(*figure.polygon, figure.polygon[0]), fill=EDGE, width=thick, joint="curve")
     if len(figure.red) == 2:
@@ -86,7 +82,7 @@ def draw(figure: Figure, cell_size: int) -> np.ndarray:
     return np.asarray(image.resize((side, side), Image.Resampling.BOX))
 
 
-def decode(source: bytes | Path) -> np.ndarray:
+def decode(source: bytes | str) -> np.ndarray:
     """Decode an image file to uint8 [H, W, 3], transparent parts white, at most MAX_SIDE a side. Raises ValueError."""
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
@@ -99,8 +95,6 @@ def decode(source: bytes | Path) -> np.ndarray:
 
 
 class GeoQA(QuestionAnswering):
-    """`cell_size`: pixels of a square of the generated figures' grid."""
-
     generated_answers = ("1", "2", "3", "4", "5", "6", "8", "10", "45", "90", "135")
     words = (*QUESTIONS, " triangle", " quadrilateral", " a", " b", " c", " d", " e")  # a point of a caption: " b3"
     words += (*FEEDBACK, *map(" {}".format, generated_answers))
@@ -112,28 +106,19 @@ class GeoQA(QuestionAnswering):
         "<answer>60°</answer> or <answer>B</answer>."
     )
 
-    def __init__(
-        self, style: str = "terse", format_penalty: float = FORMAT_PENALTY, max_turns: int = 0, data: str = "",
-        cell_size: int = 14,
-    ):  # fmt: skip
-        super().__init__(style, format_penalty, max_turns, data)
-        self.cell_size = cell_size
-
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Question:
         solution, image = str(row["solution"]), row["image"]
-        # with the tags of a reply, or the answer alone
-        gold = final_answer(solution, False) or final_answer(f"<answer>{solution}</answer>", False)
-        if cls.read(gold) is None:
+        tagged = solution if "<answer>" in solution else f"<answer>{solution}</answer>"
+        if cls.read(gold := final_answer(tagged, False)) is None:
             raise ValueError(f"the field solution must hold one short answer, but is {solution[:MAX_ANSWER]!r}")
-        image = (image.get("bytes") or image.get("path")) if isinstance(image, dict) else image
-        image = image if isinstance(image, bytes) else Path(row["folder"], str(image))
+        if isinstance(image, dict):  # an image column of `datasets`
+            image = image["bytes"] or image["path"]
         decode(image)  # now, not in the middle of a run
         return Question(str(row["problem"]), gold, image=image)
 
     @classmethod
     def problems(cls) -> Iterator[tuple[str, Hashable, Any]]:
-        """Yield all problems. Those with the same polygon are in the same split."""
         for polygon in polygons():
             found = []
             for k, corner in enumerate(polygon):
@@ -178,12 +163,5 @@ class GeoQA(QuestionAnswering):
             return False
         digits = [places for places in (a.decimals, b.decimals * (b.decimals > 1)) if places]
         off, size = abs(Fraction(a.value) - Fraction(b.value)), abs(Fraction(b.value))
-        surds = isinstance(a.value, float) or isinstance(b.value, float)
         near = bool(digits) and off < Fraction(1, 10 ** min(digits)) and off <= TOLERANCE * size
-        return near or off <= (1e-9 * size if surds else 0)
-
-
-if __name__ == "__main__":
-    from envs.play import main
-
-    main(GeoQA)
+        return near or off <= (1e-9 * size if float in (type(a.value), type(b.value)) else 0)

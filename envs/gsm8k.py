@@ -3,9 +3,8 @@
 Paper: appendix D; a control, since the paper's model solves 93 % of it before training.
 Data: the fields `question` and `answer` of `openai/gsm8k:main`, where the answer ends in `#### 72`.
 
-Without data, problems are generated: someone has up to seven things and then gets or loses one or two, up to six
-times, and never has more than seven. Answers 0 to 7 are equally likely. There are 12,289 problems for training and
-1,589 held out, names and things aside. Scores on them say nothing about GSM8K.
+Without data: someone has up to seven things and then gets or loses one or two, up to six times, and never has more
+than seven. There are 12,289 problems for training and 1,589 held out, names and things aside.
 """
 
 from collections.abc import Hashable, Iterator
@@ -37,7 +36,6 @@ class GSM8K(QuestionAnswering):
 
     @classmethod
     def problems(cls) -> Iterator[tuple[str, Hashable, Any]]:
-        """Yield all problems. Those with the same changes in another order are in the same split."""
         found: list[tuple[tuple[int, ...], int]] = [((first,), first) for first in range(MOST + 1)]
         for _ in range(MOST_CHANGES):
             found = [((*made, n), now + n) for made, now in found for n in CHANGES if 0 <= now + n <= MOST]
@@ -49,9 +47,3 @@ class GSM8K(QuestionAnswering):
         name, thing = NAMES[rng.integers(len(NAMES))], THINGS[rng.integers(len(THINGS))]
         events = "".join(CHANGES[n] for n in changes)
         return Question(f"{name} has {first}{thing}{events}. How many{thing}?", answer, f" {first}{events}")
-
-
-if __name__ == "__main__":
-    from envs.play import main
-
-    main(GSM8K)

@@ -1,9 +1,8 @@
 """NQ Search: answer a question with the help of a search engine, in at most 5 replies.
 
 Paper: appendix D, "NQ Search"; Table 2 (5 actions, binary reward). A reply is a search, answered by the 3 best
-passages, or an answer, which ends the episode. Reward 1 for an exact match with a golden answer after SQuAD's
-normalisation (the authors': for a substring), else 0. A reply without an action, or with several, costs its turn and
-the format penalty. A failed search ends the episode as truncated.
+passages, or an answer, which ends the episode with reward 1 for an exact match after SQuAD's normalisation (the
+authors': for a substring). Any other reply costs its turn and the format penalty. A failed search ends the episode.
 
 Questions come from `data` (Search-R1's fields `question, golden_answers`) with a server at `search_url`
 (envs/search_server.py); without `data` they are generated and searched in this process (envs/synthetic_wiki.py).
@@ -12,12 +11,12 @@ Questions come from `data` (Search-R1's fields `question, golden_answers`) with 
 import re
 import string
 import warnings
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
 from envs import synthetic_wiki
-from envs.base import FORMAT_PENALTY, Observation, TextEnv, outside_think, parse_answer
+from envs.base import FORMAT_PENALTY, Observation, TextEnv, outside_think
 from envs.data import load_rows, row_for
 from envs.search_server import retrieve
 
@@ -32,25 +31,25 @@ answer ends the episode. Only the shortest form of the answer counts: a name, a 
 FORM = "Reply with <search> query </search> or <answer> answer </answer>; you may think first in <think> </think>."
 
 
-def normalize(text: str) -> str:
-    """Apply SQuAD's normalisation: lower case, no punctuation, no articles, single spaces."""
-    text = text.lower().translate(str.maketrans("", "", string.punctuation))
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
-
-
 def exact_match(answer: str, golden_answers: list[str]) -> bool:
-    """Return whether the answer equals a golden one after normalisation. One that is empty then (".") equals none."""
-    said = normalize(answer)
-    return bool(said) and said in map(normalize, golden_answers)
+    """Return whether the answer equals a golden one after SQuAD's normalisation: lower case, no punctuation, no
+    articles, single spaces. An answer that is empty then (".") equals none."""
+
+    def normal(text: str) -> str:
+        text = text.lower().translate(str.maketrans("", "", string.punctuation))
+        return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+    return normal(answer) != "" and normal(answer) in map(normal, golden_answers)
 
 
 def parse_action(reply: str) -> tuple[str, str]:
     """Return ("search", query) or ("answer", text), with tags in any case, or ("", "") unless the reply holds exactly
     one action outside `<think>`."""
-    tags = re.findall(r"</?(search|answer|information)>", outside_think(reply), re.ASCII | re.IGNORECASE)
-    kind = tags[0].lower() if len(tags) == 2 else ""
-    text = parse_answer(reply, kind) if kind in ("search", "answer") else ""
-    return (kind, text) if text else ("", "")
+    parts = re.split("<(/?)(search|answer|information)>", outside_think(reply), flags=re.ASCII | re.IGNORECASE)
+    match [part.strip() for part in parts]:
+        case [_, "", kind, text, "/", end, _] if text and kind.lower() == end.lower() != "information":
+            return kind.lower(), text
+    return "", ""
 
 
 def harmless(text: str) -> str:
@@ -58,11 +57,17 @@ def harmless(text: str) -> str:
     return text[:MAX_PASSAGE].replace("<", "‹").replace(">", "›")
 
 
+def from_row(row: dict[str, Any]) -> tuple[str, list[str]]:
+    """Return question and golden answers of a row of data, which has a list of them or the only one."""
+    answers = row["golden_answers"] if isinstance(row["golden_answers"], list) else [row["golden_answers"]]
+    return harmless(str(row["question"])), list(map(str, answers))
+
+
 class NQSearch(TextEnv):
     """Questions to answer by searching. Raises ValueError unless data and address come together and can be used."""
 
     max_turns = 5
-    metrics = ("searches", "search_failed")
+    metrics = ("searches",)
     words = ("<search>", "</search>", "<information>", "</information>", *synthetic_wiki.WORDS)
     warm_start = ((600, 1), (700, 5))
 
@@ -73,20 +78,18 @@ class NQSearch(TextEnv):
         super().__init__(style, format_penalty, max_turns)
         if bool(data) != bool(search_url) or not re.match("https?://|$", search_url):
             raise ValueError(f"--data {data!r} and --search_url {search_url!r} need each other and an http:// address")
-        self.place = search_url  # where to search: an address, or the group of a generated question
-        self.data, self.rows = data, load_rows(data, ("question", "golden_answers")) if data else {}
+        self.data, self.place = data, search_url  # where to search: an address, or the group of a generated question
+        self.rows = load_rows(data, ("question", "golden_answers"), from_row) if data else {}
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Observation, dict]:
         super().reset(seed=seed)
         seed = self.episode_seed(seed)
-        self.puzzle = None if self.rows else synthetic_wiki.question(seed)
+        self.puzzle = None if self.data else synthetic_wiki.question(seed)
         if self.puzzle:
             self.question = self.puzzle.full if self.style == "full" else self.puzzle.terse
             self.golden_answers, self.place = [self.puzzle.answer], self.puzzle.group
         else:
-            row = row_for(self.rows, seed)
-            self.question, answers = harmless(str(row["question"])), row["golden_answers"]  # a list, or the only one
-            self.golden_answers = list(map(str, answers if isinstance(answers, list) else [answers]))
+            self.question, self.golden_answers = row_for(self.rows, seed)
         self.turn, self.searches, self.readable = 0, 0, True
         self.passages: list[str] = []  # of the last search
         self.seen = [self.question]  # the question and all passages so far
@@ -98,7 +101,7 @@ class NQSearch(TextEnv):
     @classmethod
     def step_many(cls, envs: list[Self], replies: list[str]) -> list[tuple]:
         """Step each environment with its reply; all searches in one place are one call."""
-        actions = [parse_action(reply) for reply in replies]
+        actions = list(map(parse_action, replies))
         found: dict[int, list[str]] = {}  # index of the environment: passages
         for place in {env.place for env, (kind, _) in zip(envs, actions, strict=True) if kind == "search"}:
             asking = [k for k, env in enumerate(envs) if env.place == place and actions[k][0] == "search"]
@@ -110,19 +113,18 @@ class NQSearch(TextEnv):
         return [env._take(*actions[k], found.get(k)) for k, env in enumerate(envs)]
 
     def _take(self, kind: str, text: str, passages: list[str] | None) -> tuple[Observation, float, bool, bool, dict]:
-        """Take one turn. `passages` is None if there was no search, or if it failed."""
+        """Take one turn. `passages`: what was found, if the search did not fail."""
         self.turn += 1
         self.readable = kind != ""
-        success = kind == "answer" and exact_match(text, self.golden_answers)
-        failed = kind == "search" and passages is None
         if kind == "search":
             self.searches += 1
             self.passages = list(map(harmless, passages or []))
             self.seen += self.passages
+        success = kind == "answer" and exact_match(text, self.golden_answers)
         reward = float(success) if self.readable else -self.format_penalty
-        metrics = {"searches": float(self.searches), "search_failed": float(failed)}
-        info = {"success": success, "valid": self.readable, "metrics": metrics}
-        return self.observe(), reward, kind == "answer", failed or self.turn >= self.max_turns, info
+        truncated = self.turn >= self.max_turns or (kind == "search" and passages is None)
+        info = {"success": success, "valid": self.readable, "metrics": {"searches": float(self.searches)}}
+        return self.observe(), reward, kind == "answer", truncated, info
 
     def observe(self) -> Observation:
         """Return the passages of the last search, then the question."""
@@ -139,8 +141,7 @@ class NQSearch(TextEnv):
     def random_reply(self, rng: np.random.Generator) -> str:
         """Return a search or an answer, with probability 1/2 each: a person or a value named so far (with `data`, a
         word), or any value if there is none."""
-        tag = "search" if rng.random() < 0.5 else "answer"
-        named = synthetic_wiki.PERSON if tag == "search" else synthetic_wiki.VALUE
+        tag, named = ("search", synthetic_wiki.PERSON) if rng.random() < 0.5 else ("answer", synthetic_wiki.VALUE)
         choices = re.findall(named if self.puzzle else r"\w+", "\n".join(self.seen)) or synthetic_wiki.VALUES
         choices = list(dict.fromkeys(choices))
         return f"<{tag}> {choices[rng.integers(len(choices))]}</{tag}>"
@@ -155,14 +156,6 @@ class NQSearch(TextEnv):
     def caption(self) -> str:
         """Return the facts in the passages in random order, ` Ada Finch job cook Bo Hale born Rome ...`, or the person
         asked about if there are none. It never singles out the answer."""
-        if not self.puzzle:
-            return self.question
         articles = [passage.split("\n") for passage in self.passages]
         facts = [f" {person} {fact}" for person, values in articles for fact in values.split(", ")]
-        return "".join(self.np_random.permutation(facts)) or f" {self.puzzle.people[0]}"
-
-
-if __name__ == "__main__":
-    from envs.play import main
-
-    main(NQSearch)
+        return "".join(self.np_random.permutation(facts)) or f" {synthetic_wiki.PERSON.findall(self.question)[0]}"

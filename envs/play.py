@@ -1,20 +1,14 @@
-"""The command line that every environment shares: play episodes yourself. Its arguments become flags. Ours.
-
-python -m envs.frozenlake --play --seed 3 --slippery
-"""
+"""Play episodes of an environment yourself: python -m envs.play frozenlake --seed 3. Ours."""
 
 import argparse
-import inspect
 import itertools
 import tempfile
-from collections.abc import Callable
 
 import gymnasium
 from PIL import Image
 
+from envs import ENVS
 from envs.base import TextEnv, play_out
-
-FOR_A_PERSON = {"style": "full", "cell_size": 56}  # defaults of these flags, for environments that have them
 
 
 def show(env: TextEnv) -> None:
@@ -36,26 +30,24 @@ def ask(env: TextEnv) -> str:
     return line if "<" in line else f"<answer>{line}</answer>"
 
 
-def main(make_env: Callable[..., TextEnv], argv: list[str] | None = None) -> None:
-    """Play episodes of a class whose arguments all have defaults, one per seed, until `q` or the end of the input."""
-    parser = argparse.ArgumentParser(description="Play this task; a line is a reply, or just an action.")
-    parser.add_argument("--play", action="store_true", required=True)
+def main(argv: list[str] | None = None) -> None:
+    """Play episodes of an environment, one per seed, until `q` or the end of the input."""
+    parser = argparse.ArgumentParser(prog="envs.play", description="Play; a line is a reply, or just an action.")
+    parser.add_argument("env", choices=list(ENVS))
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
-    parameters = inspect.signature(make_env).parameters
-    for name, parameter in parameters.items():
-        default = FOR_A_PERSON.get(name, parameter.default)
-        kind = {"action": argparse.BooleanOptionalAction} if isinstance(default, bool) else {"type": type(default)}
-        parser.add_argument(f"--{name}", default=default, help=f"default {default!r}", **kind)
     args = parser.parse_args(argv)
+    env = ENVS[args.env](style="full")
     try:
-        env = make_env(**{name: getattr(args, name) for name in parameters})
         for seed in itertools.count(args.seed):
             print(f"Episode of seed {seed}; q or Ctrl-D leaves.")
             total, turns, info = play_out(env, seed, lambda: ask(env))
             show(env)
-            own = "".join(f", {name} {value:g}" for name, value in info.get("metrics", {}).items())
-            print(f"{'success' if info['success'] else 'no success'} after {turns} turns, return {total:g}{own}\n")
+            print(f"{'success' if info['success'] else 'no success'} after {turns} turns, return {total:g}\n")
     except EOFError:
         print("\nleft")
-    except (ValueError, gymnasium.error.Error) as error:  # the latter: a negative seed
+    except gymnasium.error.Error as error:  # a negative seed
         parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -38,9 +38,8 @@ class LocalEncoder:
 
 
 class TransformerEncoder:
-    """Average the last hidden states over a text's own tokens and normalise, as E5 and all-MiniLM do. As in Search-R1,
-    a model with "e5" in its name (the last part of a hub id or of a folder) gets the prefixes that E5 was trained with
-    (Wang et al. 2022). Raises ValueError if no model can be loaded."""
+    """Average the last hidden states over a text's own tokens and normalise, as E5 and all-MiniLM do. A model with "e5"
+    in its name gets E5's prefixes, as in Search-R1. Raises ValueError if no model can be loaded."""
 
     def __init__(self, name: str):
         import torch  # imported here, because the local encoder needs neither

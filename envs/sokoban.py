@@ -136,9 +136,3 @@ class Sokoban(GridWorld):
             return Observation("\n".join(row[1:-1] for row in rows[1:-1]))
         rules, grid = RULES.format(side=self.side, turns=self.max_turns), "\n".join(map(" ".join, rows))
         return Observation(self.prompt(rules, f"State:\n{grid}\n{FORM}"))
-
-
-if __name__ == "__main__":
-    from envs.play import main
-
-    main(Sokoban)

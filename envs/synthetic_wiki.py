@@ -1,6 +1,6 @@
 """Generate a synthetic encyclopaedia and questions about it: stand-ins for Wikipedia and Natural Questions.
 
-Not in the paper: it lets NQ Search run without a download, at a size that a tiny model can learn. An article:
+Ours: NQ Search without a download, at a size that a tiny model can learn. An article:
 
     Ada Finch
     born Oslo, job cook, friend Bo Hale

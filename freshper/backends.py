@@ -69,9 +69,15 @@ def load(config: Config, seeds: list[int]) -> Policy:
     dtype = torch.float32 if mixed else getattr(torch, config.dtype)
     try:
         policy = load_policy(name, config.device, dtype, freeze_vision=config.tiny)
+        known, vocabulary = len(policy.tokenizer), policy.model.get_input_embeddings().num_embeddings
+        if not policy.tokenizer.encode("text", add_special_tokens=False) or known > vocabulary:
+            raise ValueError(f"its tokenizer, of {known} tokens, does not belong to it ({vocabulary})")
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, TemplateError, StrictDataclassError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"--model is {name}, but must be a chat model that can be loaded: {reason}") from error
+    positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None) or config.max_tokens
+    if config.max_tokens > positions:
+        raise ValueError(f"--max_tokens is {config.max_tokens}, but must be at most {positions} with --model {name}")
     if any(o.images for o in observations) and not policy.image_processor:
         raise ValueError(f"--model is {name}, which reads text only, but --env {config.env} shows images")
     policy.mixed = mixed
@@ -84,29 +90,22 @@ def load(config: Config, seeds: list[int]) -> Policy:
 
 @torch.no_grad()
 def check(policy: Policy, config: Config) -> None:
-    """Compare trainer and engine with the model's own forward, on a text beyond any window of its attention, if a
-    conversation may get that long. Raises ValueError if logits differ (the engine knows no sliding windows), or if the
-    tokenizer is of another model."""
-    vocabulary = policy.model.get_input_embeddings().num_embeddings
-    if not policy.tokenizer.encode("text", add_special_tokens=False) or len(policy.tokenizer) > vocabulary:
-        other = f"its tokenizer, of {len(policy.tokenizer)} tokens, does not belong to it ({vocabulary})"
-        raise ValueError(f"--model is {config.model}, but must be a chat model that can be loaded: {other}")
+    """Compare trainer and engine with the model's own forward, on a text beyond any window of its attention that a
+    conversation may reach. Raises ValueError if logits differ: the engine knows no sliding windows."""
     window = getattr(policy.model.config.get_text_config(), "sliding_window", 0) or 0
     length = min(config.max_tokens, max(512, 2 * window))
     text = policy.first_prompt(Observation("Is this computed right? " * length))[:length]
     tokens = torch.tensor([text], device=policy.device)
     own = policy.model(input_ids=tokens, logits_to_keep=1).logits[0, -1].float()  # [V]
-    positions = torch.from_numpy(policy.positions(np.array(text), []))[:, None].to(policy.device)
+    positions = torch.from_numpy(policy.positions(np.array(text), []))[:, None]
     found = {"the trainer": policy.logits(policy.hidden(tokens, positions, [])[:, -1])[0]}
     if config.engine == "hf":
-        engine = HFEngine(policy, Sampling(temperature=1.0), seed=0)
-        found["the embedded engine"] = engine.logits(Conversation(text))
+        found["the embedded engine"] = HFEngine(policy, Sampling(), seed=0).logits(Conversation(text))
     for name, logits in found.items():
         difference = (own - logits)[logits.isfinite()].abs().max().item()
         if not difference <= TOLERANCE[config.dtype]:
             other = f"other logits than a {type(policy.model).__name__} itself, by {difference:.2g}"
-            smaller = "with a smaller --max_tokens they may agree"
-            raise ValueError(f"--model is {config.model}, but {name} computes {other}; {smaller}")
+            raise ValueError(f"--model is {config.model}, but {name} computes {other}; try a smaller --max_tokens")
 
 
 def make_trainer(policy: Policy, config: Config) -> Any:
@@ -123,12 +122,11 @@ def make_trainer(policy: Policy, config: Config) -> Any:
 def backends(policy: Policy, config: Config) -> Iterator[tuple[TorchTrainer, Any]]:
     """Yield rank 0's trainer and an engine with its weights; their processes end afterwards."""
     with contextlib.closing(make_trainer(policy, config)) as trainer:
-        engine: Any
-        if config.engine == "hf":
-            engine = HFEngine(policy, Sampling(config.temperature, config.top_k, config.top_p), config.seed)
-        else:
+        if config.engine == "vllm":
             from freshper.engine_vllm import VLLMEngine
 
-            engine = VLLMEngine(policy, config, trainer)
+            engine: Any = VLLMEngine(policy, config, trainer)
+        else:
+            engine = HFEngine(policy, Sampling(config.temperature, config.top_k, config.top_p), config.seed)
         with contextlib.closing(engine):
             yield trainer, engine

@@ -4,10 +4,9 @@ Paper: section 3.5 and appendix A.1; Algorithm 1 lines 4 (add), 6 (refresh), 8 (
 
     leaf_i = p_i^alpha,   p_i = p_i^base * decay(t - t_i),   P(i) = leaf_i / sum_k leaf_k    (eq. 2, eq. 14)
 
-`decay` is any function of age in steps, such as `partial(exponential_decay, tau=500)`; `None` is Standard PER, which
-differs in nothing else. The refresh runs on a thread of its own while the on-policy update trains; every other
-method waits for it. A new entry gets its own base priority, not the largest so far. Eviction is first-in-first-out
-(Table 5), or `lowest_priority` (appendix A.1): the lowest leaf at the last refresh, the oldest among equals.
+`decay` is a function of age in steps, such as `partial(exponential_decay, tau=500)`; `None` makes Standard PER. The
+refresh runs on a thread of its own; every other method waits for it. A new entry gets its own base priority, not the
+largest so far. Eviction: first-in-first-out (Table 5), or the lowest leaf, the oldest among equals (appendix A.1).
 """
 
 import weakref
@@ -47,9 +46,10 @@ class ReplayBuffer:
         self.steps, self.order = np.zeros((2, capacity), dtype=np.int64)  # t_i, number of episodes added before
         self.added = self.now = 0  # episodes so far; t of the last refresh or addition
         self.rng = np.random.default_rng(seed)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="refresh")
-        self._pending: Future | None = None  # the last asynchronous refresh
         self._images: weakref.WeakValueDictionary[bytes, np.ndarray] = weakref.WeakValueDictionary()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="refresh")
+        self._pending: Future = Future()  # the last asynchronous refresh, for whose end (or error) other methods ask
+        self._pending.set_result(None)
 
     def __len__(self) -> int:
         """Return N, the number of episodes held."""
@@ -60,7 +60,7 @@ class ReplayBuffer:
         base_priorities, n = _checked(base_priorities), len(episodes)
         if n > self.capacity or n != len(base_priorities):
             raise ValueError(f"{n} episodes, {len(base_priorities)} priorities, capacity {self.capacity}")
-        self._wait()
+        self._pending.result()
         order = self.added + np.arange(n)
         slots = order % self.capacity  # unused ones first, then the oldest
         if self.eviction == "lowest_priority" and len(self) + n > self.capacity:
@@ -82,26 +82,25 @@ class ReplayBuffer:
 
     def refresh_async(self, step: int) -> Future:
         """Start `refresh` on the buffer's own thread ("async on CPU")."""
-        self._wait()
+        self._pending.result()
         self._pending = self._thread.submit(self.refresh, step)
         return self._pending
 
     def sample(self, batch_size: int, step: int = 0) -> Replay:
         """Draw a stratified batch with P(i) ~ p_i^alpha as of the last refresh (line 8), with ages at t = `step`."""
-        self._wait()
+        self._pending.result()
         indices = self.tree.stratified_sample(batch_size, self.rng)
         probabilities = self.tree[indices] / self.tree.total()
-        episodes = list(map(self.episodes.__getitem__, indices.tolist()))
+        episodes = [self.episodes[slot] for slot in indices.tolist()]
         return Replay(episodes, indices, probabilities, max(step, self.now) - self.steps[indices])
 
     def update_base_priorities(self, indices: np.ndarray, priorities: np.ndarray) -> None:
         """Set new base priorities [n] (section 3.5, "Priority Update"). Unchanged ones keep their tree values."""
         priorities = _checked(priorities)
-        self._wait()
+        self._pending.result()
         changed = self.base_priorities[indices] != priorities
-        indices = indices[changed]
-        self.base_priorities[indices] = priorities[changed]
-        self.tree.set(indices, self._leaves(indices))
+        self.base_priorities[indices] = priorities
+        self.tree.set(indices[changed], self._leaves(indices[changed]))
 
     def observe_drift(self, replay: Replay, kl: np.ndarray) -> None:
         """Give the KL of each replayed trajectory [B], in nats, to the estimate of `--tau auto`."""
@@ -110,35 +109,28 @@ class ReplayBuffer:
 
     def ages(self) -> np.ndarray:
         """Return Delta_i of every entry at the last refresh, int64 [N]."""
-        self._wait()
+        self._pending.result()
         return self.now - self.steps[: len(self)]
 
     def state_dict(self) -> dict:
         """Return everything that shapes future draws; nothing is copied."""
-        self._wait()
-        drift = self.decay.sums if isinstance(self.decay, AutoTau) else None
+        self._pending.result()
         state = {name: getattr(self, name) for name in STATE}
-        return state | {"nodes": self.tree.nodes, "rng": self.rng.bit_generator.state, "drift": drift}
+        state |= {"drift": self.decay.sums if isinstance(self.decay, AutoTau) else None}
+        return state | {"nodes": self.tree.nodes, "rng": self.rng.bit_generator.state}
 
     def load_state_dict(self, state: dict) -> None:
         """Restore a state of a buffer of this capacity."""
         for name in STATE:
             setattr(self, name, state[name])
-        distinct = {id(image): image for episode in self.episodes for image in episode.images}  # equal ones are one
-        self._images.update((image_key(image), image) for image in distinct.values())
         self.tree.nodes, self.rng.bit_generator.state = state["nodes"], state["rng"]
         if isinstance(self.decay, AutoTau) and state["drift"] is not None:
             self.decay.sums = state["drift"]
 
-    def _wait(self) -> None:
-        if self._pending:
-            self._pending.result()  # passes its error on
-
     def _leaves(self, slots: np.ndarray | slice) -> np.ndarray:
         """Return p_i^alpha at the time `now`, float64 [n]. Never 0, so a buffer of only stale entries can be drawn."""
-        p = self.base_priorities[slots]
-        if self.decay is not None:
-            p = p * self.decay(self.now - self.steps[slots])
+        ages = self.now - self.steps[slots]
+        p = self.base_priorities[slots] * (1.0 if self.decay is None else self.decay(ages))
         powers = np.where(p > 0.0, p**self.alpha, 0.0)  # 0^0 would be 1: --decay limit with --alpha 0
         return np.maximum(powers, np.finfo(np.float64).tiny)
 

@@ -35,11 +35,9 @@ from freshper.report import Report
 
 
 class StopSignals:
-    """A context manager in which Ctrl-C and SIGTERM raise `Interrupted`. While `graceful`, the first one is only noted
-    in `received`."""
+    """A context in which Ctrl-C and SIGTERM raise `Interrupted`. While `graceful`, the first is noted in `received`."""
 
-    def __init__(self) -> None:
-        self.graceful, self.received = False, 0
+    graceful, received = False, 0
 
     def __enter__(self) -> "StopSignals":
         self.before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -146,18 +144,14 @@ def _write(folder: Path, save: Callable[[str], None], state: dict[str, Any] | No
 
 
 def plain(tree: Any) -> Any:
-    """Return a state without NumPy's types. Raises TypeError on a type that could be saved but not loaded."""
+    """Return a state with tensors and numbers for NumPy's, which `weights_only` does not load."""
     if isinstance(tree, dict):
         return {key: plain(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
         return type(tree)(map(plain, tree))
     if isinstance(tree, np.ndarray):
         return torch.from_numpy(tree)
-    if isinstance(tree, np.generic):
-        return tree.item()
-    if tree is None or isinstance(tree, torch.Tensor) or type(tree) in (bool, int, float, str, bytes):
-        return tree
-    raise TypeError(f"a checkpoint cannot hold a {type(tree).__name__}: {tree}")
+    return tree.item() if isinstance(tree, np.generic) else tree
 
 
 def pack_episodes(episodes: list[Episode]) -> dict[str, Any]:
@@ -166,21 +160,19 @@ def pack_episodes(episodes: list[Episode]) -> dict[str, Any]:
     images = {id(image): image for e in episodes for image in e.images}
     number = {key: k for k, key in enumerate(images)}
     columns: dict[str, Any] = {f.name: [getattr(e, f.name) for e in episodes] for f in dataclasses.fields(Episode)}
-    columns["images"] = [[number[id(image)] for image in e.images] for e in episodes]
+    columns["images"] = [[number[id(image)] for image in shown] for shown in columns["images"]]
     for name, column in columns.items():
         if column and isinstance(column[0], np.ndarray):
             columns[name] = {"values": np.concatenate(column), "lengths": np.array([len(part) for part in column])}
-    pixels = [(image.shape, zlib.compress(image.tobytes(), 1)) for image in images.values()]
-    return {"columns": columns, "pixels": pixels}
+    return {"columns": columns, "pixels": [(x.shape, zlib.compress(x.tobytes(), 1)) for x in images.values()]}
 
 
 def unpack_episodes(packed: dict[str, Any]) -> list[Episode]:
     """Return the episodes that `pack_episodes` was given, from what `plain` made of it."""
     images = [np.frombuffer(zlib.decompress(data), np.uint8).reshape(shape) for shape, data in packed["pixels"]]
     columns = dict(packed["columns"])
+    columns["images"] = [[images[k] for k in shown] for shown in columns["images"]]
     for name, column in columns.items():
         if isinstance(column, dict):  # copies: one episode must not keep the arrays of all others in memory
-            parts = np.split(column["values"].numpy(), column["lengths"].cumsum(0)[:-1].tolist())
-            columns[name] = [part.copy() for part in parts]
-    columns["images"] = [[images[k] for k in shown] for shown in columns["images"]]
+            columns[name] = [part.numpy().copy() for part in column["values"].split(column["lengths"].tolist())]
     return [Episode(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]

@@ -48,9 +48,7 @@ class Config:
     decay: Literal["exponential", "polynomial", "limit", "none"] = _flag("exponential", "of age (eq. 13)")
     tau: float | Literal["auto"] = _flag(500.0, "age decay constant in steps, or auto (section 4.1: 500; AIME 1000)")
     beta: float = _flag(0.0, "beta_0 of the IS weights; 0: no correction (Table 5: FreshPER none, Standard PER 0.4)")
-    baseline: Literal["batch", "turn", "recompute"] = _flag(
-        "batch", "what a return is measured against; freshper/reinforce.py (not in the paper)"
-    )
+    baseline: Literal["batch", "turn", "recompute"] = _flag("batch", "what a return is measured against (ours)")
     # optimization
     iterations: int = _flag(400, "of Algorithm 1 (Table 4: 400; NQ 300; VLM 100)")
     rollout_batch_size: int = _flag(128, "episodes collected per iteration (appendix F: 128)")
@@ -108,20 +106,17 @@ class Config:
 
     def task(self) -> str:
         """Return the task as plots name it, with whose questions it asks and whether the ice is slippery."""
-        known = self.env_settings()
-        if "data" in known:
-            return f"{self.env} ({self.data or 'generated questions'})"
-        return f"{self.env} ({'' if self.slippery else 'not '}slippery)" if "slippery" in known else self.env
+        ice = "slippery" if self.slippery else "not slippery"
+        said = {"data": self.data or "generated questions", "slippery": ice}
+        return " ".join([self.env, *(f"({said[name]})" for name in said if name in self.env_settings())])
 
     def title(self) -> str:
         """Return the title of the run's plots and pages."""
-        method = self.method + ", base priority advantage" * (self.base_priority == "advantage")
-        return f"{self.task()}, {method}, preset {self.preset}, seed {self.seed}"
+        return f"{self.task()}, {self.method}, preset {self.preset}, seed {self.seed}"
 
     def env_settings(self) -> dict[str, Any]:
-        """Return what the environment of --env takes of the settings. Prompts and images of a tiny model are terse and
-        small."""
-        known = vars(self) | ({"style": "terse", "cell_size": 14} if self.tiny else {"style": "full", "cell_size": 56})
+        """Return what the environment takes of the settings. Prompts and images of a tiny model are terse and small."""
+        known = vars(self) | {"style": "terse" if self.tiny else "full"}
         return {name: known[name] for name in inspect.signature(ENVS[self.env]).parameters if name in known}
 
     def make_env(self) -> TextEnv:

@@ -5,8 +5,6 @@
     ESS / n <= exp(-KL(pi_theta || pi_mu))           eq. 11: a bound, not an estimate
     KL ~ c Delta, so exp(-Delta / tau), tau = 1/c    eq. 12 and 13: a heuristic
 
-    python -m freshper.diagnostics out/frozenlake-freshper-42        the table, the fits, diagnostics.png
-
 The input is replay.csv, one row per replayed trajectory: `log_ratio` is log rho_i; `ratio`, `ratio_sq`, `kl` (k3 of
 pi_mu against pi_theta) and `clipped` are sums over its `tokens` action tokens. How to estimate is ours:
 - Replay draws by priority, not from pi_mu: each row has the weight v_i = 1 / P(i).
@@ -14,7 +12,6 @@ pi_mu against pi_theta) and `clipped` are sums over its `tokens` action tokens. 
 - KL(pi_theta || pi_mu) = E_mu[rho log rho] / E_mu[rho] - log E_mu[rho], so eq. 11 holds in every sample (Jensen).
 """
 
-import argparse
 from pathlib import Path
 
 import matplotlib.figure
@@ -76,21 +73,3 @@ def plot(folder: Path, found: dict[str, np.ndarray]) -> None:
         axes.set_xlabel("age of the replayed trajectories, optimizer steps")
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), frameon=False)
     figure.savefig(folder / "diagnostics.png", dpi=110)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="ESS, KL and clipping of replayed trajectories by age.")
-    parser.add_argument("folder", type=Path, help="of a run with replay")
-    folder = parser.parse_args().folder
-    if not (folder / "replay.csv").is_file():
-        parser.error(f"folder is {folder}, but must be that of a run with replay, with a replay.csv")
-    plot(folder, found := by_age(read(folder)))
-    print("".join(f"{name:>12}" for name in found))
-    for row in zip(*found.values(), strict=True):
-        print("".join(f"{value:12.4g}" for value in row))
-    for name, values in {"kl": found["kl"], "-ln ess": -np.log(found["ess"])}.items():
-        print("{0} = {2:.3f} + age / {1:.0f}, R² {3:.2f}".format(name, *drift_rate(found["age"], values)))
-
-
-if __name__ == "__main__":
-    main()

@@ -53,7 +53,7 @@ class KVCache:
 
 
 class HFEngine:
-    """`generate` continues conversations; `sync` makes the next one start from the trainer's weights."""
+    """Generate replies with the trainer's own model."""
 
     def __init__(self, policy: Policy, sampling: Sampling, seed: int):
         self.policy, self.sampling = policy, sampling
@@ -79,9 +79,7 @@ class HFEngine:
         return {"generator": self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore the generator. Conversations are read again from their start."""
         self.generator.set_state(state["generator"])
-        self.sync()
 
     @torch.inference_mode()
     def generate(self, conversations: list[Conversation], max_new_tokens: int) -> list[Reply]:
@@ -91,16 +89,15 @@ class HFEngine:
         replies = [Reply([], []) for _ in conversations]
         chunks = [c.tokens[n:] for c, n in zip(conversations, self.visible.sum(1).tolist(), strict=True)]
         images = [c.images[n:] for c, n in zip(conversations, self.images_fed, strict=True)]
-        active = list(range(len(conversations)))
+        active = set(range(len(conversations)))
         while active:
             tokens, logprobs = self._sample(self._feed(chunks, images))
             for i in active:
                 replies[i].tokens.append(tokens[i])
                 replies[i].logprobs.append(logprobs[i])
-            active = [i for i in active if tokens[i] != self.policy.eos_id and len(replies[i].tokens) < max_new_tokens]
-            chunks, images = [[]] * len(replies), [[]] * len(replies)
-            for i in active:  # the last token of a reply is fed with the next turn
-                chunks[i] = [tokens[i]]
+            active = {i for i in active if tokens[i] != self.policy.eos_id and len(replies[i].tokens) < max_new_tokens}
+            # a reply's last token is fed with the next turn
+            chunks, images = [[t] if i in active else [] for i, t in enumerate(tokens)], [[]] * len(replies)
         return replies
 
     @torch.inference_mode()
@@ -157,8 +154,8 @@ class HFEngine:
 
 
 def truncated(probabilities: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Zero all but the top_k most probable entries, then all but the fewest that hold a share top_p of what top-k left,
-    as vLLM does. [B, V] -> [B, V], not normalized."""
+    """Zero all but the top_k most probable entries, then all but the fewest that hold a share top_p of what is left, as
+    vLLM does. [B, V] -> [B, V], not normalized."""
     vocabulary = probabilities.shape[-1]
     largest, ids = probabilities.topk(min(top_k or vocabulary, vocabulary))
     if top_p < 1.0:

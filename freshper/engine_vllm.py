@@ -9,7 +9,7 @@ Paper: Algorithm 1 lines 2 and 12; section 4.1 (the authors generate with vLLM i
 - Line 12. The weights go through a file in shared memory and vLLM's own `reload_weights`. That can fail silently (tied
   output layers, renamed parameters), so log-probs of fixed prompts are then compared with the trainer's.
 
-Tests run this on a CPU. It has never run on a GPU. vLLM's interfaces change often, hence the pin (0.32).
+Tested on a CPU, never run on a GPU. vLLM's interfaces change often, hence the pin (0.32).
 """
 
 import os
@@ -66,7 +66,12 @@ class VLLMEngine:
         config = self.config
         # without torchrun's variables, which vLLM's processes would take for their own
         variables = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"model": str(self.folder), "dtype": config.dtype, "seed": config.seed}
+        options |= {"max_model_len": config.max_tokens + 1}  # the proof samples one token, which is not used
+        options |= {"max_num_seqs": min(512, max(config.rollout_batch_size, config.eval_episodes))}
+        options |= {"generation_config": "vllm"}  # no repetition penalty or the like from the model's own
+        options |= {"enable_prefix_caching": True, "disable_log_stats": True, "use_tqdm_on_load": False}
+        options |= {"worker_extension_cls": f"{__name__}.WorkerExtension"}
         if images := len(self.env.reset(seed=0)[0].images):
             options["limit_mm_per_prompt"] = {"image": images * (self.env.max_turns + 1), "video": 0}
         if config.device == "cpu":
@@ -85,19 +90,7 @@ class VLLMEngine:
         with patch.dict(os.environ, {"VLLM_LOGGING_LEVEL": "ERROR"} | variables, clear=True):
             from vllm import LLM
 
-            self.llm = LLM(
-                model=str(self.folder),
-                dtype=config.dtype,
-                seed=config.seed,
-                max_model_len=config.max_tokens + 1,  # the proof samples one token, which is not used
-                max_num_seqs=min(512, max(config.rollout_batch_size, config.eval_episodes)),
-                enable_prefix_caching=True,
-                generation_config="vllm",  # no repetition penalty or the like from the model's own
-                disable_log_stats=True,
-                use_tqdm_on_load=False,
-                worker_extension_cls=f"{__name__}.WorkerExtension",
-                **options,
-            )
+            self.llm = LLM(**options)
         pairs = self.llm.collective_rpc("end_with", args=(os.getpid(), str(self.folder)))
         self.processes = {pid: "vLLM" for pair in pairs for pid in pair if pid != os.getpid()}
         self.llm.collective_rpc("follow_policy", args=(self.policy.suppressed_ids, config.temperature))
@@ -110,11 +103,9 @@ class VLLMEngine:
         how |= {"logprobs": 0, "max_tokens": max_new_tokens, "stop_token_ids": [self.policy.eos_id]}
         seeds = self.rng.integers(2**31, size=len(conversations)).tolist()
         params = [SamplingParams(**how, detokenize=False, seed=seed) for seed in seeds]
-        replies = []
-        for reply in (output.outputs[0] for output in self._run("the rollout with vLLM", conversations, params)):
-            each = zip(reply.token_ids, reply.logprobs, strict=True)
-            replies.append(Reply(list(reply.token_ids), [logprobs[token].logprob for token, logprobs in each]))
-        return replies
+        outputs = [output.outputs[0] for output in self._run("the rollout with vLLM", conversations, params)]
+        each = [(list(o.token_ids), zip(o.token_ids, o.logprobs, strict=True)) for o in outputs]
+        return [Reply(tokens, [logprobs[token].logprob for token, logprobs in pairs]) for tokens, pairs in each]
 
     def sync(self, trainer: TorchTrainer) -> dict[str, float]:
         """Line 12, pi_mu <- pi_theta: hand over the weights and prove it. Returns the largest log-prob difference."""
@@ -152,10 +143,8 @@ class VLLMEngine:
             tokens = np.array(c.tokens)
             image = tokens == self.policy.image_token_id
             repeated = image & np.append(False, image[:-1])  # all placeholders of an image but the first
-            request: dict[str, Any] = {"prompt_token_ids": tokens[~repeated].tolist()}
-            if c.images:
-                request["multi_modal_data"] = {"image": [Image.fromarray(image) for image in c.images]}
-            requests.append(request)
+            shown = {"multi_modal_data": {"image": [Image.fromarray(image) for image in c.images]}} if c.images else {}
+            requests.append({"prompt_token_ids": tokens[~repeated].tolist(), **shown})
         with watched(phase, self.processes, Exception):  # what its workers raise arrives as `Exception`
             outputs = self.llm.generate(requests, params, use_tqdm=False)
         for c, output in zip(conversations, outputs, strict=True):
@@ -196,9 +185,8 @@ class WorkerExtension:
 
         def compute_logits(*arguments: Any, **options: Any) -> torch.Tensor | None:
             logits = original(*arguments, **options)
-            if logits is None:  # on tensor-parallel ranks that do not sample
-                return None
-            return (logits.float() / temperature).index_fill_(1, silent, -torch.inf)
+            sampled = logits is not None  # not so on tensor-parallel ranks that do not sample
+            return (logits.float() / temperature).index_fill_(1, silent, -torch.inf) if sampled else None
 
         model.compute_logits = compute_logits
 

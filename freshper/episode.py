@@ -11,7 +11,7 @@ Tokens are those the engine sampled, never re-encoded text. Masks are positions,
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -45,6 +45,15 @@ class Episode:
         """Return the position of the last action token of each turn, int64 [n]. Bridges keep the turns apart."""
         return np.flatnonzero(self.action_mask & ~np.append(self.action_mask[1:], False))
 
+    def token_rewards(self) -> np.ndarray:
+        """Return each turn's reward on its last action token, 0 elsewhere, float32 [T]."""
+        ends, n = self.turn_ends(), len(self.tokens)
+        if not len(self.action_mask) == len(self.behavior_logprobs) == n or len(ends) != len(self.turn_rewards):
+            raise ValueError(f"the fields of the episode of seed {self.seed} have different lengths")
+        rewards = np.zeros(n, dtype=np.float32)
+        rewards[ends] = self.turn_rewards
+        return rewards
+
 
 def image_key(image: np.ndarray) -> bytes:
     """Return the SHA-256 of an image's shape and pixels: equal images have equal keys."""
@@ -52,8 +61,7 @@ def image_key(image: np.ndarray) -> bytes:
 
 
 class Batch(NamedTuple):
-    """B episodes padded on the right to T tokens, with 0 or False. That needs no attention mask: under a causal mask no
-    real token attends to what comes after it."""
+    """B episodes padded with 0 or False on the right, to T tokens: under a causal mask no real token sees padding."""
 
     tokens: torch.Tensor  # int64 [B, T]
     action_mask: torch.Tensor  # bool [B, T]
@@ -69,15 +77,9 @@ class Batch(NamedTuple):
     def rows(self, indices: list[int]) -> "Batch":
         """Return these rows alone, trimmed to the longest of them: a micro-batch."""
         lengths = [self.lengths[i] for i in indices]
-        cut = self._with_tensors(lambda x: x[indices, : max(lengths)] if x.dim() == 2 else x[indices])
-        return cut._replace(images=[self.images[i] for i in indices], lengths=lengths)
-
-    def to(self, device: torch.device) -> "Batch":
-        """Return the batch on a device."""
-        return self._with_tensors(lambda x: x.to(device))
-
-    def _with_tensors(self, change: Callable[[torch.Tensor], Any]) -> "Batch":
-        return self._replace(**{k: change(x) for k, x in self._asdict().items() if isinstance(x, torch.Tensor)})
+        tensors = {name: x[indices] for name, x in self._asdict().items() if isinstance(x, torch.Tensor)}
+        trimmed = {name: x[:, : max(lengths)] if x.dim() == 2 else x for name, x in tensors.items()}
+        return self._replace(images=[self.images[i] for i in indices], lengths=lengths, **trimmed)
 
     def micro_batches(self, most: int) -> Iterator[tuple[list[int], "Batch"]]:
         """Yield (row numbers, batch of these rows) for the groups of `alike`."""
@@ -86,12 +88,11 @@ class Batch(NamedTuple):
 
 def alike(lengths: list[int], most: int) -> list[list[int]]:
     """Group row numbers by length: groups of at most `most`, each with less than PADDING of padding, shortest first."""
-    groups: list[list[int]] = []
+    groups: list[list[int]] = [[]]
     for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        group = groups[-1] if groups else []
-        tokens = sum(lengths[k] for k in group) + lengths[row]
-        if group and len(group) < most and tokens > (1 - PADDING) * lengths[group[0]] * (len(group) + 1):
-            group.append(row)
+        joined = [*groups[-1], row]
+        if len(joined) <= most and sum(lengths[k] for k in joined) > (1 - PADDING) * lengths[joined[0]] * len(joined):
+            groups[-1] = joined
         else:
             groups.append([row])
     return [group[::-1] for group in groups[::-1]]
@@ -99,14 +100,9 @@ def alike(lengths: list[int], most: int) -> list[list[int]]:
 
 def collate(episodes: list[Episode]) -> Batch:
     """Pad episodes into a batch. Raises ValueError if an episode's fields do not fit together."""
-    rewards = [np.zeros(len(e.tokens), dtype=np.float32) for e in episodes]
-    for e, row in zip(episodes, rewards, strict=True):
-        ends = e.turn_ends()
-        if not len(e.action_mask) == len(e.behavior_logprobs) == len(row) or len(ends) != len(e.turn_rewards):
-            raise ValueError(f"the fields of the episode of seed {e.seed} have different lengths")
-        row[ends] = e.turn_rewards
     fields = ("tokens", "action_mask", "behavior_logprobs", "ref_logprobs", "engine_weights")
-    columns = {name: [getattr(e, name) for e in episodes] for name in fields} | {"rewards": rewards}
+    columns = {name: [getattr(e, name) for e in episodes] for name in fields}
+    columns["rewards"] = [e.token_rewards() for e in episodes]
     padded: dict[str, Any] = {
         name: torch.nn.utils.rnn.pad_sequence(list(map(torch.from_numpy, column)), batch_first=True)
         for name, column in columns.items()

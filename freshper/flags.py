@@ -10,7 +10,7 @@ import os
 import re
 from glob import glob
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 from envs import ENVS
 from freshper.config import Config
@@ -31,7 +31,7 @@ def validate(c: Config) -> None:
     not_negative = """replay_ratio seed kl_loss_coef kl_reward_coef entropy_coef top_k format_penalty max_turns
     save_every truncated_is""".split()
     known = c.model == "tiny" or os.path.isfile(f"{c.model}/config.json") or re.fullmatch(r"[^./~][^/]*/[^/]+", c.model)
-    fitting = "tiny" if is_tiny(c.model) else "paper"
+    fitting = fitting_preset(c.model)
     checks = [
         *((name, math.isfinite(x), "a finite number") for name, x in vars(c).items() if isinstance(x, float)),
         *((name, getattr(c, name) > 0, "above 0") for name in above_0),
@@ -101,10 +101,11 @@ def _parser() -> _Parser:
     return parser
 
 
-def is_tiny(model: str) -> bool:
-    """True for the name tiny, and for a folder of a model that freshper/tiny.py built, such as a run's checkpoint."""
+def fitting_preset(model: str) -> Literal["tiny", "paper"]:
+    """Return tiny for that name and for a folder of a model that freshper/tiny.py built (a checkpoint), else paper."""
     path = Path(model) / "config.json"
-    return model == "tiny" or (path.is_file() and '"freshper_tiny": true' in path.read_text(encoding="utf-8"))
+    built = path.is_file() and '"freshper_tiny": true' in path.read_text(encoding="utf-8")
+    return "tiny" if built or model == "tiny" else "paper"
 
 
 def is_here(model: str) -> bool:
@@ -126,8 +127,7 @@ def _first_run(given: dict[str, Any]) -> Config:
         notes = (f"model {model}: a GPU and the paper's model are {found}on this machine",)
     elif model == "auto":
         model = paper if preset == "paper" else "tiny"
-    if preset == "auto":
-        preset = "tiny" if is_tiny(model) else "paper"
+    preset = fitting_preset(model) if preset == "auto" else preset
     config = Config(**defaults(preset, known.env, known.method) | given | {"model": model, "preset": preset})
     config.notes = notes
     return config

@@ -7,9 +7,8 @@ Paper: eq. 3 (section 3.2) and eq. 15 (section 3.5), Algorithm 1 line 9.
 These weights correct *which* trajectories are drawn. That an older policy generated them is what the ratio
 pi_theta / pi_mu in freshper/reinforce.py corrects.
 
-The paper does not say over what max_j goes; here it is the drawn batch. With 0/1 rewards almost every entry is a
-failure that is hardly ever drawn: its huge weight, as the buffer's maximum, shrinks every drawn success to a few per
-cent. The price: at beta = 1 the weights undo the sampling exactly only with the buffer's maximum (`smallest`).
+The paper does not say over what max_j goes; here it is the drawn batch. The buffer's (`smallest`), that of a failure
+which is hardly ever drawn, shrinks every drawn success to a few per cent, but undoes the sampling exactly at beta = 1.
 """
 
 import numpy as np

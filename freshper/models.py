@@ -22,21 +22,19 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from envs.base import Observation
 from freshper.episode import Batch, image_key
 
-# largest difference between two ways to compute a logit or a log-prob: they are taken for the same
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}  # of equal logits or log-probs that are computed in two ways
 _TEXT, _REPLY = "\ue000", "\ue001"  # replace a user text and a reply when the chat template is split
 
 
 @dataclass(eq=False)
 class Policy:
-    """`freeze_vision`: the vision tower is fixed during RL, and features of images are reused. `mixed`: autocast to
-    bfloat16, with float32 weights."""
+    """Model, tokenizer and image processor. Raises ValueError if a chat template is missing or does not fit."""
 
     model: transformers.PreTrainedModel
     tokenizer: transformers.PreTrainedTokenizerBase
     image_processor: Any = None  # transformers', if the model reads images
-    freeze_vision: bool = False
-    mixed: bool = False
+    freeze_vision: bool = False  # the vision tower is fixed during RL, and features of images are reused
+    mixed: bool = False  # autocast to bfloat16, with float32 weights
     _features: dict[bytes, Tensor] = field(default_factory=dict)
     _templates: dict[tuple[int, bool], tuple[str, str]] = field(default_factory=dict)
 
@@ -89,8 +87,6 @@ class Policy:
         """Return the tokens of a user turn, with the single placeholder of each image repeated rows x columns times."""
         before, after = self._template(len(observation.images), first)
         ids = self.tokenizer.backend_tokenizer.encode(before + observation.text + after, add_special_tokens=False).ids
-        if not observation.images:
-            return ids
         sizes = iter([height * width for height, width in map(self.grid, observation.images)])
         return [i for token in ids for i in [token] * (next(sizes) if token == self.image_token_id else 1)]
 
@@ -139,12 +135,9 @@ class Policy:
             if images:
                 features = self.image_features(images).to(embeddings.dtype)
                 embeddings = embeddings.masked_scatter((tokens == self.image_token_id)[..., None], features)
-            if self.image_processor:
-                decoder = self.model.model.language_model
-            else:
-                decoder, positions = self.model.model, positions[0]
-            kept = {"past_key_values": cache, "use_cache": cache is not None}
-            out = decoder(inputs_embeds=embeddings, position_ids=positions, attention_mask=mask, **kept)
+            decoder = self.model.model.language_model if self.image_processor else self.model.model
+            places = {"position_ids": positions if self.image_processor else positions[0], "attention_mask": mask}
+            out = decoder(inputs_embeds=embeddings, past_key_values=cache, use_cache=cache is not None, **places)
         return out.last_hidden_state
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -172,8 +165,9 @@ class Policy:
     def save(self, folder: str, weights: dict[str, torch.Tensor] | None = None) -> None:
         """Write model (its own weights, or these), tokenizer and image processor in the Hugging Face format."""
         self.model.save_pretrained(folder, state_dict=weights)
-        for part in filter(None, (self.tokenizer, self.image_processor)):
-            part.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        if self.image_processor:
+            self.image_processor.save_pretrained(folder)
 
 
 def load_policy(name: str, device: str, dtype: torch.dtype, freeze_vision: bool = False) -> Policy:

@@ -4,10 +4,9 @@ Paper: section 3.3 (eq. 13), section 3.4 (eq. 14).
 
     p_i = p_i^base * exp(-Delta_i / tau)          Delta_i = t - t_i, in optimizer steps
 
-The buffer draws with P(i) ~ p_i^alpha, so P(i) decays with the constant tau / alpha: at the paper's tau = 500 and
-alpha = 0.6 the priority halves in tau ln 2 = 347 steps, the probability in 578. The authors' 500 *iterations* are 1,500
-of our steps. Under exponential decay every entry shrinks by the same factor, so a refresh matters beside new entries
-only, which arrive at age 0; polynomial decay has no such law.
+The buffer draws with P(i) ~ p_i^alpha: at the paper's tau = 500 and alpha = 0.6 the priority halves in tau ln 2 = 347
+steps, the probability in 578. The authors' 500 *iterations* are 1,500 of our steps. Under exponential decay all entries
+shrink by the same factor, so a refresh matters only beside new ones, of age 0; polynomial decay has no such law.
 
 The paper gives no epsilon (the authors' code: 1e-6). With 0/1 rewards it decides how often failures are replayed:
 P(success) / P(failure) = ((1 + epsilon) / epsilon)^alpha, about 4,000 at 1e-6 and 4 at the tiny preset's 0.1.
@@ -38,8 +37,7 @@ def age_limit(age: np.ndarray, tau: float) -> np.ndarray:
 
 
 def polynomial_decay(age: np.ndarray, tau: float, power: float) -> np.ndarray:
-    """Return (1 + Delta / tau)^(-power), the heavier-tailed alternative named in section 3.3, which starts like
-    exp(-power Delta / tau). [n] -> [n]."""
+    """Return (1 + Delta / tau)^(-power), the heavier-tailed alternative named in section 3.3. [n] -> [n]."""
     return (1.0 + np.asarray(age, dtype=np.float64) / _positive(tau)) ** -_positive(power)
 
 

@@ -15,14 +15,13 @@ turns belong to one episode. The paper is silent on these points (docs/differenc
 - What a return is measured against, `--baseline`. `batch`: a fresh batch is whitened over all its action tokens, as in
   REINFORCE++. A replay batch can hold nothing but successes; whitened over itself its advantage would be zero, so it is
   measured against the last WINDOW episodes collected. `recompute`: it is whitened over itself (the authors' code).
-- `turn`: both as in `batch`, but against the mean of the returns from the same turn on. G_t falls with every turn that
-  costs something, and the later turns belong to the episodes that have not ended yet. Against one mean for all turns,
-  early replies are all pushed down and late ones up, whatever they say: replies lose their form, and a batch of equal
-  failures has a gradient. A baseline may depend on the turn, so the policy gradient stays unbiased.
+- `turn`: as `batch`, but against the mean of the returns from the same turn on, which leaves the gradient unbiased. If
+  turns have a cost, one mean for all pushes early replies down and late ones up, whatever they say: replies lose their
+  form, and a batch of equal failures has a gradient.
 - The KL penalty in the reward is that of the policy that acted, on both sides of a replay advantage.
-- If A_t < 0, rho_t A_t has no lower bound, and one stale failure whose tokens have become likely since dominates the
-  batch. Dual clip (Ye et al., AAAI 2020) bounds it by `dual_clip` * A_t; 0 switches it off.
-- C is the batch's mean number of action tokens per episode, however the batch is split. The authors' code has C = 1.
+- If A_t < 0, one stale failure whose tokens have become likely since can dominate the batch: rho_t A_t has no lower
+  bound. Dual clip (Ye et al., AAAI 2020) bounds it by `dual_clip` * A_t; 0 switches it off.
+- C is the mean number of action tokens per episode of the whole batch. The authors' code has C = 1.
 
 Exercise: set `--baseline recompute` and watch `replay_success` and `replay_grad_norm`.
 """
@@ -56,9 +55,10 @@ def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return pi_ref / pi - log(pi_ref / pi) - 1: never negative, with a usable gradient. [B, T] -> [B, T]."""
-    log_ratio = (ref_logprobs - logprobs).clamp(-10.0, 10.0)
-    return log_ratio.exp() - log_ratio - 1.0
+    """Return pi_ref / pi - log(pi_ref / pi) - 1, never negative, with a usable gradient. [B, T] -> [B, T]. At most 10, as
+    in OpenRLHF and verl: at pi = e^-8 pi_ref one token would outweigh the batch, with a value near 3,000."""
+    log_ratio = (ref_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (log_ratio.exp() - log_ratio - 1.0).clamp(max=10.0)
 
 
 def advantages(rewards: Tensor, action_mask: Tensor, clip: float, moments: Tensor | None = None) -> Tensor:
@@ -86,10 +86,9 @@ def turn_returns(episodes: list[Episode], rewards: Tensor) -> list[list[float]]:
 def moments_of(returns: list[list[float]], by_turn: bool) -> Tensor:
     """Return mean and std of the returns of episodes [n] as float32 [2, K]: for each turn up to the longest episode's,
     or (K = 1) for all turns, in which every episode counts once. The std is one for all turns."""
-    lengths = [len(g) for g in returns]
-    turn = np.concatenate([np.arange(n) if by_turn else np.zeros(n, np.int64) for n in lengths])
-    weight = np.concatenate([np.ones(n) if by_turn else np.full(n, 1.0 / n) for n in lengths])
-    g = np.concatenate(returns)
+    g = np.concatenate(returns)  # [turns of all]
+    turn = np.concatenate([np.arange(len(row)) * by_turn for row in returns])
+    weight = np.concatenate([np.full(len(row), 1.0 if by_turn else 1.0 / len(row)) for row in returns])
     mean = np.bincount(turn, weight * g) / np.bincount(turn, weight)  # [K]
     variance = np.average((g - mean[turn]) ** 2, weights=weight)
     # returns that differ by rounding alone (ten times -0.1 in another order) must not become advantages
@@ -97,7 +96,7 @@ def moments_of(returns: list[list[float]], by_turn: bool) -> Tensor:
 
 
 class ReplayBaseline:
-    """Mean and standard deviation that a replayed return is measured against (see the module's docstring)."""
+    """What a replayed return is measured against."""
 
     def __init__(self, config: Config):
         self.config, self.returns = config, list[list[float]]()  # of each turn of the last WINDOW episodes
@@ -109,9 +108,8 @@ class ReplayBaseline:
 
     def moments(self) -> Tensor | None:
         """Return those of `moments_of`, [2, K], or None: those of the replay batch itself."""
-        if self.config.baseline == "recompute":
-            return None
-        return moments_of(self.returns, self.config.baseline == "turn")
+        kind = self.config.baseline
+        return None if kind == "recompute" else moments_of(self.returns, by_turn=kind == "turn")
 
     def state_dict(self) -> dict[str, list[list[float]]]:
         return {"returns": self.returns}
@@ -144,10 +142,9 @@ def policy_loss(
     *, ratio_clip: float = 0.2, dual_clip: float = 0.0, entropies: Tensor | None = None, entropy_coef: float = 0.0,
     ref_logprobs: Tensor | None = None, kl_coef: float = 0.0, batch_size: int | None = None, scale: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """Return L = 1/B sum_i w_i l_i (eq. 16), with l_i = (sum over the action tokens of i) / C; and sums over the action
-    tokens of each row, [B]: of log rho_t, rho_t, rho_t^2, k3 of pi_mu against pi_theta, clipped tokens. Tensors are
-    [B, T] but `weights` [B] (None: all 1); `scale` is C. The losses of micro-batches add up to that of the whole batch
-    if B = `batch_size` and C are those of the whole."""
+    """Return L = 1/B sum_i w_i l_i (eq. 16), and sums over the action tokens of each row, [B]: of log rho_t, rho_t,
+    rho_t^2, k3 of pi_mu against pi_theta, clipped tokens. Tensors are [B, T] but `weights` [B] (None: all 1); `scale`
+    is C. The losses of micro-batches add up to that of the whole batch if B = `batch_size` and C are the whole's."""
     log_ratio = torch.where(action_mask, logprobs - behavior_logprobs, 0.0)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # rho_t [B, T]
     unclipped = ratio * advantages

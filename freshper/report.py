@@ -43,7 +43,7 @@ COLUMNS = """iteration step episodes wall_s train_success train_reward eval_succ
 truncated mismatch mismatch_p01 mismatch_p99 sync_error loss grad_norm clip_fraction kl nonzero_advantages replay_loss
 replay_grad_norm replay_clip_fraction replay_kl replay_nonzero_advantages replay_success replay_age max_age ess
 ess_token tau buffer_size lr rollout_s logprobs_s update_s replay_s sync_s""".split()
-PHASES = ("rollout", "record_behavior_logprobs", "update", "sync")  # functions that need a GPU's memory
+LEAST_ESS = 0.3  # every run that fell below it over ten iterations failed, none that stayed above 0.45 (docs/log.md)
 REPLAY_COLUMNS = "iteration age probability reward tokens log_ratio ratio ratio_sq kl clipped".split()
 
 
@@ -70,18 +70,18 @@ class Report:
     def __enter__(self) -> "Report":
         self.baselines = baselines(self.config)
         self.known = ", ".join(f"{name} policy {value:.2f}" for name, value in self.baselines.items())
-        size = f"{sum(p.numel() for p in self.policy.model.parameters()):,} parameters"
-        lines = [self.config.title(), f"{type(self.policy.model).__name__}, {size}", *self.config.notes]
-        lines += [self.env.data_summary(), f"success on held-out seeds: {self.known}"]
+        model = self.policy.model
+        lines = [self.config.title(), f"{type(model).__name__}, {model.num_parameters():,} parameters"]
+        lines += [*self.config.notes, self.env.data_summary(), f"success on held-out seeds: {self.known}"]
         self.say("\n".join(filter(None, lines)))
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         reason: object = error
         if isinstance(error, torch.OutOfMemoryError):
-            phase = next((f.name for f in traceback.extract_tb(error.__traceback__) if f.name in PHASES), "start")
-            lower = "--rollout_batch_size" if phase == "rollout" else "--micro_batch_size"
-            reason = f"the GPU's memory ran out in `{phase}`; lower {lower}, --max_tokens or --max_new_tokens"
+            in_rollout = "rollout" in (frame.name for frame in traceback.extract_tb(error.__traceback__))
+            where = "rollout; lower --rollout_batch_size" if in_rollout else "training; lower --micro_batch_size"
+            reason = f"the GPU's memory ran out in {where}, --max_tokens or --max_new_tokens"
         if error:
             self.say(f"stopped after iteration {self.done}: {reason}")
         if last := [success for done, success in self.evaluations().items() if done][-3:]:
@@ -94,8 +94,8 @@ class Report:
                 training = metrics, "train_success", {"label": "training, each iteration", "alpha": 0.4}
                 held_out = metrics, "eval_success", {"label": "held-out seeds", "marker": "o"}
                 plot(self.folder / "curve.png", self.config.title(), "success", [training, held_out], self.baselines)
-                if self.config.replay_ratio:
-                    diagnostics.plot(self.folder, diagnostics.by_age(diagnostics.read(self.folder)))
+            if self.done and self.config.replay_ratio:
+                diagnostics.plot(self.folder, diagnostics.by_age(diagnostics.read(self.folder)))
         except OSError as failure:
             self.say(f"plots and pages could not be written to {self.folder}: {failure}")
             raise
@@ -143,6 +143,12 @@ class Report:
         row |= {"buffer_size": len(buffer), "lr": trainer.optimizer.param_groups[0]["lr"]}
         row["tau"] = getattr(buffer.decay, "tau", np.nan)
         row["max_age"] = max((replay.ages.max() for replay, _ in replays), default=np.nan)
+        recent = [earlier["ess_token"] for earlier in (*self.rows[-9:], row) if "ess_token" in earlier]
+        if len(recent) == 10 and row["iteration"] % 10 == 0 and (ess := np.mean(recent)) < LEAST_ESS:
+            lower = "lower --lr, --replay_ratio or --tau"
+            self.say(
+                f"iteration {row['iteration']}: ESS / n of replayed tokens is {ess:.2f}, most are too stale; {lower}"
+            )
         row["update_s"] = sum(update.stats["seconds"] for update in fresh)
         row["replay_s"] = sum(update.stats["seconds"] for _, update in replays)
         others = sum(row.get(f"{phase}_s", 0.0) for phase in ("logprobs", "update", "replay", "sync"))
@@ -150,14 +156,14 @@ class Report:
 
     def _log_replay(self, replay: Replay, update: Update) -> dict[str, float]:
         """Append a replay update to replay.csv, and return its columns of metrics.csv."""
-        n = len(replay.episodes)
-        rows = {"iteration": np.full(n, self.done + 1), "age": replay.ages, "probability": replay.probabilities}
-        rows |= {"reward": np.array([e.reward for e in replay.episodes])} | update.drift
+        same, rewards = np.ones(len(replay.episodes)), np.array([e.reward for e in replay.episodes])
+        rows = {"iteration": (self.done + 1) * same, "age": replay.ages, "probability": replay.probabilities}
+        rows |= {"reward": rewards} | update.drift
         with open(self.folder / "replay.csv", "a") as file:
             np.savetxt(file, np.column_stack([rows[name] for name in REPLAY_COLUMNS]), "%.6g", ",")
-        as_drawn = diagnostics.estimate(rows | {"probability": np.ones(n)})
-        found = update.stats | {"success": float(np.mean([e.success for e in replay.episodes])), "age": as_drawn["age"]}
-        return {f"replay_{name}": x for name, x in found.items()} | {x: as_drawn[x] for x in ("ess", "ess_token")}
+        drawn = diagnostics.estimate(rows | {"probability": same})
+        found = update.stats | {"success": float(np.mean([e.success for e in replay.episodes])), "age": drawn["age"]}
+        return {f"replay_{name}": x for name, x in found.items()} | {name: drawn[name] for name in ("ess", "ess_token")}
 
     def evaluate_if_due(self, engine: Any, policy: Policy, envs: list[TextEnv]) -> None:
         """Play one episode on each held-out seed if an evaluation is due, and write the row of this iteration."""

@@ -5,9 +5,8 @@ Paper: Algorithm 1 line 2 ("roll out pi_mu in E to collect episodes"); section 3
     conversation   <prompt o_0> | <reply a_0> | <bridge o_1> | <reply a_1> | ...
                                   \\_ sampled _/               \\_ sampled _/
 
-A conversation is a growing list of token ids: the engine's reply, the tokens of the environment's observation, and so
-on. Nothing is ever decoded and encoded again, so what is trained on is what was sampled. All live episodes advance
-together. One ends when its environment says so, or as truncated when the next turn would not fit `max_tokens`.
+A conversation is a growing list of token ids. Nothing is decoded and encoded again: what was sampled is trained on. All
+live episodes advance together, until the environment ends one or its next turn would not fit `max_tokens` (truncated).
 """
 
 from dataclasses import dataclass, field
@@ -24,9 +23,8 @@ from freshper.models import Policy
 
 def training_seeds(config: Config, iteration: int) -> list[int]:
     """Return the environment seeds of an iteration, [rollout_batch_size]: each comes `group_size` times."""
-    n = config.rollout_batch_size // config.group_size
-    numbers = [(iteration * n + k) % 1_000_000 for k in range(n) for _ in range(config.group_size)]
-    return [(config.seed % 900) * 1_000_000 + number for number in numbers]
+    n, first = config.rollout_batch_size // config.group_size, config.seed % 900 * 1_000_000
+    return [first + (iteration * n + k) % 1_000_000 for k in range(n) for _ in range(config.group_size)]
 
 
 @dataclass(eq=False)
@@ -59,8 +57,7 @@ def rollout(
     endings: list[dict] = [{"invalid": 0, "cut": 0} for _ in seeds]  # fields of each episode as of its last turn
     needed, seed = max((len(c.tokens) + max_new_tokens, c.seed) for c in conversations)
     if needed > max_tokens:  # of a later batch: `load` has checked the first one
-        first_turn = f"prompt and reply of the first turn of episode seed {seed}"
-        raise OSError(f"--max_tokens is {max_tokens}, but must be at least {needed}, {first_turn}")
+        raise OSError(f"--max_tokens is {max_tokens}, but must be at least {needed} for the first turn of seed {seed}")
     live = list(range(len(seeds)))
     while live:
         replies = engine.generate([conversations[i] for i in live], max_new_tokens)
@@ -69,31 +66,30 @@ def rollout(
         still_live = []
         for i, reply, (observation, reward, terminated, truncated, info) in zip(live, replies, steps, strict=True):
             conversation, ending = conversations[i], endings[i]
-            if not np.isfinite(reward + sum(reply.logprobs)):
-                found = f"a reward {reward} and a reply of log-prob {sum(reply.logprobs)}, which must be finite"
+            closed, reply_logprob = reply.tokens[-1] == policy.eos_id, sum(reply.logprobs)
+            if not np.isfinite(reward + reply_logprob):
+                found = f"a reward {reward} and a reply of log-prob {reply_logprob}, which must be finite"
                 raise NonFiniteError(f"the rollout met {found}; episode seed {seeds[i]}, turn {len(rewards[i]) + 1}")
             conversation.tokens += reply.tokens
             logprobs[i] += reply.logprobs
             rewards[i].append(reward)
             ending |= {"success": bool(info["success"]), "metrics": info.get("metrics", {})}
             ending["invalid"] += not info.get("valid", True)
-            closed = reply.tokens[-1] == policy.eos_id
             ending["cut"] += not closed
             if terminated or truncated:
                 continue
             bridge = policy.bridge(observation, closed)
-            if len(conversation.tokens) + len(bridge) + max_new_tokens > max_tokens:
-                ending["truncated"] = True
-                continue
-            conversation.tokens += bridge
-            conversation.images += observation.images
-            logprobs[i] += [np.nan] * len(bridge)
-            still_live.append(i)
+            ending["truncated"] = len(conversation.tokens) + len(bridge) + max_new_tokens > max_tokens
+            if not ending["truncated"]:
+                conversation.tokens += bridge
+                conversation.images += observation.images
+                logprobs[i] += [np.nan] * len(bridge)
+                still_live.append(i)
         live = still_live
     episodes = []
     for i, c in enumerate(conversations):
         sampled, turn_rewards = np.array(logprobs[i], dtype=np.float32), np.array(rewards[i], dtype=np.float32)
         arrays = np.array(c.tokens, dtype=np.int32), ~np.isnan(sampled), np.nan_to_num(sampled)
-        ending = endings[i] | {"images": c.images, "step": step, "seed": c.seed}
-        episodes.append(Episode(*arrays, float(turn_rewards.sum()), turn_rewards, **ending))
+        rest = {"images": c.images, "step": step, "seed": c.seed, **endings[i]}
+        episodes.append(Episode(*arrays, float(turn_rewards.sum()), turn_rewards, **rest))
     return episodes

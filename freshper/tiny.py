@@ -1,37 +1,42 @@
 """Tiny Qwen2 and Qwen2.5-VL models, built from scratch for machines without pretrained weights.
 
 Paper: appendix D (Qwen2.5-0.5B-Instruct, Qwen2.5-VL-3B-Instruct). Same transformers classes, 0.1 to 0.2 M parameters,
-and a tokenizer with Qwen's special tokens and chat template over bytes and a few whole words. The warm start
-(freshper/warm_start.py) teaches them to write a readable reply, which RL needs. The models of FrozenLake and NQ come
-with the repository (freshper/weights; one that is deleted there is built anew), others are built at first use.
+and a tokenizer with Qwen's special tokens and chat template over bytes and a few whole words. Those of FrozenLake and
+NQ come with the repository (freshper/weights; one deleted there is built anew), others are built at first use.
 
-    python -m freshper.tiny --env frozenlake gsm8k     find or build models, and describe them
+The warm start, supervised learning on episodes of the random policy, takes the place of pre-training. It teaches the
+form of a reply, what an action does and what an observation shows, and leaves the success of the random policy. A
+transcript is an episode, and then a user turn with the final observation and its caption:
+
+    <user> the state <assistant> <answer>Up</answer> <user> ... <user> the last state ? X b3 G b2 O b3 c3 a4
+
+Text models learn every token of it; image models learn replies and captions, which train the vision tower. A caption is
+no reply: RL, which pushes down the replies of failed episodes, would drive the policy into captions.
 """
 
-import argparse
 import ctypes
 import hashlib
 import inspect
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 import torch
 import transformers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tqdm import tqdm
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from envs import ENVS
-from envs.base import EVAL_SEEDS, TextEnv
-from freshper.engine_hf import HFEngine, Sampling
-from freshper.models import Policy, load_policy
-from freshper.presets import defaults
-from freshper.report import summarize
-from freshper.rollout import rollout
-from freshper.warm_start import warm_start
+from envs.base import WARM_START_SEEDS, Observation, TextEnv
+from freshper.episode import Episode, collate
+from freshper.models import Policy
+from freshper.rollout import Conversation, Reply, rollout
 
 SPECIAL = "<|endoftext|> <|im_start|> <|im_end|> <|vision_start|> <|vision_end|> <|image_pad|> <|video_pad|>".split()
 WORDS = ("system", "user", "assistant", "<answer>", "</answer>", "<think>", "</think>")  # and those of the task
@@ -43,12 +48,13 @@ CHAT_TEMPLATE = """\
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 HIDDEN = 64
+BATCH = 64  # episodes of a step of the warm start
 SHIPPED = Path(__file__).parent / "weights"
 
 
 def keep_freed_memory() -> None:
     """Tell glibc's malloc to keep freed memory: giving activations back at every step halves the speed on a CPU."""
-    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         for parameter, value in ((-1, 2**31 - 1), (-2, 2**28), (-3, 2**30)):  # trim threshold, top pad, mmap threshold
             mallopt(parameter, value)
 
@@ -79,9 +85,9 @@ def build_policy(env: TextEnv, seed: int = 0, heads: int = 4) -> Policy:
     # at Qwen's theta of 1e6 the angle of one column of an image would be 1e-4 rad, too little for a tiny model
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 100.0}
     # at transformers' initializer_range of 0.02 so small a model hardly starts to learn
-    language: dict[str, Any] = {"initializer_range": 0.1, "max_position_embeddings": 4096, "rope_parameters": rope}
-    language |= {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "num_hidden_layers": 2}
-    language |= {"num_attention_heads": heads, "num_key_value_heads": heads, "tie_word_embeddings": False}
+    shared: dict[str, Any] = {"initializer_range": 0.1, "tie_word_embeddings": False}
+    language = {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "num_hidden_layers": 2, "rope_parameters": rope}
+    language |= {"num_attention_heads": heads, "num_key_value_heads": heads, "max_position_embeddings": 4096} | shared
     language |= {"vocab_size": len(tokenizer), "bos_token_id": None}
     language |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     processor = None
@@ -91,10 +97,9 @@ def build_policy(env: TextEnv, seed: int = 0, heads: int = 4) -> Policy:
         vision: dict[str, Any] = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
         vision |= {"patch_size": 7, "spatial_merge_size": 2, "window_size": 112, "fullatt_block_indexes": [0]}
         vision |= {"out_hidden_size": HIDDEN, "initializer_range": 0.1}
-        marks = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
-        whole = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{mark}|>") for name, mark in marks.items()}
-        whole |= {"tie_word_embeddings": False, "initializer_range": 0.1}
-        config = transformers.Qwen2_5_VLConfig(text_config=language, vision_config=vision, **whole)
+        names = {"image_pad": "image", "video_pad": "video", "vision_start": "vision_start", "vision_end": "vision_end"}
+        marks = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{x}|>") for x, name in names.items()}
+        config = transformers.Qwen2_5_VLConfig(text_config=language, vision_config=vision, **marks, **shared)
         model = transformers.Qwen2_5_VLForConditionalGeneration(config)
         processor = Qwen2VLImageProcessorPil(patch_size=7, merge_size=2, min_pixels=14 * 14, max_pixels=14 * 14 * 256)
     else:
@@ -106,24 +111,82 @@ def build_policy(env: TextEnv, seed: int = 0, heads: int = 4) -> Policy:
     return Policy(model, tokenizer, processor)
 
 
-def tiny_model(name: str) -> Path:
-    """Return the folder of the warm-started model of a task: the repository's if it has one, else the cache's
-    (FRESHPER_CACHE, or ~/.cache/freshper), built if it is missing.
+class RandomEngine:
+    """The random policy as an engine."""
 
-    The cache's name ends with a hash over the source files that shape it: this one, the warm start's, the task's.
-    """
+    def __init__(self, policy: Policy, envs: list[TextEnv], seeds: list[int]):
+        self.policy, self.rng = policy, np.random.default_rng(seeds[0])
+        self.env_of = dict(zip(seeds, envs, strict=True))
+
+    def generate(self, conversations: list[Conversation], max_new_tokens: int) -> list[Reply]:
+        texts = [self.env_of[conversation.seed].random_reply(self.rng) for conversation in conversations]
+        encoded = [self.policy.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return [Reply([*tokens, self.policy.eos_id], [0.0] * (len(tokens) + 1)) for tokens in encoded]
+
+
+def transcripts(policy: Policy, envs: list[TextEnv], seeds: list[int]) -> list[Episode]:
+    """Return an episode of the random policy in each environment, with one more turn: the final observation and its
+    caption. The action mask covers replies and captions. Raises ValueError if a caption is empty."""
+    episodes = rollout(RandomEngine(policy, envs, seeds), policy, envs, seeds, max_tokens=4096, max_new_tokens=8)
+    for episode, env in zip(episodes, envs, strict=True):
+        final, caption = env.observe(), env.caption()
+        if not caption:
+            raise ValueError(f"{type(env).__name__}.caption() is empty, but must say what the observation shows")
+        turn = policy.bridge(Observation(f"{final.text}?{caption}", final.images), closed=True)
+        _, suffix = policy._template(0, first=False)  # what the chat template puts after a user's text
+        end = len(turn) - len(policy.tokenizer.encode(suffix, add_special_tokens=False))
+        told = np.zeros(len(turn), dtype=bool)
+        told[end - len(policy.tokenizer.encode(caption, add_special_tokens=False)) : end] = True
+        episode.tokens = np.append(episode.tokens, turn).astype(np.int32)
+        episode.action_mask = np.append(episode.action_mask, told)
+        episode.behavior_logprobs = np.zeros(len(episode.tokens), dtype=np.float32)
+        episode.turn_rewards = np.append(episode.turn_rewards, 0.0).astype(np.float32)
+        episode.images = [*episode.images, *final.images]
+    return episodes
+
+
+def supervised_step(policy: Policy, episodes: list[Episode]) -> None:
+    """Accumulate the gradient of the mean cross-entropy of all tokens (text) or replies and captions (images)."""
+    images = policy.image_processor is not None
+    n = sum(int(e.action_mask[1:].sum()) if images else len(e.tokens) - 1 for e in episodes)
+    for _, part in collate(episodes).micro_batches(16):
+        real = torch.arange(part.tokens.shape[1]) < torch.tensor(part.lengths)[:, None]
+        mask = (part.action_mask if images else real)[:, 1:]
+        logits = policy.model.lm_head(policy.batch_hidden(part)[:, :-1][mask])
+        loss = torch.nn.functional.cross_entropy(logits, part.tokens[:, 1:][mask], reduction="sum") / n
+        loss.backward()
+
+
+def warm_start(policy: Policy, make_env: Callable[[], TextEnv]) -> None:
+    """Train the policy on fresh episodes of the random policy, as many as the environment's `warm_start` says."""
+    envs = [make_env() for _ in range(BATCH)]
+    turns_of_batches = [turns for batches, turns in envs[0].warm_start for _ in range(batches)]
+    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=3e-3, weight_decay=0.0)
+    rate = transformers.get_scheduler("cosine", optimizer, len(turns_of_batches) // 20, len(turns_of_batches))
+    policy.model.train()
+    for batch, turns in enumerate(tqdm(turns_of_batches, desc="warm start (once)", unit="batch")):
+        for env in envs:
+            env.max_turns = turns
+        seeds = [WARM_START_SEEDS + batch * BATCH + k for k in range(BATCH)]
+        optimizer.zero_grad()
+        supervised_step(policy, transcripts(policy, envs, seeds))
+        torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
+        optimizer.step()
+        rate.step()
+
+
+def tiny_model(name: str) -> Path:
+    """Return the folder of the warm-started model of a task: the repository's, or the cache's (FRESHPER_CACHE, or
+    ~/.cache/freshper), built if missing, whose name ends with a hash over the source files that shape it."""
     if (SHIPPED / name).is_dir():
         return SHIPPED / name
     task = sys.modules[type(ENVS[name]()).__module__]
     used = [m for m in map(inspect.getmodule, vars(task).values()) if m and m.__name__.startswith("envs.")]
-    here = Path(__file__)
-    sources = {here, here.with_name("warm_start.py"), *(Path(inspect.getfile(m)) for m in (task, *used))}
+    sources = {Path(__file__), *(Path(inspect.getfile(m)) for m in (task, *used))}
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources))).hexdigest()
-    root = Path(os.environ.get("FRESHPER_CACHE") or Path.home() / ".cache" / "freshper")
-    folder = root / f"{name}-{digest[:8]}"
+    folder = Path(os.environ.get("FRESHPER_CACHE") or Path.home() / ".cache/freshper") / f"{name}-{digest[:8]}"
     if not folder.is_dir():
-        policy = build_policy(ENVS[name]())
-        warm_start(policy, ENVS[name], ENVS[name]().warm_start)
+        warm_start(policy := build_policy(ENVS[name]()), ENVS[name])
         unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
         policy.save(str(unfinished))
         try:
@@ -131,37 +194,3 @@ def tiny_model(name: str) -> Path:
         except OSError:  # another process was faster
             shutil.rmtree(unfinished)
     return folder
-
-
-def describe(folder: Path, name: str, episodes: int = 1000) -> dict[str, float]:
-    """Play held-out episodes with a warm-started model; print and return the means of `summarize`.
-
-    Raises RuntimeError if its success differs from the random policy's by more than three standard errors of the
-    difference between two means of played episodes.
-    """
-    policy = load_policy(str(folder), "cpu", torch.float32)
-    preset = defaults("tiny", name, "freshper")
-    envs, seeds = [ENVS[name]() for _ in range(episodes)], [EVAL_SEEDS + k for k in range(episodes)]
-    engine = HFEngine(policy, Sampling(), seed=0)
-    played = summarize(rollout(engine, policy, envs, seeds, preset["max_tokens"], preset["max_new_tokens"]))
-    random = sum(env.baselines(seed)["random"] for env, seed in zip(envs, seeds, strict=True)) / episodes
-    print(f"{folder}\n  {policy.model.num_parameters():,} parameters, {len(policy.tokenizer)} tokens")
-    print(f"  {episodes} held-out episodes: success {played['success']:.3f}, random policy {random:.3f}")
-    print(f"  replies that could not be read: {played['invalid']:.2%}")
-    if abs(played["success"] - random) > 3 * (2 * random * (1 - random) / episodes) ** 0.5:
-        raise RuntimeError(f"the {name} model must do as well as the random policy, and no better: build it anew")
-    return played
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Build (or find) and describe the tiny models.")
-    parser.add_argument("--env", choices=list(ENVS), nargs="+", default=["frozenlake", "frozenlake_vlm"])
-    names = parser.parse_args().env
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    for name in names:
-        describe(tiny_model(name), name)
-
-
-if __name__ == "__main__":
-    main()

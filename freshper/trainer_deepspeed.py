@@ -2,8 +2,8 @@
 
 Paper: Algorithm 1 lines 3, 5 and 10; section 4.1 and Table 4 (the authors train with DeepSpeed inside ROLL).
 
-Rank 0 runs Algorithm 1. The other ranks wait in `serve` for the name of a method and its arguments. All ranks then run
-that method of TorchTrainer together, each on its share of the rows:
+Rank 0 runs Algorithm 1. The others wait in `serve` for the name of a method of TorchTrainer and its arguments. All
+ranks then run it together, each on its share of the rows:
 
     rows grouped by length  0 1 2 3 | 4 5 6 7 | 8        micro_batch_size 2, two ranks
     rank 0                  0   2     4   6     8
@@ -11,8 +11,7 @@ that method of TorchTrainer together, each on its share of the rows:
 
 All ranks do the same number of forward passes, as ZeRO-3, which gathers weights in each, needs. The loss divides by
 constants of the whole batch, so gradients are added up: `_backward` undoes DeepSpeed's mean. Unlike in TorchTrainer,
-in bfloat16 the weights are bfloat16 too, with float32 master weights in DeepSpeed, and a gradient that is not finite is
-found after the step.
+weights are in --dtype (DeepSpeed has a float32 copy), and a gradient that is not finite is found after the step.
 """
 
 import contextlib
@@ -29,6 +28,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from freshper.config import Config
 from freshper.episode import Batch, alike
@@ -73,12 +73,11 @@ class DeepSpeedTrainer(TorchTrainer):
             policy.freeze_vision = False
         settings = {
             "train_micro_batch_size_per_gpu": config.micro_batch_size,
-            "gradient_accumulation_steps": 1,  # the real boundaries are set in _backward
+            "managed_gradient_accumulation": False,  # any number of backward passes, then a step
             "gradient_clipping": MAX_GRAD_NORM,
             "bf16": {"enabled": config.dtype == "bfloat16"},
             "zero_optimization": {"stage": config.zero_stage},
             "zero_allow_untested_optimizer": True,  # torch's own AdamW, as in TorchTrainer
-            "steps_per_print": 10**9,
         }
         model = _ActionLogprobs(policy)
         self.model_engine, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer, config=settings)
@@ -87,7 +86,7 @@ class DeepSpeedTrainer(TorchTrainer):
         with self._together("update", *arguments):
             return super().update(*arguments)
 
-    def logprobs(self, batch: Batch, reference: bool = False) -> torch.Tensor:
+    def logprobs(self, batch: Batch, reference: bool = False) -> Tensor:
         with self._together("logprobs", batch, reference):
             return super().logprobs(batch, reference)
 
@@ -102,28 +101,21 @@ class DeepSpeedTrainer(TorchTrainer):
         with self._together("load_state_dict", state | {"optimizer": {"ranks": None}}):
             super().load_state_dict(state)
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of every whole parameter. With ZeRO-3 all ranks take part: use up the iterator."""
         with self._together("weights"):
             yield from self._gathered()
 
-    def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._named().items():
+    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in super().weights():
             with deepspeed.zero.GatheredParameters([parameter], enabled=self.config.zero_stage == 3):
-                yield name, parameter.data
-
-    def save(self, folder: str) -> None:
-        """Write the policy; with ZeRO-3 its whole weights go through the memory of rank 0's CPU."""
-        whole = None
-        if self.config.zero_stage == 3:
-            names = dict(self.policy.model.named_parameters())  # without an output layer that is tied
-            whole = {name: weight.to("cpu", copy=True) for name, weight in self.weights() if name in names}
-        self.policy.save(folder, whole)
+                yield name, parameter.detach()
 
     def close(self) -> None:
         """End the other ranks. After a failed call they end when this process does."""
         if not self.broken:
-            dist.broadcast_object_list([("stop", ())], src=0, group=self.control)
+            with contextlib.suppress(RuntimeError):  # of a rank that has died unseen, during a rollout
+                dist.broadcast_object_list([("stop", ())], src=0, group=self.control)
             dist.destroy_process_group()
 
     @contextlib.contextmanager
@@ -163,29 +155,27 @@ class DeepSpeedTrainer(TorchTrainer):
                 part = part._replace(action_mask=torch.zeros_like(part.action_mask))
             yield rows, part
 
-    def _forward(self, part: Batch, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _forward(self, part: Batch, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         most = part.action_mask.sum()  # as many uses of the output layer on every rank: ZeRO-3 gathers it in each
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.control)
         return self.model_engine(part, self.config.temperature, entropy, int(most))
 
-    def _sum(self, values: torch.Tensor) -> torch.Tensor:
+    def _sum(self, values: Tensor) -> Tensor:
         dist.all_reduce(values, group=self.control)
         return values
 
-    def _backward(self, loss: torch.Tensor, last: bool) -> None:
-        self.model_engine.set_gradient_accumulation_boundary(last)
-        self.model_engine.backward(loss * self.ranks, scale_wrt_gas=False)
-        if not last:
-            self.model_engine.step()  # counts the micro-batch, no more
+    def _backward(self, loss: Tensor) -> None:
+        self.model_engine.backward(loss * self.ranks)
 
     def _clip_and_step(self) -> float:
-        norm = None
-        if self.config.zero_stage == 0 and self.config.dtype == "float32":  # here DeepSpeed gives no norm
+        plain = self.config.zero_stage == 0 and self.config.dtype == "float32"  # here DeepSpeed gives no norm
+        if plain:
+            self.model_engine.buffered_allreduce_fallback()  # over the ranks: `step` would do it after the norm
             norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), MAX_GRAD_NORM)
         self.model_engine.step()
-        return float(self.model_engine.get_global_grad_norm() if norm is None else norm)
+        return float(norm if plain else self.model_engine.get_global_grad_norm())
 
-    def _parts(self) -> list[torch.Tensor]:
+    def _parts(self) -> list[Tensor]:
         """Return what AdamW steps on: the parameters, or this rank's flat float32 pieces of them."""
         if self.config.zero_stage == 3:
             return self.model_engine.optimizer.fp32_partitioned_groups_flat

@@ -56,25 +56,21 @@ def finish(process, out):
     assert process.exitcode == 0, Path(f"{out}.log").read_text()
 
 
-def flat(tree, path=""):
-    """Return the leaves of a state by path, tensors as type and values."""
+def state_of(folder):
+    """Return what state.pt holds, tensors as type and values."""
     import torch
+    from torch.utils import _pytree
 
-    if isinstance(tree, dict | list | tuple):
-        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        return {p: leaf for key, value in items for p, leaf in flat(value, f"{path}/{key}").items()}
-    return {path: (tree.dtype, tree.tolist()) if isinstance(tree, torch.Tensor) else tree}
+    state = torch.load(folder / "state.pt", weights_only=True)
+    return _pytree.tree_map_only(torch.Tensor, lambda x: (x.dtype, x.tolist()), state)
 
 
 def contents(out):
-    """Return what must be equal: the rows of metrics.csv without seconds, the state without rows, the weights."""
-    import torch
-
+    """Return what must be equal: metrics.csv without seconds, replay.csv, the state without rows, the weights."""
     with open(out / "metrics.csv", newline="") as file:
         rows = [{k: v for k, v in row.items() if not k.endswith("_s")} for row in csv.DictReader(file)]
-    state = torch.load(out / "checkpoint/state.pt", weights_only=True)
-    state.pop("report")
-    return rows, flat(state), (out / "checkpoint/model.safetensors").read_bytes()
+    state = state_of(out / "checkpoint") | {"report": None}
+    return rows, (out / "replay.csv").read_text(), state, (out / "checkpoint/model.safetensors").read_bytes()
 
 
 def written(path):

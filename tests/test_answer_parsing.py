@@ -31,7 +31,7 @@ def reward(task, gold, reply, style):
         "geoqa": {"problem": "q", "solution": f"<answer> {gold} </answer>", "image": png.getvalue()},
     }
     env = ENVS[task, style]
-    env.turn, env.feedback, env.first_success, env.question = 0, "", False, env.from_row(rows[task])
+    env.turn, env.feedback, env.question = 0, "", env.from_row(rows[task])
     return env.step(reply)[1]
 
 
@@ -69,9 +69,7 @@ def test_rational_numbers_are_read_exactly(top, bottom, sign):
     value = Fraction(top, bottom)
     for text in written(value):
         for around in ("{}", "**{}**", "\\({}\\)", "${}", "{} apples", "x = {}", "The answer is: {}."):
-            number = read_number(around.format(sign + text))
-            assert number is not None, (around, text)
-            assert number.value == (-value if sign else value), (around, text)
+            assert read_number(around.format(sign + text)).value == (-value if sign else value), (around, text)
 
 
 @settings(max_examples=100, deadline=None)
@@ -80,13 +78,8 @@ def test_roots_and_multiples_of_pi_have_their_value(a, b, c):
     root, pi = math.sqrt(b), math.pi
     values = {f"{a}+{c}√{b}": a + c * root, f"({a}π-{c}√{b})/2": (a * pi - c * root) / 2}
     values |= dict.fromkeys((f"{a}π/{c}", f"\\frac{{{a}\\pi}}{{{c}}}", f"\\frac{{{a}}}{{{c}}}pi"), a * pi / c)
-    surds = (
-        f"{a}√{b}/{c}",
-        f"\\frac{{{a}\\sqrt{{{b}}}}}{{{c}}}",
-        f"{a}*sqrt({b})/{c} cm",
-        f"\\frac{{{a}}}{{{c}}}\\sqrt{b}",
-    )
-    values |= dict.fromkeys(surds, a * root / c)
+    surds = (f"{a}√{b}/{c}", f"\\frac{{{a}\\sqrt{{{b}}}}}{{{c}}}", f"\\frac{{{a}}}{{{c}}}\\sqrt{b}")
+    values |= dict.fromkeys((*surds, f"{a}*sqrt({b})/{c} cm"), a * root / c)
     for text, value in values.items():
         assert read_number(text).value == pytest.approx(value, rel=1e-12), text
     assert read_number(f"{a}√{c * c}") is None  # left undone
@@ -130,8 +123,7 @@ def test_huge_replies_are_read_in_no_time_and_earn_nothing(task):
 @given(text=st.text(max_size=80) | st.text("0123456789.,/$%-+= eE\\{}√π()²*", max_size=25))
 def test_arbitrary_text_is_read_as_nothing_or_as_its_own_digits(text):
     for reply in (text, f"<answer>{text}</answer>", f"\\boxed{{{text}}}", f"The answer is {text}", text * 50):
-        answer = final_answer(reply, untagged=True)
-        assert answer is None or answer in reply
+        assert final_answer(reply, untagged=True) in reply
     for task in TASKS.values():
         task.read(text[:MAX_ANSWER])
     number = read_number(text)

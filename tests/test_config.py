@@ -130,6 +130,7 @@ ALLOWED = {  # what is allowed: values that are not
     "tiny, a folder with a config.json, or a hub id": "model=./no/such/folder model=nothing model=afile",
     "a folder that does not exist yet": "out=afile",
 }
+OF_A_RUN = "but must be the folder of a run:"
 SENTENCES = {  # flags: how the sentence begins
     "--env nowhere": "argument --env: invalid choice: 'nowhere' (choose from 'frozenlake', ",
     "--slippery maybe": "argument --slippery: invalid _boolean value: 'maybe'",
@@ -142,6 +143,9 @@ SENTENCES = {  # flags: how the sentence begins
     "--method per --decay exponential": "--decay is exponential, but must be none with --method per",
     "--tau auto --decay polynomial": "--tau is auto, but must be a number with this --decay",
     "--backend hf+deepspeed --zero_stage 3": "--zero_stage is 3, but must be below 3 with --backend hf+deepspeed",
+    "--resume nowhere": f"--resume is nowhere, {OF_A_RUN} [Errno 2] No such file or directory",
+    "--resume broken": f"--resume is broken, {OF_A_RUN} Expecting property name",
+    "--resume other": f"--resume is other, {OF_A_RUN} its settings are those of another version of this code",
     "--backend vllm+torch --engine_memory 1.5": "--engine_memory is 1.5, but must be above 0 and below 1",
 }
 IDLE = {  # flags of which the first has no effect: with what
@@ -182,17 +186,6 @@ def cases():
         yield flags, f"{name} is {shown}, but has no effect with {why}"
 
 
-def refusal(capsys, flags):
-    """The one line that train.py ends with, with exit status 2 and nothing written."""
-    before = sorted(Path().rglob("*"))
-    with pytest.raises(SystemExit) as stop:
-        parse_args(flags.split())
-    assert stop.value.code == 2
-    assert sorted(Path().rglob("*")) == before
-    (line,) = capsys.readouterr().err.splitlines()
-    return line.partition(": error: ")[2]
-
-
 def earlier_run(**changes):
     """Write run/config.json as a run does."""
     Path("run").mkdir()
@@ -204,8 +197,17 @@ def earlier_run(**changes):
 def test_bad_flags_get_one_sentence(flags, sentence, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     earlier_run()
+    for name, content in {"broken": "{oops", "other": '{"lr": 1.0}'}.items():
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(content)
     Path("afile").write_text("no folder")
-    assert refusal(capsys, flags).startswith(sentence)
+    before = sorted(Path().rglob("*"))
+    with pytest.raises(SystemExit) as stop:
+        parse_args(flags.split())
+    assert stop.value.code == 2
+    assert sorted(Path().rglob("*")) == before  # nothing is written
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.partition(": error: ")[2].startswith(sentence)
 
 
 def test_resuming_keeps_the_settings_and_a_flag_that_is_given_again_wins(tmp_path, monkeypatch):
@@ -215,22 +217,6 @@ def test_resuming_keeps_the_settings_and_a_flag_that_is_given_again_wins(tmp_pat
     assert (same.lr, same.tau, same.slippery, same.iterations, same.notes) == (0.02, "auto", True, 200, ())
     assert same.folder() == Path("run")
     assert (again.iterations, again.lr, again.notes) == (300, 0.02, ("iterations is 300, was 200",))
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (None, "[Errno 2] No such file or directory"),
-        ("{oops", "Expecting property name"),
-        ('{"lr": 1.0}', "its settings are those of another version of this code"),
-    ],
-)
-def test_resuming_what_cannot_be(content, reason, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    if content:
-        Path("run").mkdir()
-        Path("run/config.json").write_text(content)
-    assert refusal(capsys, "--resume run").startswith(f"--resume is run, but must be the folder of a run: {reason}")
 
 
 @pytest.mark.parametrize(

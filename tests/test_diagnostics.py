@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from freshper.diagnostics import by_age, drift_rate, estimate, main, read
+from freshper.diagnostics import by_age, drift_rate, estimate
 
 
 def rows_of(log_ratio, probability=None, age=None):
@@ -60,15 +60,3 @@ def test_bins_are_by_age_and_the_drift_rate_is_a_least_squares_line():
     line = stats.linregress(x, y)
     assert drift_rate(x, y) == pytest.approx((1 / line.slope, line.intercept, line.rvalue**2))
     assert np.isnan(drift_rate(np.ones(3), y[:3])).all()
-
-
-def test_the_command_line_reads_what_a_run_writes(tmp_path, capsys, monkeypatch):
-    rows = rows_of(np.random.default_rng(0).normal(0, 0.1, 60), age=np.repeat(np.arange(6), 10))
-    table = np.column_stack(list(rows.values()))
-    np.savetxt(tmp_path / "replay.csv", table, "%.17g", ",", header=",".join(rows), comments="")
-    np.testing.assert_array_equal(np.column_stack(list(read(tmp_path).values())), table)
-    monkeypatch.setattr("sys.argv", ["diagnostics", str(tmp_path)])
-    main()
-    shown = capsys.readouterr().out.splitlines()[1:13]  # twelve bins of five trajectories
-    assert [float(line.split()[0]) for line in shown] == np.repeat(np.arange(6), 2).tolist()
-    assert (tmp_path / "diagnostics.png").read_bytes().startswith(b"\x89PNG")

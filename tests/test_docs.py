@@ -42,12 +42,16 @@ def anchors(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_resolve(page):
-    for link in re.findall(r"\]\((?!http)([^)\s]+)\)", page.read_text(encoding="utf-8")):
+def test_links_resolve_and_files_and_flags_named_exist(page):
+    text = page.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\((?!http)([^)\s]+)\)", text):
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL) if page.name in ("README.md", "differences.md") else ""
+    for name in re.findall(r"`((?:freshper|envs|docs|tests|examples)/[\w/.]+|--\w[^`\n]*)`", text):
+        assert exists(name), name
 
 
 def commands(page):
@@ -101,13 +105,6 @@ def test_paper_to_code_has_every_label_in_order_and_names_what_exists():
         assert code.startswith(("not code, because ", "`")), label
         for name in re.findall(r"`([^`]+)`", code) + re.findall(r"`(--\w[^`]*)`", says):
             assert exists(name), (label, name)
-
-
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/differences.md"], ids=lambda page: page.name)
-def test_files_and_flags_named_exist(page):
-    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    for name in re.findall(r"`((?:freshper|envs|docs|tests|examples)/[\w/.]+|--\w[^`\n]*)`", text):
-        assert exists(name), name
 
 
 @pytest.fixture(scope="module")

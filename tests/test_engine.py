@@ -16,7 +16,6 @@ from freshper.config import Config
 from freshper.engine_hf import HFEngine, Sampling, truncated
 from freshper.episode import collate
 from freshper.errors import NonFiniteError
-from freshper.models import Policy
 from freshper.reinforce import policy_loss, training_batch
 from freshper.rollout import Conversation, rollout, training_seeds
 from freshper.trainer import TorchTrainer, action_logprobs
@@ -83,9 +82,6 @@ def test_log_probs_of_engine_and_trainer_equal_one_full_pass(policy):
             entropy = torch.distributions.Categorical(logits=logits[np.flatnonzero(mask) - 1]).entropy()
             np.testing.assert_allclose(entropies[row, : len(mask)][mask], entropy, atol=1e-4)
         assert (trained[row, len(mask) :] == 0).all()
-        # an eos that was not sampled is written by the bridge: one for each message but a last reply that was cut
-        text = policy.tokenizer.decode(e.tokens)
-        assert text.count("<|im_end|>") == 2 * len(e.turn_rewards) - (e.tokens[-1] != policy.eos_id)
 
 
 def test_greedy_replies_are_those_of_generate(policy):
@@ -143,7 +139,7 @@ def test_a_conversation_that_would_grow_too_long_is_truncated(text_policy):
     episodes = play(text_policy, n=8, max_tokens=longest - 1)
     assert any(e.truncated for e in episodes)
     assert all(len(e.tokens) < longest for e in episodes)
-    with pytest.raises(OSError, match=r"--max_tokens is 20, but must be at least .*the first turn of episode seed"):
+    with pytest.raises(OSError, match=r"--max_tokens is 20, but must be at least .*the first turn of seed"):
         play(text_policy, n=2, max_tokens=20)
 
 
@@ -187,14 +183,13 @@ def test_positions_equal_the_stock_m_rope(vision_policy, sizes):
 
 
 def test_frozen_vision_reuses_features_and_changes_nothing(vision_policy):
-    own = copy.deepcopy(vision_policy.model)
-    frozen = Policy(own, vision_policy.tokenizer, vision_policy.image_processor, freeze_vision=True)
+    frozen = own_copy(vision_policy, freeze_vision=True, _features={})
     images = [np.random.default_rng(k % 3).integers(0, 255, (56, 56, 3), dtype=np.uint8) for k in range(6)]
     expected = vision_policy.image_features(images)
     torch.testing.assert_close(frozen.image_features(images[:2]), expected[:32])
     torch.testing.assert_close(frozen.image_features(images), expected)
     assert len(frozen._features) == 3
-    assert not any(p.requires_grad for p in own.model.visual.parameters())
+    assert not any(p.requires_grad for p in frozen.model.model.visual.parameters())
 
 
 def trainer_for(policy, **changes):
@@ -294,7 +289,8 @@ def test_numbers_that_are_not_finite_name_an_episode_and_touch_no_weight(text_po
         with torch.no_grad():
             trainer.policy.model.model.embed_tokens.weight[250] = torch.nan
     before = [p.clone() for p in trainer.policy.model.parameters()]
-    with pytest.raises(NonFiniteError, match=r"episode seeds? \[?(0, 1, )?2"):
+    sentence = "the on-policy update has loss nan" if phase == "advantage" else r"not finite.* episode seeds? \[?2\b"
+    with pytest.raises(NonFiniteError, match=sentence):
         trainer.record_behavior_logprobs(episodes) if phase == "record" else trainer.update(episodes)
     assert trainer.step == 0
     for p, old in zip(trainer.policy.model.parameters(), before, strict=True):

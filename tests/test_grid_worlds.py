@@ -16,18 +16,14 @@ from envs.frozenlake import random_map, solve
 STEPS = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
 
 
-def say(action):
-    return f"so <answer> {action} </answer>"
-
-
 def wander(env, seed):
-    """Yield every observation of an episode of random replies."""
-    rng, over = np.random.default_rng(seed), False
-    yield env.reset(seed=seed)[0]
-    while not over:
-        observation, _, terminated, truncated, _ = env.step(env.random_reply(rng))
-        over = terminated or truncated
-        yield observation
+    """Return every observation of an episode of random replies, with its caption."""
+    rng, seen = np.random.default_rng(seed), []
+    play_out(env, seed, lambda: seen.append((env.observe(), env.caption())) or env.random_reply(rng))
+    return [*seen, (env.observe(), env.caption())]
+
+
+FOLDS = {"random": np.mean, "optimal": max}
 
 
 def value(transitions, start, horizon, fold):
@@ -51,16 +47,17 @@ def test_frozenlake_is_gymnasium_s_on_our_maps(slippery):
         twin = gymnasium.make("FrozenLake-v1", desc=desc, is_slippery=slippery).unwrapped
         twin.reset(seed=seed)
         env.reset(seed=seed)
-        terminated = truncated = False
-        while not (terminated or truncated):
+        over = False
+        while not over:
             k = int(rng.integers(4))
-            observation, reward, terminated, truncated, info = env.step(say(["Left", "Down", "Right", "Up"][k]))
+            observation, reward, terminated, truncated, info = env.step(f"so <answer> {list(STEPS)[k]} </answer>")
             state, expected, done, _, _ = twin.step(k)
-            rows = [list(row.replace("S", "_").replace("F", "_").replace("H", "O")) for row in desc]
-            under = rows[state // 4][state % 4]
-            rows[state // 4][state % 4] = {"_": "P", "O": "X", "G": "√"}[under]
-            assert observation.text == "\n".join("".join(row) for row in rows)
+            shown = list("".join(desc).replace("S", "_").replace("F", "_").replace("H", "O"))
+            under = shown[state]
+            shown[state] = {"_": "P", "O": "X", "G": "√"}[under]
+            assert observation.text.replace("\n", "") == "".join(shown)
             assert (reward, terminated, info["success"]) == (expected, done, under == "G")
+            over = terminated or truncated
 
 
 def test_frozenlake_maps_and_exact_bounds():
@@ -76,41 +73,44 @@ def test_frozenlake_maps_and_exact_bounds():
         assert np.mean([k["random"] for k in known]) == pytest.approx(0.217, abs=0.02)
         for seed in range(8):
             env.reset(seed=seed)
-            assert known[seed]["optimal"] == pytest.approx(value(env.lake.P, env.lake.s, 10, max))
-            assert known[seed]["random"] == pytest.approx(value(env.lake.P, env.lake.s, 10, np.mean))
+            exact = {name: value(env.lake.P, env.lake.s, 10, fold) for name, fold in FOLDS.items()}
+            assert known[seed] == pytest.approx(exact)
 
 
 def test_cliffwalking_is_gymnasium_s():
     """A long random walk beside the original."""
     twin, rng = gymnasium.make("CliffWalking-v1").unwrapped, np.random.default_rng(0)
-    env, full = ENVS["cliffwalking"](max_turns=3000), ENVS["cliffwalking"](max_turns=3000, style="full")
-    for world in (env, full, twin):
-        world.reset(seed=0)
+    env = ENVS["cliffwalking"](max_turns=3000)
+    twin.reset(seed=0)
+    env.reset(seed=0)
+    assert env.caption() == "Up a3 Right X Down a4 Left a4"  # the neighbours
     rewards, terminated = [], False
     while not terminated and env.turn < 3000:
         k = int(rng.integers(4))
-        reply = say(["Up", "Right", "Down", "Left"][k])
-        observation, reward, terminated, _, info = env.step(reply)
+        way = ("Up", "Right", "Down", "Left")[k]
+        observation, reward, terminated, _, info = env.step(f"so <answer> {way} </answer>")
         state, expected, done, _, _ = twin.step(k)
         row, col = divmod(int(state), 12)
         rewards.append(expected)
         assert (reward, terminated) == (expected, done)
         assert observation.text == f" {'abcdefghijkl'[col]}{row + 1}"
-        assert f"You: row {row + 1}, column {col + 1}." in full.step(reply)[0].text
+        env.style = "full"
+        assert f"You: row {row + 1}, column {col + 1}." in env.observe().text
+        env.style = "terse"
         assert info == {"success": (row, col) == (3, 11), "valid": True, "metrics": {"score": sum(rewards)}}
     assert rewards.count(-100) > 5
 
 
-@pytest.mark.parametrize("turns", [5, 200])
-def test_the_values_of_a_table_are_the_recursion_s(turns):
-    """On CliffWalking; and its optimal policy earns the best of them, in as many turns."""
+def test_cliffwalking_s_exact_bounds():
+    """By another recursion; and the optimal policy earns the best of them, in as many turns."""
     sys.setrecursionlimit(5000)
-    env = ENVS["cliffwalking"](max_turns=turns)
-    total = play_out(env, 0, env.optimal_reply)[0]
-    best, mean = (table[-1, 36] for table in solve(env.cliff.P, turns))
-    assert (best.max(), mean) == pytest.approx([value(env.cliff.P, 36, turns, fold) for fold in (max, np.mean)])
-    assert total == best.max() == -min(turns, 13)
-    assert turns != 200 or round(mean) == -2079  # as the module says
+    env = ENVS["cliffwalking"](max_turns=200)
+    env.reset(seed=0)
+    best, random = solve(env.cliff.P, 200)[:, 36]
+    found = {"random": random.mean(), "optimal": best.max()}
+    assert found == pytest.approx({name: value(env.cliff.P, 36, 200, fold) for name, fold in FOLDS.items()})
+    assert play_out(env, 0, env.optimal_reply)[0] == best.max() == -13
+    assert round(random.mean()) == -2079  # as the module says
 
 
 SIZES = {"sokoban_simple": (6, 1), "sokoban_hard": (8, 2)}
@@ -163,7 +163,7 @@ def test_sokoban_follows_the_rules(name):
         while not over:
             action = list(STEPS)[rng.integers(4)]
             after = reference_step(rows, action)
-            (text, _), reward, terminated, truncated, info = env.step(say(action))
+            (text, _), reward, terminated, truncated, info = env.step(f"so <answer> {action} </answer>")
             shown = text.replace(" ", "").split("State:\n")[1].split("\n")[: env.side]
             assert tuple(env.grid()) == after == tuple(shown)
             before, now = ("".join(r).count("√") for r in (rows, after))
@@ -210,35 +210,29 @@ def test_captions_name_the_cells(name):
     marks = lake if name == "frozenlake" else {"P": "PS", "X": "X√", "O": "O√S", "#": "#"}
     env = ENVS[name]()
     for seed in range(30):
-        for observation in wander(env, seed):
+        for observation, caption in wander(env, seed):
             shown = {(r, c): x for r, row in enumerate(observation.text.split("\n")) for c, x in enumerate(row)}
             expected = {mark: {cell for cell, x in shown.items() if x in symbols} for mark, symbols in marks.items()}
-            assert cells_in(env.caption()) == {mark: cells for mark, cells in expected.items() if cells}
+            assert cells_in(caption) == {mark: cells for mark, cells in expected.items() if cells}
 
 
-def test_captions_name_the_neighbours_on_the_cliff():
-    env = ENVS["cliffwalking"]()
-    env.reset(seed=0)
-    assert env.caption() == "Up a3 Right X Down a4 Left a4"
-
-
-@pytest.mark.parametrize("size", [14, 56])
-def test_images_show_the_state(size):
+@pytest.mark.parametrize(("style", "size"), [("terse", 14), ("full", 56)])
+def test_images_show_the_state(style, size):
     """Red only in the player's cell, green only on the goal, dark blue only in holes, plain ice elsewhere."""
     for seed in range(20):
-        env, text = ENVS["frozenlake_vlm"](cell_size=size), ENVS["frozenlake"]()
-        for observation, twin in zip(wander(env, seed), wander(text, seed), strict=True):
-            assert observation.text == ""  # the image alone says where things are
-            assert env.caption() == text.caption()
+        env, text = ENVS["frozenlake_vlm"](style=style), ENVS["frozenlake"]()
+        for (observation, caption), (twin, same) in zip(wander(env, seed), wander(text, seed), strict=True):
+            assert style == "full" or observation.text == ""  # the image alone says where things are
+            assert caption == same
             image = observation.images[0].astype(int)
             assert image.shape == (4 * size, 4 * size, 3)
-            for row, symbols in enumerate(twin.text.split("\n")):
-                for col, symbol in enumerate(symbols):
-                    cell = image[size * row : size * (row + 1), size * col : size * (col + 1)]
-                    cell = cell[2 * size // 7 : -1, 2 * size // 7 : -1].reshape(-1, 3)
-                    r, g, b = cell.T
-                    red, green, dark = (r > 150) & (g < 100), (g > 130) & (r < 60), (b > 60) & (r < 60) & (g < 80)
-                    assert (red.mean() > 0.1) == (symbol in "PX√")
-                    assert symbol == "√" or (green.mean() > 0.1) == (symbol == "G")  # the player hides the flag
-                    assert (dark.mean() > 0.2) == (symbol in "OX")
-                    assert symbol != "_" or np.ptp(cell, axis=0).max() < 90
+            for at, symbol in enumerate(twin.text.replace("\n", "")):
+                row, col = divmod(at, 4)
+                cell = image[size * row : size * (row + 1), size * col : size * (col + 1)]
+                cell = cell[2 * size // 7 : -1, 2 * size // 7 : -1].reshape(-1, 3)
+                r, g, b = cell.T
+                red, green, dark = (r > 150) & (g < 100), (g > 130) & (r < 60), (b > 60) & (r < 60) & (g < 80)
+                assert (red.mean() > 0.1) == (symbol in "PX√")
+                assert symbol == "√" or (green.mean() > 0.1) == (symbol == "G")  # the player hides the flag
+                assert (dark.mean() > 0.2) == (symbol in "OX")
+                assert symbol != "_" or np.ptp(cell, axis=0).max() < 90

@@ -14,7 +14,7 @@ from envs.search_encoders import LocalEncoder
 from envs.search_server import Retriever, SearchServer
 
 PASSAGES = ["Wilhelm Röntgen\nThe first Nobel Prize in Physics.", "Physics\nA science.", "Nobel Prize\nA prize."]
-QUESTION = {"question": "who got the first nobel prize in physics", "golden_answers": ["Wilhelm Conrad Röntgen", "The"]}
+QUESTION = "who got the first nobel prize in physics"
 NO_SERVER = "http://127.0.0.1:9/retrieve"
 START = {"train": 0, "held-out": EVAL_SEEDS}  # the first seed of each group
 
@@ -39,26 +39,26 @@ def test_a_reply_is_one_action_or_none():
         assert parse_action(reply) == action, reply[:60]
 
 
-@pytest.mark.parametrize(
-    ("answer", "golden", "equal"),
-    [
-        ("  the PARIS. ", ["London", "Paris"], True), ("an apple a day", ["apple day"], True),
-        ("O'Neill", ["ONeill"], True), ("1,000", ["1000"], True), ("new\n\tyork", ["The New York"], True),
-        ("theatre", ["atre"], False), (".", ["Who?", ".", "the"], False), ("the", ["The"], False),
-        ("Rontgen", ["Röntgen"], False), ("It is Paris", ["Paris"], False), ("anything", [], False),
-    ],
-)  # fmt: skip
-def test_exact_match(answer, golden, equal):
-    assert exact_match(answer, golden) is equal
+EQUAL = [
+    ("  the PARIS. ", ["London", "Paris"]), ("an apple a day", ["apple day"]), ("O'Neill", ["ONeill"]),
+    ("1,000", ["1000"]), ("new\n\tyork", ["The New York"]),
+]  # fmt: skip
+DIFFERENT = [
+    ("theatre", ["atre"]), (".", ["Who?", ".", "the"]), ("the", ["The"]), ("Rontgen", ["Röntgen"]),
+    ("It is Paris", ["Paris"]), ("anything", []),
+]  # fmt: skip
 
 
-@pytest.fixture
-def questions(tmp_path):
-    """Search-R1's fields, twenty questions."""
-    path = tmp_path / "train.jsonl"
-    rows = [{"id": f"train_{k}"} | QUESTION | {"question": f"{QUESTION['question']} {k}?"} for k in range(20)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+def test_exact_match():
+    assert [exact_match(*pair) for pair in EQUAL + DIFFERENT] == [True] * len(EQUAL) + [False] * len(DIFFERENT)
+
+
+@pytest.fixture(params=[["Wilhelm Conrad Röntgen", "The"], "Wilhelm Conrad Röntgen"])
+def questions(tmp_path, request):
+    """Search-R1's fields, twenty questions, with a list of answers or the only one."""
+    rows = [{"id": k, "question": f"{QUESTION} {k}?", "golden_answers": request.param} for k in range(20)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(tmp_path / "train.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -72,18 +72,17 @@ def url():
 def test_an_episode_with_data_and_a_server(questions, url):
     env = NQSearch(style="full", data=questions, search_url=url)
     first, _ = env.reset(seed=EVAL_SEEDS)
-    assert re.search(rf"Question: {QUESTION['question']} \d+\?", first.text)
+    assert re.search(rf"Question: {QUESTION} \d+\?", first.text)
     assert all(part in first.text for part in ("<search>", "<answer>", "<think>", "5 replies"))
-    observation, reward, *ended, info = env.step("<think>hm</think><search>Wilhelm Röntgen physics</search>")
+    observation, *results, info = env.step("<think>hm</think><search>Wilhelm Röntgen physics</search>")
     assert "<information>\n" + "\n\n".join(PASSAGES) + "\n</information>\n" in observation.text
-    assert (reward, ended) == (0.0, [False, False])
-    assert info == {"success": False, "valid": True, "metrics": {"searches": 1.0, "search_failed": 0.0}}
-    observation, reward, *ended, info = env.step("Röntgen")
-    assert (reward, ended, info["valid"], info["metrics"]["searches"]) == (-0.15, [False, False], False, 1.0)
-    assert "could not be read" in observation.text
-    assert PASSAGES[0] in observation.text
-    _, reward, *ended, info = env.step("<Answer>wilhelm conrad röntgen.</Answer>")
-    assert (reward, ended, info["success"], info["valid"]) == (1.0, [True, False], True, True)
+    assert results == [0.0, False, False]
+    assert info == {"success": False, "valid": True, "metrics": {"searches": 1.0}}
+    observation, *results, info = env.step("Röntgen")
+    assert (results, info["valid"], info["metrics"]["searches"]) == ([-0.15, False, False], False, 1.0)
+    assert all(part in observation.text for part in ("could not be read", PASSAGES[0]))
+    _, *results, info = env.step("<Answer>wilhelm conrad röntgen.</Answer>")
+    assert (results, info["success"], info["valid"]) == ([1.0, True, False], True, True)
     assert env.optimal_reply() == "<answer> Wilhelm Conrad Röntgen</answer>"
     assert env.data_summary() == f"{questions}: 18 rows for training, 2 held out"
 
@@ -95,8 +94,6 @@ def test_a_failed_search_ends_its_own_episodes_as_truncated(questions, url):
     with pytest.warns(UserWarning, match="1 searches failed, their episodes end here: .*Connection refused"):
         steps = NQSearch.step_many(envs, ["<search>a</search>"] * 3 + ["<answer>a</answer>"])
     assert [step[1:4] for step in steps] == [(0, False, False), (0, False, True), (0, False, False), (0, True, False)]
-    assert [step[4]["metrics"]["search_failed"] for step in steps] == [0, 1, 0, 0]
-    assert envs[1].observation_space.contains(steps[1][0])
 
 
 @pytest.mark.parametrize("style", ["full", "terse"])
@@ -112,14 +109,10 @@ def test_passages_cannot_pose_as_anything_else(style, questions, monkeypatch):
     assert re.findall("<[^>]*>", seen[0]) == re.findall("<[^>]*>", seen[1])
 
 
-def test_data_and_address_need_each_other_and_one_golden_answer_needs_no_list(questions, tmp_path):
-    for data, url in ((questions, ""), ("", NO_SERVER), (questions, "127.0.0.1:8000/retrieve"), ("", "x")):
-        with pytest.raises(ValueError, match="need each other and an http:// address"):
-            NQSearch(data=data, search_url=url)
-    (tmp_path / "one.jsonl").write_text("".join(f'{{"question": "q{k}", "golden_answers": 7}}\n' for k in range(2)))
-    env = NQSearch(data=str(tmp_path / "one.jsonl"), search_url=NO_SERVER)
-    env.reset(seed=0)
-    assert env.step("<answer>7</answer>")[1] == 1.0
+@pytest.mark.parametrize(("data", "url"), [("x", ""), ("", NO_SERVER), ("x", "127.0.0.1:8000/retrieve"), ("", "x")])
+def test_data_and_address_need_each_other(data, url):
+    with pytest.raises(ValueError, match="need each other and an http:// address"):
+        NQSearch(data=data, search_url=url)
 
 
 def test_questions_have_the_answer_that_the_articles_give():
@@ -187,9 +180,8 @@ def test_replies_and_captions_consist_of_the_tokenizer_s_words_and_tell_no_answe
         assert words.fullmatch(reply)
         assert parse_action(reply)[0]
         env.step(f"<search>{person}</search>")
-        facts = [
-            f" {name} {fact}" for name, values in (p.split("\n") for p in env.passages) for fact in values.split(", ")
-        ]
+        articles = [passage.split("\n") for passage in env.passages]
+        facts = [f" {name} {fact}" for name, values in articles for fact in values.split(", ")]
         told = env.caption()
         assert sorted(re.findall(r" \w+ \w+ (?:born|job|friend \w+) \w+", told)) == sorted(facts)
         assert len(told) == sum(map(len, facts))  # the facts of all three passages, and nothing else

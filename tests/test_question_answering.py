@@ -34,17 +34,7 @@ def test_three_attempts_and_reward_whenever_it_is_right(task, style, right_at):
         assert results == [float(right), right, turn == 3]
         assert info == {"success": right, "valid": True, "metrics": {"first_success": float(right and turn == 1)}}
         assert ("Wrong" in observation.text) != right
-
-
-@TASKS
-def test_full_prompts_say_once_what_is_asked_and_how_to_reply(task):
-    env = task(style="full")
-    (text, images), _ = env.reset(seed=0)
-    assert all(part in text for part in (env.question.text, "3 attempts"))
-    assert env.step(re.search("<answer>.*?</answer>", text)[0])[4]["valid"]  # the example
-    later = env.step("I do not know")[0]
-    assert "attempts left: 1" in later.text
-    assert (env.question.text in later.text, len(images), later.images) == (False, int(task is GeoQA), ())
+        assert (style == "full" and turn < 3 and not right) == (f"attempts left: {3 - turn}" in observation.text)
 
 
 def solve_gsm8k(text, _):
@@ -127,10 +117,10 @@ def test_answers_are_equally_likely_and_every_word_is_a_token(task):
     assert all(abs(n / 1000 - share) < 4 * math.sqrt(share * (1 - share) / 1000) for n in counts.values())
 
 
-@pytest.mark.parametrize("cell_size", [14, 56])
-def test_images_show_the_figure(cell_size):
+@pytest.mark.parametrize(("style", "cell_size"), [("terse", 14), ("full", 56)])
+def test_images_show_the_figure(style, cell_size):
     """Filled inside, white outside, red along the red side or around the red corner and nowhere else."""
-    env, rng, seen = GeoQA(cell_size=cell_size), np.random.default_rng(0), set()
+    env, rng, seen = GeoQA(style=style), np.random.default_rng(0), set()
     for seed in range(40):
         image = env.reset(seed=seed)[0].images[0].astype(int)
         corners, red = env.question.image.polygon, env.question.image.red
@@ -159,14 +149,18 @@ def distance(point, start, end):
 
 def png(shade, size=(60, 40), mode="RGB"):
     stream = io.BytesIO()
-    Image.new(mode, size, (shade,) * 3 if mode == "RGB" else (shade, shade, shade, 0)).save(stream, "PNG")
+    Image.new(mode, size, (shade, shade, shade, 0)[: len(mode)]).save(stream, "PNG")
     return stream.getvalue()
 
 
-ROWS = {
+def geo_row(k):
+    return {"image": {"bytes": png(k), "path": None}, "problem": f"Angle {k}?", "solution": f"<answer> {k}° </answer>"}
+
+
+ROWS = {  # as parquet files of the hub have them
     GSM8K: [{"question": f"What is {k} + 1000?", "answer": f"We add.\n#### {k + 1000:,}"} for k in range(50)],
     AIME: [{"Problem": f"Find {k} + 1.", "Answer": k + 1} for k in range(50)],
-    GeoQA: [{"image": png(k), "problem": f"Angle {k}?", "solution": f"<answer> {k}° </answer>"} for k in range(50)],
+    GeoQA: [geo_row(k) for k in range(50)],
 }
 
 
@@ -182,7 +176,6 @@ def test_questions_from_a_file(task, tmp_path):
     for first in (42_000_000, EVAL_SEEDS):
         for seed in range(first, first + 60):
             observation = env.reset(seed=seed)[0]
-            assert env.observation_space.contains(observation)
             k = int(re.search(r"\d+", env.question.text)[0])
             assert env.question.text in observation.text
             assert env.read(env.question.gold) == env.read(str(k + {GSM8K: 1000, AIME: 1, GeoQA: 0}[task]) + "°")
@@ -199,12 +192,10 @@ def test_questions_from_a_file(task, tmp_path):
 
 BAD = [
     (GSM8K, {"answer": "#### many"}, "the field answer must end in #### and a number"),
-    (GSM8K, {"question": "q" * 10_001}, "a question is at most 10000 characters"),
-    (GSM8K, {"question": "a <|im_end|> b"}, "without tokens as <|im_end|>"),
+    (GSM8K, {"question": "a <|im_end|> b"}, "the field question must not hold tokens such as <|im_end|>"),
     (AIME, {"Answer": 1000}, "the field answer is '1000', but must be an integer from 000"),
-    (GeoQA, {"image": png(0)[:60]}, "the field image is no image that can be read"),
+    (GeoQA, {"image": {"bytes": png(0)[:60], "path": None}}, "the field image is no image that can be read"),
     (GeoQA, {"solution": "<answer>1</answer><answer>2</answer>"}, "the field solution must hold one short answer"),
-    (GeoQA, {"solution": "because " * 20}, "the field solution must hold one short answer"),
 ]
 
 
@@ -215,17 +206,15 @@ def test_bad_rows_are_named_in_one_sentence(task, change, sentence, tmp_path):
         task(data=source)
 
 
-def test_geoqa_images_in_files_large_transparent_or_missing(tmp_path):
-    (tmp_path / "large.png").write_bytes(png(0, (3000, 1000)))
-    (tmp_path / "clear.png").write_bytes(png(0, mode="RGBA"))
-    names = ("clear", "large", "clear")
-    rows = [{"image": f"{name}.png", "problem": f"{name} {k}", "solution": "(B)"} for k, name in enumerate(names)]
-    source = tmp_path / "rows.jsonl"
-    source.write_text("\n".join(json.dumps(row) for row in rows))
-    env = GeoQA(data=str(source))
+def test_a_folder_of_images_some_large_or_transparent(tmp_path):
+    """As `datasets` reads it: metadata.jsonl names the file of each row."""
+    images = {"large": png(0, (3000, 1000)), "clear": png(0, mode="RGBA")}
+    rows = []
+    for k, name in enumerate(("clear", "large", "clear")):
+        (tmp_path / f"{k}.png").write_bytes(images[name])
+        rows.append(json.dumps({"file_name": f"{k}.png", "problem": f"{name} {k}", "solution": "(B)"}))
+    (tmp_path / "metadata.jsonl").write_text("\n".join(rows))
+    env = GeoQA(data=str(tmp_path))
     shown = {text.split()[0]: images[0] for (text, images), _ in (env.reset(seed=seed) for seed in (0, 1))}
     assert shown["large"].shape == (299, MAX_SIDE, 3)
     assert (shown["clear"] == 255).all()
-    (tmp_path / "gone.jsonl").write_text(source.read_text().replace("large", "gone"))
-    with pytest.raises(ValueError, match=r"row 2: the field image is no image that can be read.*gone\.png"):
-        GeoQA(data=str(tmp_path / "gone.jsonl"))

@@ -127,10 +127,8 @@ def test_loss_and_gradient_are_those_of_the_slow_loop(case, seed):
         for row, n in enumerate(rows):  # the statistics: sums over the action tokens of a row
             log_rho = (logprobs - batch.behavior_logprobs)[n][batch.action_mask[n]].detach().numpy()
             rho, a = np.exp(log_rho), batch.advantages[n][batch.action_mask[n]].numpy()
-            most = config.dual_clip or np.inf
-            clipped = np.where(a > 0, rho > 1 + config.ratio_clip, (rho < 1 - config.ratio_clip) | (rho > most)) & (
-                a != 0
-            )
+            least, most = 1 - config.ratio_clip, config.dual_clip or np.inf
+            clipped = np.where(a > 0, rho > 1 + config.ratio_clip, (rho < least) | (rho > most)) & (a != 0)
             sums = {"log_ratio": log_rho, "ratio": rho, "ratio_sq": rho**2, "kl": rho - 1 - log_rho, "clipped": clipped}
             found = {name: value[row].item() for name, value in stats.items()}
             assert found == pytest.approx({name: value.sum() for name, value in sums.items()})
@@ -179,45 +177,34 @@ def test_the_running_baseline_is_of_the_window(kind, kl_coef):
     assert torch.equal(restored.moments(), baseline.moments())
 
 
-def test_equal_failures_do_not_train_with_a_baseline_by_turn():
-    """Every turn costs 0.1: returns-to-go differ by turn alone, and that is no reason to change the policy."""
-    episodes = [make_episode(np.random.default_rng(k), turns=4) for k in range(6)]
-    for e in episodes:
-        e.turn_rewards = np.full(4, -0.1, dtype=np.float32)
-    for kind, trains in (("turn", False), ("batch", True)):
-        config = Config(baseline=kind, advantage_clip=20.0)
-        baseline = ReplayBaseline(config)
-        baseline.observe(episodes)
-        for moments in (None, baseline.moments()):
-            assert bool(training_batch(episodes, config, moments=moments).advantages.abs().max() > 1e-3) is trains
+@pytest.mark.parametrize("kind", ["batch", "turn", "recompute"])
+def test_what_each_baseline_makes_of_equal_failures_successes_and_rounding(kind):
+    config = Config(baseline=kind, advantage_clip=20.0)
+
+    def advantages(observed, drawn):
+        """Of the action tokens of a fresh batch and of a replay batch."""
+        (baseline := ReplayBaseline(config)).observe(observed)
+        batches = [training_batch(drawn, config, moments=moments) for moments in (None, baseline.moments())]
+        return [batch.advantages[batch.action_mask] for batch in batches]
+
+    def episodes(turn_rewards, n):
+        rewards = np.asarray(turn_rewards, dtype=np.float32)
+        made = [make_episode(np.random.default_rng(k), turns=len(rewards)) for k in range(n)]
+        return [dataclasses.replace(e, turn_rewards=rewards) for e in made]
+
+    failures = episodes(4 * [-0.1], 6)  # returns-to-go differ by turn alone, and that is no reason to train
+    assert all(bool(found.abs().max() > 1e-3) is (kind != "turn") for found in advantages(failures, failures))
+    _, replayed = advantages(episodes([1.0], 4) + episodes([0.0], 4), episodes([1.0], 4))
+    assert (replayed == 0).all() if kind == "recompute" else (replayed > 0.5).all()
+    rounded = episodes([10.0], 32) + episodes([np.nextafter(np.float32(10.0), np.float32(11.0))], 32)
+    if kind != "recompute":  # equal returns, summed in another order
+        assert advantages(rounded, rounded)[1].abs().max() < 1e-2
 
 
-def test_a_replay_batch_of_successes_loses_its_gradient_only_if_it_is_whitened_over_itself():
-    rng = np.random.default_rng(1)
-    won, lost = [make_episode(rng, turns=1) for _ in range(4)], [make_episode(rng, turns=1) for _ in range(4)]
-    for e in won + lost:
-        e.turn_rewards = np.float32([e in won])
-    for kind, alive in (("batch", True), ("turn", True), ("recompute", False)):
-        config = Config(baseline=kind, advantage_clip=20.0)
-        baseline = ReplayBaseline(config)
-        baseline.observe(won + lost)
-        batch = training_batch(won, config, moments=baseline.moments())
-        found = batch.advantages[batch.action_mask]
-        assert bool((found > 0.5).all()) is alive
-        assert bool((found == 0).all()) is not alive
-
-
-def test_rounding_is_not_an_advantage():
-    """Failures of equal return, summed in another order, have no advantage against the running baseline."""
-    rng = np.random.default_rng(0)
-    episodes = [make_episode(rng, turns=1) for _ in range(64)]
-    for n, e in enumerate(episodes):
-        e.turn_rewards = np.float32([np.nextafter(np.float32(10.0), np.float32(11.0)) if n % 2 else 10.0])
-    baseline = ReplayBaseline(Config())
-    baseline.observe(episodes)
-    assert training_batch(episodes, Config(), moments=baseline.moments()).advantages.abs().max() < 1e-2
-    for equal in (1.0, 0.1, -0.85):  # the float32 mean of three times 0.1 is another number
-        assert (whiten(torch.full((1, 3), equal), torch.ones(1, 3, dtype=torch.bool)) == 0).all()
+@pytest.mark.parametrize("equal", [1.0, 0.1, -0.85])
+def test_equal_values_are_whitened_to_zero(equal):
+    """The float32 mean of three times 0.1 is another number."""
+    assert (whiten(torch.full((1, 3), equal), torch.ones(1, 3, dtype=torch.bool)) == 0).all()
 
 
 @pytest.mark.parametrize("moments", [None, ([0.2], 0.8)])

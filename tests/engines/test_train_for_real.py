@@ -62,15 +62,10 @@ def nothing_stays():
 
 def start(out, ranks, *flags, script=("train.py",), timeout=1800):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "FRESHPER_TIMEOUT": str(timeout)}
     with open(f"{out}.log", "a") as log:
-        process = subprocess.Popen(
-            [sys.executable, *launcher, *script, *flags],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "FRESHPER_TIMEOUT": str(timeout)},
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+        options = {"cwd": ROOT, "env": variables, "stdout": log, "stderr": log, "start_new_session": True}
+        process = subprocess.Popen([sys.executable, *launcher, *script, *flags], **options)
     process.sessions = {str(process.pid)}
     STARTED.append(process)
     process.in_memory = set(SHARED_MEMORY.glob("freshper-*"))
@@ -205,10 +200,8 @@ def test_the_proof_finds_each_wrong_parameter(models, tmp_path):
     assert same["error"] < 1e-3
     names = [name for name, _ in load_policy(models["frozenlake_vlm"], "cpu", torch.float32).model.named_parameters()]
     assert len(names) > 40
-    assert [line["name"] for line in changed[:-3]] == [*names, "all"]
-    for line in (*changed[:-3], changed[-2]):
+    assert [line["name"] for line in changed[:-1]] == [*names, "all"]
+    for line in changed[:-1]:
         pattern = r"vLLM does not compute with the trainer's weights: .* by up to (\S+), allowed is 0\.001"
         assert float(re.fullmatch(pattern, line["said"])[1]) > 1e-3, line
-    assert changed[-2]["name"] == "tied output layer"  # vLLM had the new embedding and kept the old output layer
-    for line in (changed[-3], changed[-1]):  # each after a sync
-        assert line["error"] < 1e-3
+    assert changed[-1]["error"] < 1e-3  # after a sync, also of the tied output layer

@@ -7,7 +7,6 @@ a fiftieth of the first step.
 """
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,10 +30,8 @@ def run(ranks, out, *cases):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *launcher, str(SCRIPT), str(out), *cases]
     variables = os.environ | {"OMP_NUM_THREADS": "1", "FRESHPER_TIMEOUT": "300"}
-    done = subprocess.run(
-        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=400
-    )
-    return done.returncode, done.stdout
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=400)
+    return done.returncode, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -104,13 +101,6 @@ def test_one_rank_and_another_number_of_ranks(two_ranks, tmp_path):
     status, output = run(1, two_ranks[1], "zero_1", "--resume-only")
     assert status == 1
     assert "--resume needs 2 ranks, the number in the checkpoint, not 1" in output
-
-
-def test_an_error_of_another_rank_names_rank_and_call(tmp_path):
-    status, output = run(2, tmp_path, "broken")
-    assert status == 1
-    assert "IndexError: list index out of range" in output
-    assert re.search(r"rank 0 raised BackendError: (rank 1 \(process \d+\) died in )?`logprobs` on 2 ranks", output)
 
 
 @settings(deadline=None)
