@@ -6,8 +6,8 @@ pushed off, +10 when the last one is in place, which ends the episode. `score`, 
 with no box in place, 10 + boxes - n/10 if solved in n turns. Replay by |r| + epsilon ranks one of two boxes in place
 (|r| = 0) last: raise epsilon.
 
-Where we differ: a seed gives random walls, and a start whose shortest solution takes exactly n turns, n uniform over
-1..10 (2..10 with two boxes). The authors' rooms may need more than 10 turns.
+Where we differ: a seed gives random walls, and a start whose shortest solution takes exactly n turns, n uniform from
+the number of boxes to `longest`: 10 turns, or 5 in the tiny preset. The authors' rooms may need more than 10.
 """
 
 from functools import lru_cache
@@ -59,11 +59,11 @@ def turns_to_solve(floor: Cells, targets: Cells, horizon: int) -> dict[State, in
 
 
 @lru_cache(maxsize=4096)
-def random_room(seed: int, side: int, boxes: int) -> tuple[Cells, Cells, State, int]:
+def random_room(seed: int, side: int, boxes: int, longest: int) -> tuple[Cells, Cells, State, int]:
     """Return the room of this seed: floor, targets, the state at its start, and the turns of its shortest solution.
     Walls and targets are drawn until a start with that many turns exists."""
     rng = np.random.default_rng(seed)
-    shortest = int(rng.integers(boxes, LONGEST + 1))
+    shortest = int(rng.integers(boxes, longest + 1))
     while True:
         free = np.zeros((side, STRIDE), dtype=bool)
         free[1:-1, 1 : side - 1] = rng.random((side - 2, side - 2)) >= 0.2  # else walls
@@ -86,17 +86,17 @@ class Sokoban(GridWorld):
     words = (*GridWorld.actions, "√", " X", " O", " #", " a", " b", " c", " d", " e", " f")  # captions: column and row
 
     def __init__(
-        self, side: int = 6, boxes: int = 1, style: str = "terse",
+        self, side: int = 6, boxes: int = 1, longest: int = LONGEST, style: str = "terse",
         format_penalty: float = FORMAT_PENALTY, max_turns: int = 0,
     ):  # fmt: skip
         super().__init__(style, format_penalty, max_turns)
         if side not in (6, 7, 8) or boxes not in (1, 2):
             raise ValueError(f"side must be 6, 7 or 8 and boxes 1 or 2, got {side} and {boxes}")
-        self.side, self.n_boxes = side, boxes
+        self.side, self.n_boxes, self.longest = side, boxes, longest
         self.warm_start = ((900, 1), (150, 10)) if side < 8 else ((400, 1), (60, 10))  # 8x8 takes minutes already
 
     def start(self, seed: int) -> None:
-        room = random_room(seed, self.side, self.n_boxes)
+        room = random_room(seed, self.side, self.n_boxes, self.longest)
         self.floor, self.targets, (self.boxes, self.player), self.shortest = room
 
     def act(self, action: int) -> tuple[float, bool, bool]:

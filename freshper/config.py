@@ -107,7 +107,7 @@ class Config:
     def task(self) -> str:
         """Return the task as plots name it, with whose questions it asks and whether the ice is slippery."""
         ice = "slippery" if self.slippery else "not slippery"
-        said = {"data": self.data or "generated questions", "slippery": ice}
+        said = {"data": self.data or "generated questions", "slippery": ice, "longest": "solutions of at most 5 turns"}
         return " ".join([self.env, *(f"({said[name]})" for name in said if name in self.env_settings())])
 
     def title(self) -> str:
@@ -116,7 +116,7 @@ class Config:
 
     def env_settings(self) -> dict[str, Any]:
         """Return what the environment takes of the settings. Prompts and images of a tiny model are terse and small."""
-        known = vars(self) | {"style": "terse" if self.tiny else "full"}
+        known = vars(self) | ({"style": "terse", "longest": 5} if self.tiny else {"style": "full"})
         return {name: known[name] for name in inspect.signature(ENVS[self.env]).parameters if name in known}
 
     def make_env(self) -> TextEnv:

@@ -55,8 +55,8 @@ def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return pi_ref / pi - log(pi_ref / pi) - 1, never negative, with a usable gradient. [B, T] -> [B, T]. At most 10, as
-    in OpenRLHF and verl: at pi = e^-8 pi_ref one token would outweigh the batch, with a value near 3,000."""
+    """Return pi_ref / pi - log(pi_ref / pi) - 1, never negative, with a usable gradient. [B, T] -> [B, T]. At most
+    10, as in OpenRLHF and verl: at pi = e^-8 pi_ref one token would outweigh the batch, with a value near 3,000."""
     log_ratio = (ref_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return (log_ratio.exp() - log_ratio - 1.0).clamp(max=10.0)
 
