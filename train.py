@@ -3,8 +3,7 @@
     python train.py --env frozenlake_vlm                 an image task, on a laptop, in minutes
     python train.py --env frozenlake --method on_policy  the baseline without replay
 
-Each line of the algorithm is one call; the module behind it says how it works. Where we differ from the paper or from
-the authors' code is said at the head of that module and in docs/differences.md.
+Each line of the algorithm is one call. The module behind it says how it works, and where and why we differ.
 """
 
 import os

@@ -6,8 +6,7 @@ which leads back to the start. All seeds are the same task; `score` is the sum o
 
 Where we differ: the optimal score is -13, the length of the shortest way; the paper's 0 comes from a private package.
 The random policy scores -2079 in 200 turns (exact, by `solve` of envs/frozenlake.py). The default here is 50 turns.
-Exercise: |r| + epsilon is a poor priority if good episodes have |r| near 13 and bad ones near 1000. The tiny preset's
-epsilon of 1000 makes them almost equal. Try `--epsilon 0.01` and watch `replay_success`.
+Exercise: try `--epsilon 0.01` and watch `replay_success`: good episodes have |r| near 13 and bad ones near 1000.
 """
 
 import gymnasium

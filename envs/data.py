@@ -39,10 +39,8 @@ def load_rows(source: str, fields: tuple[str, ...], convert: Callable[[dict], An
         except ValueError as error:
             raise ValueError(f"{source}, {where}: {error}") from error
 
-    splits = {
-        split: [converted(row, f"{split} row {n}") for n, row in enumerate(rows, 1)]
-        for split, rows in _load(source).items()
-    }
+    loaded = _load(source).items()
+    splits = {split: [converted(row, f"{split} row {n}") for n, row in enumerate(rows, 1)] for split, rows in loaded}
     parts = {"train": splits.get("train", []), "held_out": splits.get("validation", splits.get("test", []))}
     if len(splits) == 1:
         numbers: dict[int, int] = {}  # of the different rows: equal ones stay on one side
@@ -53,8 +51,7 @@ def load_rows(source: str, fields: tuple[str, ...], convert: Callable[[dict], An
     if not all(parts.values()):
         found = ", ".join(f"{len(rows)} in {name}" for name, rows in splits.items())
         raise ValueError(f"--data is {source}, with too few different rows to train and to hold out: {found}")
-    orders = {split: np.random.default_rng(0).permutation(len(rows)) for split, rows in parts.items()}
-    return {split: [rows[k] for k in orders[split]] for split, rows in parts.items()}
+    return {name: [rows[k] for k in np.random.default_rng(0).permutation(len(rows))] for name, rows in parts.items()}
 
 
 def row_for(rows: dict[str, list], seed: int) -> Any:

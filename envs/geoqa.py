@@ -1,8 +1,7 @@
 """GeoQA: an image of a geometric figure and a question about it, in up to three attempts.
 
 Paper: appendix D, "GeoQA" (VLM). It does not say which version it used.
-Data: the fields `image`, `problem` and `solution` of `leonardPKU/GEOQA_R1V_Train_8K`, whose solutions hold the answer
-as `<answer> 145° </answer>`.
+Data: the fields `image`, `problem` and `solution` (`<answer> 145° </answer>`) of `leonardPKU/GEOQA_R1V_Train_8K`.
 
 Without data: a triangle or a quadrilateral on a grid of 4 x 4 squares, with a question for the length of the red side,
 the angle at the red dot, or the area. There are 10,163 problems for training and 1,488 held out.
@@ -101,10 +100,7 @@ class GeoQA(QuestionAnswering):
     warm_start = ((250, 1), (150, 3))  # first to see, then to play
     fields = ("image", "problem", "solution")
     rules = "Answer a question about the figure in the image."
-    form = (
-        "End your reply with the value, or the letter of the right choice, between tags, for example "
-        "<answer>60°</answer> or <answer>B</answer>."
-    )
+    form = "End your reply with the value or the right letter, such as <answer>60°</answer> or <answer>B</answer>."
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Question:

@@ -43,8 +43,7 @@ def exact_match(answer: str, golden_answers: list[str]) -> bool:
 
 
 def parse_action(reply: str) -> tuple[str, str]:
-    """Return ("search", query) or ("answer", text), with tags in any case, or ("", "") unless the reply holds exactly
-    one action outside `<think>`."""
+    """Return ("search", query) or ("answer", text), or ("", "") unless exactly one of them stands outside `<think>`."""
     parts = re.split("<(/?)(search|answer|information)>", outside_think(reply), flags=re.ASCII | re.IGNORECASE)
     match [part.strip() for part in parts]:
         case [_, "", kind, text, "/", end, _] if text and kind.lower() == end.lower() != "information":
@@ -139,8 +138,7 @@ class NQSearch(TextEnv):
         return Observation(f"{opening}Question: {self.question}\nReplies left: {self.max_turns - self.turn}. {FORM}")
 
     def random_reply(self, rng: np.random.Generator) -> str:
-        """Return a search or an answer, with probability 1/2 each: a person or a value named so far (with `data`, a
-        word), or any value if there is none."""
+        """Return a search or an answer, with probability 1/2 each: a person, a value or (with `data`) a word so far."""
         tag, named = ("search", synthetic_wiki.PERSON) if rng.random() < 0.5 else ("answer", synthetic_wiki.VALUE)
         choices = re.findall(named if self.puzzle else r"\w+", "\n".join(self.seen)) or synthetic_wiki.VALUES
         choices = list(dict.fromkeys(choices))

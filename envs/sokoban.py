@@ -1,10 +1,8 @@
 """Sokoban, as text: push every box onto a target, and never into a corner.
 
-Paper: section 4.1, appendix D "Sokoban"; Table 2 (10 actions). "Simple" is 6x6 with one box, "Hard" 8x8 with two, as
-the authors ran it, and so are the symbols and the rewards: -0.1 a turn, +1 for a box pushed onto a target, -1 for one
-pushed off, +10 when the last one is in place, which ends the episode. `score`, the paper's number, is their sum: -1
-with no box in place, 10 + boxes - n/10 if solved in n turns. Replay by |r| + epsilon ranks one of two boxes in place
-(|r| = 0) last: raise epsilon.
+Paper: section 4.1, appendix D "Sokoban"; Table 2 (10 actions). "Simple" is 6x6 with one box, "Hard" 8x8 with two, with
+the authors' symbols and rewards: -0.1 a turn, +1 for a box pushed onto a target, -1 for one pushed off, +10 when the
+last one is in place. `score`, the paper's number, is their sum. One of two boxes in place has |r| = 0: raise epsilon.
 
 Where we differ: a seed gives random walls, and a start whose shortest solution takes exactly n turns, n uniform from
 the number of boxes to `longest`: 10 turns, or 5 in the tiny preset. The authors' rooms may need more than 10.
@@ -41,8 +39,7 @@ def move(floor: Cells, boxes: Cells, player: int, step: int) -> State:
 
 
 def turns_to_solve(floor: Cells, targets: Cells, horizon: int) -> dict[State, int]:
-    """Return the turns of the shortest solution from each state that has one of at most `horizon` turns: breadth-first
-    search backwards, over steps and pulls."""
+    """Return the turns of the shortest solution from each state, up to `horizon`: breadth-first search, backwards."""
     frontier = {(targets, player) for player in floor - targets}
     turns = dict.fromkeys(frontier, 0)
     for n in range(1, horizon + 1):

@@ -5,9 +5,8 @@ Ours: NQ Search without a download, at a size that a tiny model can learn. An ar
     Ada Finch
     born Oslo, job cook, friend Bo Hale
 
-A question asks for the place or the job of a person (one hop), or of a person's friend (two hops). Of the 4,096 people
-3,328 are for training (13,312 different questions) and for the warm start, 768 are held out. Friends and articles found
-by a search belong to one group.
+A question asks for the place or the job of a person (one hop), or of a person's friend (two hops). 3,328 people
+are for training (13,312 different questions) and the warm start, 768 are held out; friends belong to the same group.
 """
 
 import re
@@ -17,8 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from envs.base import held_out
-from envs.search_encoders import LocalEncoder
-from envs.search_server import Retriever
+from envs.search_server import LocalEncoder, Retriever
 
 GIVEN = """Ada Bea Bo Cleo Dan Eva Finn Gus Hana Ivo Jo Kim Leo Mia Ned Olga Pia Quin Ray Sue Tom Una Vic Wanda Xena
 Yuri Zoe Amir Boris Clara Diego Elsa Anton Astrid Bruno Carla Cyril Dora Edgar Erik Fay Felix Greta Hugo Ines Jana Karl

@@ -35,9 +35,8 @@ def choose_backend(config: Config) -> None:
         config.backend = "vllm+deepspeed" if config.device == "cuda" and not missing else "hf+torch"
         lacks = f", without {' and '.join(missing)}" if missing else ""
         config.notes += (f"backend {config.backend}: on {config.device}{lacks}",)
-    for package in missing:
-        if package in config.backend:
-            raise ValueError(f"--backend is {config.backend}, but {package} is not installed: see requirements-gpu.txt")
+    if lacking := [package for package in missing if package in config.backend]:
+        raise ValueError(f"--backend is {config.backend}, but {lacking[0]} is not installed: see requirements-gpu.txt")
     if config.trainer == "torch" and (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise ValueError(f"--backend is {config.backend}, but must train with deepspeed on the {ranks} ranks started")
     validate(config)

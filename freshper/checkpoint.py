@@ -108,8 +108,7 @@ class RunState:
 
 
 def newest(out: Path) -> Path | None:
-    """Return the newest checkpoint folder that can be read; None if there is none yet. Raises ValueError if there are
-    checkpoints, but all are damaged."""
+    """Return the newest checkpoint folder that can be read, None without any. Raises ValueError if all are damaged."""
     problem = ""
     for folder in filter(Path.exists, (out / "checkpoint", out / "checkpoint-before")):
         try:

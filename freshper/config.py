@@ -1,8 +1,7 @@
 """Every setting, once: a dataclass whose defaults are the paper's.
 
-Paper: section 4.1 ("Implementation Details") and Tables 2 to 5; appendix F ("Common Settings"). docs/differences.md
-lists what the paper leaves open. A run's settings come from the dataclass, then the preset of the task, then the
-method, then the flags (freshper/flags.py).
+Paper: section 4.1 ("Implementation Details") and Tables 2 to 5; appendix F ("Common Settings"). A run's settings come
+from the dataclass, then the preset of the task, then the method, then the flags (freshper/flags.py).
 """
 
 import dataclasses

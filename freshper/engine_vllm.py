@@ -69,9 +69,9 @@ class VLLMEngine:
         options: dict[str, Any] = {"model": str(self.folder), "dtype": config.dtype, "seed": config.seed}
         options |= {"max_model_len": config.max_tokens + 1}  # the proof samples one token, which is not used
         options |= {"max_num_seqs": min(512, max(config.rollout_batch_size, config.eval_episodes))}
-        options |= {"generation_config": "vllm"}  # no repetition penalty or the like from the model's own
+        # "vllm": no repetition penalty or the like from the model's own configuration
+        options |= {"generation_config": "vllm", "worker_extension_cls": f"{__name__}.WorkerExtension"}
         options |= {"enable_prefix_caching": True, "disable_log_stats": True, "use_tqdm_on_load": False}
-        options |= {"worker_extension_cls": f"{__name__}.WorkerExtension"}
         if images := len(self.env.reset(seed=0)[0].images):
             options["limit_mm_per_prompt"] = {"image": images * (self.env.max_turns + 1), "video": 0}
         if config.device == "cpu":

@@ -1,5 +1,4 @@
-"""The command line: flags to a checked `Config`. A wrong flag ends the program with one sentence, before anything is
-written and before torch is imported."""
+"""The command line: flags to a checked `Config`. A wrong flag ends the program at once, with one sentence."""
 
 import argparse
 import dataclasses
@@ -76,19 +75,18 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
-def _tau(text: str) -> float | str:
-    return text if text == "auto" else float(text)
-
-
-def _boolean(text: str) -> bool:
-    return bool(("false", "true").index(text.lower()))
-
-
 def _parser() -> _Parser:
     """Build a parser of all flags, which returns only those that were given."""
+
+    def tau(text: str) -> float | str:
+        return text if text == "auto" else float(text)
+
+    def boolean(text: str) -> bool:
+        return bool(("false", "true").index(text.lower()))
+
     says = "FreshPER (Algorithm 1). Defaults in brackets are the paper's; --preset changes them."
     parser = _Parser(description=says, usage="%(prog)s [--flag value ...]", allow_abbrev=False)
-    types = {"tau": _tau, "slippery": _boolean}
+    types = {"tau": tau, "slippery": boolean}
     for field in dataclasses.fields(Config):
         if field.name in GROUPS:
             group = parser.add_argument_group(GROUPS[field.name])
@@ -110,11 +108,9 @@ def fitting_preset(model: str) -> Literal["tiny", "paper"]:
 
 def is_here(model: str) -> bool:
     """True if this machine has a GPU, and the model's weights in the Hugging Face cache."""
-    if not glob("/dev/nvidia[0-9]*"):
-        return False
-    from huggingface_hub import try_to_load_from_cache  # takes a moment, so only if there is a GPU
+    from huggingface_hub import try_to_load_from_cache
 
-    return isinstance(try_to_load_from_cache(model, "config.json"), str)
+    return bool(glob("/dev/nvidia[0-9]*")) and isinstance(try_to_load_from_cache(model, "config.json"), str)
 
 
 def _first_run(given: dict[str, Any]) -> Config:

@@ -15,9 +15,8 @@ import numpy as np
 
 
 def importance_weights(probabilities: np.ndarray, size: int, beta: float, smallest: float | None = None) -> np.ndarray:
-    """Return w_i in (0, 1], float64 [B], from P(i) of the drawn entries [B], N = `size` and beta (eq. 3). The largest
-    weight is that of P(i) = `smallest`; None: of this batch. Raises ValueError unless 0 < smallest <= P(i) <= 1 and
-    0 <= beta <= 1."""
+    """Return w_i in (0, 1], float64 [B], from P(i) of the drawn entries [B], N = `size` and beta (eq. 3). w_i is 1 if
+    P(i) = `smallest`; None: the batch's. Raises ValueError unless 0 < smallest <= P(i) <= 1 and 0 <= beta <= 1."""
     probabilities = np.asarray(probabilities, dtype=np.float64)
     least, most = probabilities.min(), probabilities.max()
     smallest = least if smallest is None else smallest

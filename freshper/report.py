@@ -146,9 +146,7 @@ class Report:
         recent = [earlier["ess_token"] for earlier in (*self.rows[-9:], row) if "ess_token" in earlier]
         if len(recent) == 10 and row["iteration"] % 10 == 0 and (ess := np.mean(recent)) < LEAST_ESS:
             lower = "lower --lr, --replay_ratio or --tau"
-            self.say(
-                f"iteration {row['iteration']}: ESS / n of replayed tokens is {ess:.2f}, most are too stale; {lower}"
-            )
+            self.say(f"iteration {row['iteration']}: replayed tokens have ESS / n of {ess:.2f}, too stale; {lower}")
         row["update_s"] = sum(update.stats["seconds"] for update in fresh)
         row["replay_s"] = sum(update.stats["seconds"] for _, update in replays)
         others = sum(row.get(f"{phase}_s", 0.0) for phase in ("logprobs", "update", "replay", "sync"))

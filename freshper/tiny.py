@@ -1,8 +1,8 @@
 """Tiny Qwen2 and Qwen2.5-VL models, built from scratch for machines without pretrained weights.
 
 Paper: appendix D (Qwen2.5-0.5B-Instruct, Qwen2.5-VL-3B-Instruct). Same transformers classes, 0.1 to 0.2 M parameters,
-and a tokenizer with Qwen's special tokens and chat template over bytes and a few whole words. Those of FrozenLake and
-NQ come with the repository (freshper/weights; one deleted there is built anew), others are built at first use.
+and a tokenizer with Qwen's special tokens and chat template over bytes and a few whole words. Those of FrozenLake,
+NQ and Sokoban Simple are in freshper/weights (one deleted there is built anew), others are built at first use.
 
 The warm start, supervised learning on episodes of the random policy, takes the place of pre-training. It teaches the
 form of a reply, what an action does and what an observation shows, and leaves the success of the random policy. A
@@ -68,13 +68,9 @@ def build_tokenizer(words: tuple[str, ...]) -> transformers.PreTrainedTokenizerF
     core.add_special_tokens(SPECIAL)
     core.add_tokens([AddedToken(word, normalized=False) for word in (*WORDS, *words)])
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=SPECIAL[1:],
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
+        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=SPECIAL[1:], clean_up_tokenization_spaces=False,
+    )  # fmt: skip
 
 
 def build_policy(env: TextEnv, seed: int = 0, heads: int = 4) -> Policy:

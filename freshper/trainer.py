@@ -134,8 +134,8 @@ class TorchTrainer:
         if not np.isfinite(norm):
             phase = "the on-policy update" if weights is None else "the replay update"
             seeds = [e.seed for e, x in zip(episodes, moved["log_ratio"], strict=True) if not np.isfinite(x)]
-            where = f"; log-probs are not finite in episode seeds {seeds}" if seeds else ""
-            raise NonFiniteError(f"{phase} has loss {mean_loss} and gradient norm {norm}{where}")
+            found = f"loss {mean_loss}, gradient norm {norm}, and such log-probs in episode seeds {seeds}"
+            raise NonFiniteError(f"{phase} met numbers that are not finite: {found}")
         self.step += 1
         counts = {"clip_fraction": moved["clipped"], "kl": moved["kl"], "nonzero_advantages": batch.advantages != 0}
         stats = {name: float(count.sum() / tokens.sum()) for name, count in counts.items()}

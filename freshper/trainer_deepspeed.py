@@ -9,9 +9,8 @@ ranks then run it together, each on its share of the rows:
     rank 0                  0   2     4   6     8
     rank 1                    1   3     5   7     (8)    a rank without a row gets one whose action mask is empty
 
-All ranks do the same number of forward passes, as ZeRO-3, which gathers weights in each, needs. The loss divides by
-constants of the whole batch, so gradients are added up: `_backward` undoes DeepSpeed's mean. Unlike in TorchTrainer,
-weights are in --dtype (DeepSpeed has a float32 copy), and a gradient that is not finite is found after the step.
+All ranks do as many forward passes, since ZeRO-3 gathers weights in each. Gradients are added up: `_backward` undoes
+DeepSpeed's mean. Unlike in TorchTrainer, weights are in --dtype, and a gradient that is not finite is found too late.
 """
 
 import contextlib
@@ -71,14 +70,10 @@ class DeepSpeedTrainer(TorchTrainer):
         self.processes = {pid: f"rank {k}" for k, (host, pid) in enumerate(every) if k and host == socket.gethostname()}
         if config.zero_stage == 3:  # a cached image would let a rank skip the vision tower that the others gather
             policy.freeze_vision = False
-        settings = {
-            "train_micro_batch_size_per_gpu": config.micro_batch_size,
-            "managed_gradient_accumulation": False,  # any number of backward passes, then a step
-            "gradient_clipping": MAX_GRAD_NORM,
-            "bf16": {"enabled": config.dtype == "bfloat16"},
-            "zero_optimization": {"stage": config.zero_stage},
-            "zero_allow_untested_optimizer": True,  # torch's own AdamW, as in TorchTrainer
-        }
+        settings: dict[str, Any] = {"zero_optimization": {"stage": config.zero_stage}}
+        settings |= {"bf16": {"enabled": config.dtype == "bfloat16"}, "gradient_clipping": MAX_GRAD_NORM}
+        settings |= {"train_micro_batch_size_per_gpu": config.micro_batch_size, "managed_gradient_accumulation": False}
+        settings |= {"zero_allow_untested_optimizer": True}  # torch's own AdamW, as in TorchTrainer
         model = _ActionLogprobs(policy)
         self.model_engine, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer, config=settings)
 

@@ -1,5 +1,6 @@
 """Shared set-up: one torch thread, tiny policies with random weights, and episodes of random tokens."""
 
+import json
 import os
 import runpy
 from pathlib import Path
@@ -10,6 +11,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SHIM), os.environ.g
 
 import hypothesis
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -42,9 +44,9 @@ def model_folder(tmp_path_factory, text_policy, vision_policy):
     return folders
 
 
-def make_episode(rng, turns=3, vocabulary=200, image=None, reward=None, **fields):
+def make_episode(rng, turns=3, prompt=0, vocabulary=200, **fields):
     """Return an episode of random tokens: turns of 1 to 5 action tokens between bridges of 1 to 6."""
-    mask = [False] * int(rng.integers(2, 8))
+    mask = [False] * (prompt or int(rng.integers(2, 8)))
     for turn in range(turns):
         mask += [True] * int(rng.integers(1, 6))
         if turn < turns - 1:
@@ -52,20 +54,31 @@ def make_episode(rng, turns=3, vocabulary=200, image=None, reward=None, **fields
     mask = np.array(mask)
     turn_rewards = rng.normal(size=turns).astype(np.float32)
     return Episode(
-        tokens=rng.integers(0, vocabulary, len(mask)).astype(np.int32),
+        tokens=rng.choice(vocabulary, len(mask)).astype(np.int32),
         action_mask=mask,
         behavior_logprobs=np.where(mask, -rng.random(len(mask)), 0.0).astype(np.float32),
-        reward=float(turn_rewards.sum()) if reward is None else reward,
+        reward=float(turn_rewards.sum()),
         turn_rewards=turn_rewards,
-        images=[] if image is None else [image],
         **fields,
     )
 
 
-def assert_frequencies(seen, p):
-    """Assert by a chi-square test that counts [n] follow probabilities [n]: 5 standard deviations above its mean."""
-    assert (seen[p == 0] == 0).all()
-    expected = seen.sum() * p[p > 0]
-    statistic = ((seen[p > 0] - expected) ** 2 / expected).sum()
-    degrees = len(expected) - 1
-    assert statistic < degrees + 5 * np.sqrt(2 * degrees)
+def speakable_episodes(policy, n):
+    """Return n episodes of 1, 3, 5 or 7 turns of tokens that the policy can sample, with an image if it takes any."""
+    rng, words = np.random.default_rng(0), np.setdiff1d(np.arange(len(policy.tokenizer)), policy.suppressed_ids)
+    episodes = [make_episode(rng, turns=1 + 2 * (k % 4), prompt=20, vocabulary=words, seed=k) for k in range(n)]
+    for k, e in enumerate(episodes if policy.image_processor else ()):
+        e.images = [np.random.default_rng(k % 3).integers(0, 255, (56, 56, 3), dtype=np.uint8)]
+        e.tokens[:16] = policy.image_token_id
+    return episodes
+
+
+def write_rows(path, rows):
+    """Write rows of data in the format of the file's ending. Returns the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        path.write_text(lines if path.suffix == ".jsonl" else json.dumps(rows))
+    return str(path)

@@ -28,7 +28,8 @@ def leaves(buffer):
 def test_an_episode_comes_back_and_equal_images_are_one_array():
     image = np.random.default_rng(0).integers(0, 256, (8, 6, 3), dtype=np.uint8)
     images = image, image.copy(), image.reshape(6, 8, 3)  # the last: the same bytes in another shape
-    buffer, stored = ReplayBuffer(10, 0.6, fast_decay), [episodes(1, start=k, image=i)[0] for k, i in enumerate(images)]
+    stored = [episodes(1, start=k, images=[i])[0] for k, i in enumerate(images)]
+    buffer = ReplayBuffer(10, 0.6, fast_decay)
     buffer.add(stored, np.ones(3), step=7)
     for drawn in buffer.sample(32).episodes:
         assert drawn is stored[drawn.seed]

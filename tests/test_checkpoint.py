@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -105,36 +106,22 @@ def test_a_stopped_and_resumed_run_is_the_run_that_never_stopped(tmp_path, monke
 
 def test_killed_again_and_again(model_folder, tmp_path):
     """SIGKILL at random moments, saves included (50 times: python tests/kill_loop.py)."""
-    hits, _ = kill_and_resume(model_folder["text"], tmp_path, iterations=10, kills=3, seed=1)
+    hits, _ = kill_and_resume(model_folder["text"], tmp_path, iterations=10, kills=3)
     assert hits >= 1
 
 
-def no_number(replies):
-    return [replies[0]._replace(logprobs=[float("nan")] * len(replies[0].tokens)), *replies[1:]]
-
-
-def bug(_):
-    raise KeyError("lake")
-
-
-FAULTS = {  # when, what, the sentence that the run ends with, and the iterations it has saved by then
-    "Ctrl-C twice": (HFEngine, "generate", 17, send(signal.SIGINT, signal.SIGINT), "interrupted by SIGINT", 2),
-    "a log-prob that is no number": (HFEngine, "generate", 5, no_number, "which must be finite; episode seed", 0),
-    "a bug of an environment": (FrozenLake, "step", 60, bug, "continue with: python train.py --resume", 2),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["Ctrl-C twice", "a bug of an environment"])
 def test_a_fault_ends_the_run_at_once_and_it_can_be_resumed(tmp_path, monkeypatch, capsys, finished, fault):
-    *where, sentence, saved = FAULTS[fault]
     with monkeypatch.context() as patch:
-        at_call(patch, *where)
-        try:
-            assert run(tmp_path / "run") == (130 if fault == "Ctrl-C twice" else 1)
-        except KeyError:  # a bug keeps its traceback
-            assert fault == "a bug of an environment"
-    assert sentence in capsys.readouterr().out
-    assert done(tmp_path / "run") == saved
+        if fault == "Ctrl-C twice":
+            at_call(patch, HFEngine, "generate", 17, send(signal.SIGINT, signal.SIGINT))
+            assert run(tmp_path / "run") == 130
+        else:
+            at_call(patch, FrozenLake, "step", 60, lambda _: int("lake"))
+            with pytest.raises(ValueError, match="'lake'"):  # is not taken for bad input, and keeps its traceback
+                run(tmp_path / "run")
+    assert "continue with: python train.py --resume" in capsys.readouterr().out
+    assert done(tmp_path / "run") == 2
     assert resume(tmp_path / "run") == 0
     assert contents(tmp_path / "run") == contents(finished)
 
@@ -201,21 +188,17 @@ def test_code_in_a_checkpoint_is_not_run(copy, tmp_path, capsys):
 # -- saves that are cut off, on a run of stand-ins -------------------------------------------------------------
 
 
-def part(**state):
-    return SimpleNamespace(state_dict=lambda: dict(state), load_state_dict=state.update)
-
-
 def stand_in(out, done, best=0):
     """Return the state of a run after `done` iterations, resumed if it has saved before. The only weight of its model
     is the number of completed iterations."""
-    trainer, report = part(), part()
+    state = {"state_dict.side_effect": lambda: {"episodes": [], "rows": [{"iteration": done}]}}
+    buffer, trainer, report = Mock(**state), Mock(**state), Mock(**state)
     trainer.save = lambda folder: save_file({"done": torch.tensor(done)}, f"{folder}/model.safetensors")
-    report.folder, report.say, report.evaluations, report.done = out, print, lambda: {best: 1.0}, done
+    report.folder, report.evaluations, report.done = out, lambda: {best: 1.0}, done
     config = SimpleNamespace(resume=str(out), save_every=1, iterations=100)
     policy = SimpleNamespace(device="cpu", _features={})
-    run = RunState(config, policy, report, StopSignals(), trainer=trainer, buffer=part(episodes=[]))
+    run = RunState(config, policy, report, StopSignals(), trainer=trainer, buffer=buffer)
     run.restore()
-    report.load_state_dict({"done": done})
     return run
 
 
@@ -224,12 +207,9 @@ def held(model):
 
 
 def found(out):
-    """Iterations of the checkpoint that a resumed run would load, 0 without one. Model and state must agree."""
-    if not (folder := newest(out)):
-        return 0
-    done = torch.load(folder / "state.pt", weights_only=True)["report"]["done"]
-    assert held(folder / "model.safetensors") == done
-    return done
+    """The same as `done`, where model and state must agree."""
+    assert not (folder := newest(out)) or held(folder / "model.safetensors") == done(out)
+    return done(out)
 
 
 def test_the_newest_the_one_before_and_the_best_are_kept(tmp_path):
@@ -310,24 +290,14 @@ def test_a_disk_that_runs_full(copy, capsys, finished, kilobytes):
     assert {path: path.read_bytes() for path in copy.glob("*checkpoint*/*")} == before
 
 
-def test_episodes_come_back_as_they_were(tmp_path):
-    rng, episodes = np.random.default_rng(0), []
-    images = [rng.integers(0, 256, (28, 14 * k, 3)).astype(np.uint8) for k in (1, 2)]
-    for k in range(9):
-        e = make_episode(rng, turns=k % 4 + 1, step=k, success=k % 2 == 0, invalid=k % 3, metrics={"boxes": k / 3})
-        e.images = [images[i] for i in rng.integers(0, 2, k)]
-        e.ref_logprobs = rng.normal(size=len(e.tokens)).astype(np.float32)
-        episodes.append(e)
-    torch.save(plain(pack_episodes(episodes)), tmp_path / "state.pt")
-    back = unpack_episodes(torch.load(tmp_path / "state.pt", weights_only=True))
-    for before, after in zip(episodes, back, strict=True):
-        for name, value in vars(before).items():
-            other = getattr(after, name)
-            if isinstance(value, np.ndarray):
-                assert (other.dtype, other.tolist(), other.base) == (value.dtype, value.tolist(), None)  # own memory
-            elif name == "images":
-                assert all(np.array_equal(a, b) for a, b in zip(value, other, strict=True))
-            else:
-                assert (type(other), other) == (type(value), value)
+def test_episodes_come_back_as_they_were():
+    rng = np.random.default_rng(0)
+    images = [rng.integers(0, 256, (2, width, 3), dtype=np.uint8) for width in (1, 2)]
+    given = [{"step": k, "success": k % 2 == 0, "metrics": {"boxes": k / 3}} for k in range(9)]
+    episodes = [make_episode(rng, images=images[: k % 3], **fields) for k, fields in enumerate(given)]
+    back = unpack_episodes(plain(pack_episodes(episodes)))
+    with np.printoptions(floatmode="unique"):
+        assert [repr(vars(e)) for e in back] == [repr(vars(e)) for e in episodes]
+    assert all(e.tokens.base is None for e in back)  # own memory
     assert len({id(image) for e in back for image in e.images}) == 2
     assert unpack_episodes(plain(pack_episodes([]))) == []

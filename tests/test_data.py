@@ -3,9 +3,8 @@
 import json
 import re
 
-import pyarrow
-import pyarrow.parquet
 import pytest
+from conftest import write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,23 +16,13 @@ ROWS = [{"question": f"What is {k} + 1?", "answer": f"#### {k + 1}", "note": Non
 ENDINGS = pytest.mark.parametrize("ending", ["json", "jsonl", "parquet"])
 
 
-def write(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        lines = "\n".join(json.dumps(row) for row in rows)
-        path.write_text(lines + "\n\n" if path.suffix == ".jsonl" else json.dumps(rows))
-    return str(path)
-
-
 def pairs(rows):
     return sorted((row["question"], row["answer"]) for row in rows)
 
 
 @ENDINGS
 def test_a_single_file_is_divided_without_a_shared_row(tmp_path, ending):
-    rows = load_rows(write(tmp_path / f"all.{ending}", ROWS + ROWS[:15]), FIELDS, dict)  # some rows twice
+    rows = load_rows(write_rows(tmp_path / f"all.{ending}", ROWS + ROWS[:15]), FIELDS, dict)  # some rows twice
     train, held_out = map(pairs, rows.values())
     assert sorted(train + held_out) == pairs(ROWS + ROWS[:15])
     assert not {*train} & {*held_out}
@@ -45,16 +34,16 @@ def test_a_single_file_is_divided_without_a_shared_row(tmp_path, ending):
 @pytest.mark.parametrize("held_out", ["validation", "test"])
 def test_a_folder_has_its_own_splits_and_parts_are_joined(tmp_path, ending, held_out):
     for k in range(2):
-        write(tmp_path / f"train-0000{k}-of-00002.{ending}", ROWS[10 * k : 10 * k + 10])
-    write(tmp_path / f"{held_out}.{ending}", ROWS[20:30])
+        write_rows(tmp_path / f"train-0000{k}-of-00002.{ending}", ROWS[10 * k : 10 * k + 10])
+    write_rows(tmp_path / f"{held_out}.{ending}", ROWS[20:30])
     if held_out == "validation":
-        write(tmp_path / f"test.{ending}", ROWS[30:])  # left alone
+        write_rows(tmp_path / f"test.{ending}", ROWS[30:])  # left alone
     found = load_rows(str(tmp_path), FIELDS, dict)
     assert [pairs(rows) for rows in found.values()] == [pairs(ROWS[:20]), pairs(ROWS[20:30])]
 
 
 def test_case_of_names_zero_and_line_separators(tmp_path):
-    source = write(tmp_path / "aime.jsonl", [{"Problem": f"a\u2028{k}", "Answer": k} for k in range(3)])
+    source = write_rows(tmp_path / "aime.jsonl", [{"Problem": f"a\u2028{k}", "Answer": k} for k in range(3)])
     train, held_out = load_rows(source, ("problem", "answer"), lambda row: (row["problem"], row["answer"])).values()
     assert (sorted(train), held_out) == ([("a\u20281", 1), ("a\u20282", 2)], [("a\u20280", 0)])  # zero is not "empty"
 
@@ -79,12 +68,12 @@ BAD = {  # file: (content, a part of the sentence)
 def test_bad_input_is_named_in_one_sentence(name, tmp_path, capfd):
     content, sentence = BAD[name]
     if isinstance(content, list):
-        write(tmp_path / name, content)
+        write_rows(tmp_path / name, content)
     elif content is not None:
         (tmp_path / name).write_text(content)
-    write(tmp_path / "mixed" / "test.parquet", ROWS[:5])
-    write(tmp_path / "halves" / "test.jsonl", ROWS[:5])
-    write(tmp_path / "odd" / "test.jsonl", [{"question": "1"}])
+    write_rows(tmp_path / "mixed" / "test.parquet", ROWS[:5])
+    write_rows(tmp_path / "halves" / "test.jsonl", ROWS[:5])
+    write_rows(tmp_path / "odd" / "test.jsonl", [{"question": "1"}])
     source = str(tmp_path / name.partition("/")[0])
     with pytest.raises(ValueError, match=rf"^.*{re.escape(source)}.*{re.escape(sentence)}.*$"):
         load_rows(source, FIELDS, dict)

@@ -145,9 +145,8 @@ def test_ppo_s_advantages_and_priorities_against_values_computed_one_by_one(fork
     config = Config(lr=3e-3, epsilon=0.1, micro_batch_size=3, dtype="float32", advantage_clip=20.0, model="tiny")
     trainer = runpy.run_path(str(forks["ppo"] / "freshper/ppo.py"))["PPOTrainer"](policy, config, 100)
     rng, trained = np.random.default_rng(1), []
-    episodes = [make_episode(rng, turns=n) for n in (3, 1, 4, 2, 3)]
-    for episode in episodes:
-        episode.tokens = 263 + episode.tokens % 10  # words, which can be sampled
+    words = range(263, 273)  # which can be sampled
+    episodes = [make_episode(rng, turns=n, vocabulary=words) for n in (3, 1, 4, 2, 3)]
     trainer.record_behavior_logprobs(episodes)
     for _ in range(10):
         trainer.update(episodes)

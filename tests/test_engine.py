@@ -6,8 +6,9 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from conftest import assert_frequencies, make_episode
+from conftest import make_episode, speakable_episodes
 from PIL import Image
+from scipy import stats
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from envs import ENVS
@@ -104,7 +105,9 @@ def test_sampling_follows_temperature_top_k_and_top_p(text_policy):
     p = warpers(None, logits.double())[0].softmax(-1).numpy()
     assert 5 < (p > 0).sum() < 20
     tokens, logprobs = engine._sample(logits.expand(20_000, -1))
-    assert_frequencies(np.bincount(tokens, minlength=logits.shape[1]), p)
+    seen = np.bincount(tokens, minlength=logits.shape[1])
+    assert not seen[p == 0].any()
+    assert stats.chisquare(seen[p > 0], 20_000 * p[p > 0]).pvalue > 1e-4
     np.testing.assert_allclose(logprobs, (logits[0] / 0.8).log_softmax(-1)[tokens], rtol=1e-6)
 
 
@@ -139,8 +142,6 @@ def test_a_conversation_that_would_grow_too_long_is_truncated(text_policy):
     episodes = play(text_policy, n=8, max_tokens=longest - 1)
     assert any(e.truncated for e in episodes)
     assert all(len(e.tokens) < longest for e in episodes)
-    with pytest.raises(OSError, match=r"--max_tokens is 20, but must be at least .*the first turn of seed"):
-        play(text_policy, n=2, max_tokens=20)
 
 
 def test_training_seeds_come_in_groups_and_do_not_repeat():
@@ -197,15 +198,6 @@ def trainer_for(policy, **changes):
     return TorchTrainer(own_copy(policy), Config(**settings), total_updates=14)
 
 
-def episodes_for(policy, n):
-    rng = np.random.default_rng(0)
-    episodes = [make_episode(rng, turns=int(rng.integers(1, 5)), seed=k) for k in range(n)]
-    speakable = np.setdiff1d(np.arange(len(policy.tokenizer)), policy.suppressed_ids)
-    for e in episodes:
-        e.tokens[e.action_mask] = rng.choice(speakable, e.action_mask.sum())
-    return episodes
-
-
 def gradient(model):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
@@ -216,7 +208,7 @@ def test_the_gradient_is_that_of_the_stock_pass_whatever_the_micro_batches(text_
     """Reference: one unpadded episode after the other through transformers' own forward pass."""
     monkeypatch.setattr("freshper.trainer.MAX_GRAD_NORM", 1e9)
     monkeypatch.setattr("freshper.trainer.LOGITS_AT_ONCE", at_once)
-    episodes, weights = episodes_for(text_policy, 8), np.linspace(0.2, 1.0, 8)
+    episodes, weights = speakable_episodes(text_policy, 8), np.linspace(0.2, 1.0, 8)
     reference, noise = trainer_for(text_policy, **terms), np.random.default_rng(0)
     reference.record_behavior_logprobs(episodes)
     for e in episodes:  # off-policy, and away from pi_ref
@@ -245,7 +237,7 @@ def test_the_gradient_is_that_of_the_stock_pass_whatever_the_micro_batches(text_
 
 def test_updates_follow_the_schedule_and_move_log_probs_with_the_advantage(text_policy):
     """Ten warm-up steps to --lr, then a cosine to 0 (appendix F); log rho of the drift is the whole trajectory's."""
-    trainer, episodes = trainer_for(text_policy, kl_loss_coef=1e-9), episodes_for(text_policy, 8)
+    trainer, episodes = trainer_for(text_policy, kl_loss_coef=1e-9), speakable_episodes(text_policy, 8)
     trainer.record_behavior_logprobs(episodes)
     for k in range(14):
         trainer.update(episodes)
@@ -263,7 +255,7 @@ def test_updates_follow_the_schedule_and_move_log_probs_with_the_advantage(text_
 
 def test_what_the_engine_sampled_otherwise_is_logged_and_weighed(text_policy):
     """An engine that is off by known amounts: the logged numbers, and min(pi_trainer / pi_engine, cap) per token."""
-    trainer, episodes = trainer_for(text_policy, truncated_is=2.0), episodes_for(text_policy, 5)
+    trainer, episodes = trainer_for(text_policy, truncated_is=2.0), speakable_episodes(text_policy, 5)
     right, off, rng = trainer.logprobs(collate(episodes)).numpy(), [], np.random.default_rng(0)
     for e, row in zip(episodes, right, strict=True):
         off.append(rng.normal(0, 0.7, len(e.tokens)) * e.action_mask)
@@ -278,19 +270,15 @@ def test_what_the_engine_sampled_otherwise_is_logged_and_weighed(text_policy):
         np.testing.assert_array_equal(e.behavior_logprobs, row[: len(e.tokens)])
 
 
-@pytest.mark.parametrize("phase", ["record", "update", "advantage"])
+@pytest.mark.parametrize("phase", ["record", "update"])
 def test_numbers_that_are_not_finite_name_an_episode_and_touch_no_weight(text_policy, phase):
-    trainer, episodes = trainer_for(text_policy), episodes_for(text_policy, 4)
+    trainer, episodes = trainer_for(text_policy), speakable_episodes(text_policy, 4)
     trainer.record_behavior_logprobs(episodes)
-    if phase == "advantage":
-        episodes[2].turn_rewards[0] = np.nan
-    else:
-        episodes[2].tokens[0] = 250  # in no other episode: ids below 200, and those that can be sampled
-        with torch.no_grad():
-            trainer.policy.model.model.embed_tokens.weight[250] = torch.nan
+    episodes[2].tokens[0] = 250  # in no other episode: it cannot be sampled
+    with torch.no_grad():
+        trainer.policy.model.model.embed_tokens.weight[250] = torch.nan
     before = [p.clone() for p in trainer.policy.model.parameters()]
-    sentence = "the on-policy update has loss nan" if phase == "advantage" else r"not finite.* episode seeds? \[?2\b"
-    with pytest.raises(NonFiniteError, match=sentence):
+    with pytest.raises(NonFiniteError, match=r"not finite.* episode seeds? \[?2\b"):
         trainer.record_behavior_logprobs(episodes) if phase == "record" else trainer.update(episodes)
     assert trainer.step == 0
     for p, old in zip(trainer.policy.model.parameters(), before, strict=True):

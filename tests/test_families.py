@@ -1,9 +1,5 @@
 """Models that are not ours, with random weights: each is computed as its own forward pass does it, or is refused."""
 
-import json
-import shutil
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +7,7 @@ import transformers
 from conftest import make_episode
 
 from envs import ENVS
-from freshper.backends import check, load
+from freshper.backends import check
 from freshper.engine_hf import HFEngine, Sampling
 from freshper.episode import collate
 from freshper.flags import parse_args
@@ -79,13 +75,3 @@ def test_the_end_of_a_turn_is_the_template_s_whatever_the_tokenizer_s_eos(text_p
     tokenizer.chat_template = tokenizer.chat_template.replace("<|im_", "<im_")
     with pytest.raises(ValueError, match="closes a reply with no special token, so no reply could end"):
         Policy(text_policy.model, tokenizer)
-
-
-def test_half_a_download_is_refused(model_folder, tmp_path):
-    """The second of two shards is missing."""
-    folder, shard = Path(shutil.copytree(model_folder["text"], tmp_path / "model")), "model-0000{}-of-00002.safetensors"
-    (folder / "model.safetensors").rename(folder / shard.format(1))
-    shards = {"lm_head.weight": shard.format(1), "model.norm": shard.format(2)}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
-    with pytest.raises(ValueError, match="must be a chat model that can be loaded: [^\n]*" + shard.format(2)):
-        load(parse_args(["--model", str(folder), "--backend", "hf+torch"]), [0])

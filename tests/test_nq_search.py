@@ -1,17 +1,16 @@
 """NQ Search: replies, exact match, batches of searches, searches that fail, generated questions and who sees them."""
 
-import json
 import re
 import threading
 
 import numpy as np
 import pytest
+from conftest import write_rows
 
 from envs import nq_search, synthetic_wiki
 from envs.base import EVAL_SEEDS, WARM_START_SEEDS
 from envs.nq_search import NQSearch, exact_match, parse_action
-from envs.search_encoders import LocalEncoder
-from envs.search_server import Retriever, SearchServer
+from envs.search_server import LocalEncoder, Retriever, SearchServer
 
 PASSAGES = ["Wilhelm Röntgen\nThe first Nobel Prize in Physics.", "Physics\nA science.", "Nobel Prize\nA prize."]
 QUESTION = "who got the first nobel prize in physics"
@@ -26,11 +25,10 @@ ACTIONS = {
     "<Think>hm</THINK><ANSWER>Rome</Answer>": ("answer", "Rome"),
 }
 UNREADABLE = [
-    "", "Rome", "<answer>  </answer>", "<answer>Rome", "</answer>Rome<answer>", "<answer>a</answer><answer>b</answer>",
+    "Rome", "<answer>  </answer>", "<answer>Rome", "</answer>Rome<answer>", "<answer>a</answer><answer>b</answer>",
     "<search>a</search><answer>b</answer>", "<answer>b</answer><SEARCH>", "<answer><search>a</search></answer>",
-    "<search>a</search><information>Rome</information>", "<information>Rome</information>", "<think><answer>b</answer>",
-    "<think><answer>Rome</answer></think>", "<think>a</think><think>b</think><answer>Rome</answer>",
-    "\ud800", "<search>" * 10_000,
+    "<search>a</search><information>Rome</information>", "<information>Rome</information>",
+    "<think><answer>a</answer></think>", "<think>a</think><think>b</think><answer>c</answer>", "<search>" * 10_000,
 ]  # fmt: skip
 
 
@@ -57,8 +55,7 @@ def test_exact_match():
 def questions(tmp_path, request):
     """Search-R1's fields, twenty questions, with a list of answers or the only one."""
     rows = [{"id": k, "question": f"{QUESTION} {k}?", "golden_answers": request.param} for k in range(20)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(tmp_path / "train.jsonl")
+    return write_rows(tmp_path / "train.jsonl", rows)
 
 
 @pytest.fixture(scope="module")
@@ -169,16 +166,12 @@ def test_a_turn_searches_once_for_all_environments(monkeypatch):
     assert sum(calls[:5]) > 256
 
 
-def test_replies_and_captions_consist_of_the_tokenizer_s_words_and_tell_no_answer():
-    env, rng = NQSearch(), np.random.default_rng(0)
-    words = re.compile("(?:" + "|".join(map(re.escape, ("<answer>", "</answer>", *NQSearch.words))) + ")+")
+def test_captions_tell_what_was_found_in_the_tokenizer_s_words_and_no_answer():
+    env, words = NQSearch(), re.compile("(?:" + "|".join(map(re.escape, NQSearch.words)) + ")+")
     for seed in range(100):
         env.reset(seed=seed)
         person = env.puzzle.people[0]
         assert env.caption() == f" {person}"
-        reply = env.random_reply(rng)
-        assert words.fullmatch(reply)
-        assert parse_action(reply)[0]
         env.step(f"<search>{person}</search>")
         articles = [passage.split("\n") for passage in env.passages]
         facts = [f" {name} {fact}" for name, values in articles for fact in values.split(", ")]

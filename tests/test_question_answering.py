@@ -1,15 +1,13 @@
 """GSM8K, AIME and GeoQA: attempts, generated problems that an oracle solves and that no two splits share, data."""
 
 import io
-import json
 import math
 import re
 from itertools import combinations, pairwise
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
+from conftest import write_rows
 from PIL import Image
 
 from envs.aime import AIME
@@ -164,14 +162,9 @@ ROWS = {  # as parquet files of the hub have them
 }
 
 
-def write(tmp_path, rows):
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    return str(tmp_path / "rows.parquet")
-
-
 @TASKS
 def test_questions_from_a_file(task, tmp_path):
-    source = write(tmp_path, ROWS[task])
+    source = write_rows(tmp_path / "rows.parquet", ROWS[task])
     env, seen = task(style="full", data=source), {}
     for first in (42_000_000, EVAL_SEEDS):
         for seed in range(first, first + 60):
@@ -201,7 +194,7 @@ BAD = [
 
 @pytest.mark.parametrize(("task", "change", "sentence"), BAD)
 def test_bad_rows_are_named_in_one_sentence(task, change, sentence, tmp_path):
-    source = write(tmp_path, [*ROWS[task][:2], ROWS[task][2] | change])
+    source = write_rows(tmp_path / "rows.parquet", [*ROWS[task][:2], ROWS[task][2] | change])
     with pytest.raises(ValueError, match=rf"^{re.escape(source)}, train row 3: .*{re.escape(sentence)}[^\n]*$"):
         task(data=source)
 
@@ -212,8 +205,8 @@ def test_a_folder_of_images_some_large_or_transparent(tmp_path):
     rows = []
     for k, name in enumerate(("clear", "large", "clear")):
         (tmp_path / f"{k}.png").write_bytes(images[name])
-        rows.append(json.dumps({"file_name": f"{k}.png", "problem": f"{name} {k}", "solution": "(B)"}))
-    (tmp_path / "metadata.jsonl").write_text("\n".join(rows))
+        rows.append({"file_name": f"{k}.png", "problem": f"{name} {k}", "solution": "(B)"})
+    write_rows(tmp_path / "metadata.jsonl", rows)
     env = GeoQA(data=str(tmp_path))
     shown = {text.split()[0]: images[0] for (text, images), _ in (env.reset(seed=seed) for seed in (0, 1))}
     assert shown["large"].shape == (299, MAX_SIDE, 3)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from freshper.config import Config
 from freshper.episode import PADDING, alike, collate
-from freshper.reinforce import WINDOW, ReplayBaseline, policy_loss, training_batch, whiten
+from freshper.reinforce import WINDOW, ReplayBaseline, kl_k3, policy_loss, training_batch, whiten
 from freshper.trainer import TorchTrainer
 
 
@@ -75,8 +75,8 @@ def slow_loss(episodes, logprobs, entropies, weights, config, moments=None):
                 objective = max(objective, config.dual_clip * a)
             loss = -objective - config.entropy_coef * entropies[n][t]
             if config.kl_loss_coef:
-                log_ratio = bounded(float(e.ref_logprobs[t]) - logprobs[n][t], 10)
-                loss += config.kl_loss_coef * (math.exp(log_ratio) - log_ratio - 1)
+                log_ratio = bounded(float(e.ref_logprobs[t]) - logprobs[n][t], 20)
+                loss += config.kl_loss_coef * min(10.0, math.exp(log_ratio) - log_ratio - 1)
             total += weights[n] * loss / scale
     return total / len(episodes)
 
@@ -158,6 +158,16 @@ def test_extreme_ratios_leave_loss_and_gradient_finite(log_ratio, advantage):
     assert loss.item() == pytest.approx(-min(rho * advantage, max(0.8, min(1.2, rho)) * advantage))
     assert logprobs.grad.item() == 0.0
     assert stats["log_ratio"].item() == pytest.approx(log_ratio)  # of the trajectory, for the diagnostics
+
+
+@pytest.mark.parametrize("x", [-100.0, -3.0, 0.0, 0.5, 2.0, 8.0, 100.0])
+def test_k3_and_its_gradient_are_bounded(x):
+    """e^x - x - 1 with x = log pi_ref - log pi, and its derivative, or 10 and 0 where that is larger."""
+    logprob = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    k3 = kl_k3(logprob, torch.full((1,), x))
+    k3.backward()
+    exact = math.exp(x) - x - 1
+    assert (k3.item(), logprob.grad.item()) == pytest.approx((exact, 1 - math.exp(x)) if exact < 10 else (10.0, 0.0))
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])

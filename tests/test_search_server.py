@@ -12,10 +12,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
+from conftest import write_rows
 
-from envs import search_encoders, search_server
-from envs.search_encoders import LocalEncoder
-from envs.search_server import Retriever, SearchServer, retrieve
+from envs import search_server
+from envs.search_server import LocalEncoder, Retriever, SearchServer, retrieve
 
 TEXTS = [
     "Mercury\nthe smallest planet, closest to the Sun",
@@ -25,11 +25,7 @@ TEXTS = [
     "Naïve café\nünïcode 水星 text",
     "Mars\n",
 ]
-
-
-def write_corpus(path, texts):
-    path.write_text("".join(json.dumps({"id": str(k), "contents": text}) + "\n" for k, text in enumerate(texts)))
-    return str(path)
+CORPUS = [{"id": str(k), "contents": text} for k, text in enumerate(TEXTS)]
 
 
 @pytest.mark.parametrize("n", [1, 2500])
@@ -47,7 +43,7 @@ def test_faiss_finds_what_brute_force_finds(n):
 
 def test_the_local_encoder_is_tf_idf(monkeypatch):
     """Cosines against counts of words, without hashing. With 2^18 places none collide."""
-    monkeypatch.setattr(search_encoders, "TRIGRAM", 0.0)
+    monkeypatch.setattr(search_server, "TRIGRAM", 0.0)
     texts = [re.findall(r"\w+", text.lower()) for text in TEXTS]
     words = sorted({word for text in texts for word in text})
     counts = np.array([[text.count(word) for word in words] for text in texts])
@@ -131,7 +127,7 @@ def test_a_request_that_fails_is_sent_again_and_given_up_after_three_attempts(fa
 
 
 def test_build_and_serve_from_the_command_line(tmp_path):
-    files = ["--corpus", write_corpus(tmp_path / "c.jsonl", TEXTS), "--index", str(tmp_path / "c.faiss")]
+    files = ["--corpus", write_rows(tmp_path / "c.jsonl", CORPUS), "--index", str(tmp_path / "c.faiss")]
     search_server.main(["--build", *files])
     command = [sys.executable, "-m", "envs.search_server", *files, "--port", "0"]
     heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore Ctrl-C
@@ -153,10 +149,10 @@ REFUSED = {  # arguments: a part of the sentence
 
 def test_what_cannot_be_served_is_said_in_one_sentence(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    search_server.main(["--build", "--corpus", write_corpus(tmp_path / "c.jsonl", TEXTS), "--index", "c.faiss"])
-    write_corpus(tmp_path / "d.jsonl", TEXTS[:4])
+    search_server.main(["--build", "--corpus", write_rows(tmp_path / "c.jsonl", CORPUS), "--index", "c.faiss"])
+    write_rows(tmp_path / "d.jsonl", CORPUS[:4])
     (tmp_path / "bad.faiss").write_bytes(b"no index at all")
-    (tmp_path / "bad.jsonl").write_text('{"contents": "fine"}\n{"text": "x"}\n')
+    write_rows(tmp_path / "bad.jsonl", [{"contents": "fine"}, {"text": "x"}])
     for arguments, sentence in REFUSED.items():
         with pytest.raises(SystemExit, match="2"):
             search_server.main(["--corpus", "c.jsonl", "--index", "c.faiss", *arguments.split()])

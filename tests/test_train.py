@@ -171,7 +171,7 @@ OUT_OF_MEMORY = "the GPU's memory ran out in"
 
 @pytest.mark.parametrize(
     ("kind", "sentence"),
-    [("learning rate", "the replay update has loss nan"), ("model", "and a reply of log-prob nan"),
+    [("learning rate", "update met numbers that are not finite: loss nan"), ("model", "and a reply of log-prob nan"),
      ("reward", "the rollout met a reward nan"), ("rollout", f"{OUT_OF_MEMORY} rollout; lower --rollout_batch_size"),
      ("update", f"{OUT_OF_MEMORY} training; lower --micro_batch_size")],
 )  # fmt: skip
@@ -205,16 +205,7 @@ def test_a_first_batch_without_a_readable_reply_is_announced_and_cut_replies_are
     assert f"{cut:.0%} were cut by --max_new_tokens" in out
 
 
-def test_a_defect_is_not_bad_input(tmp_path, monkeypatch):
-    """An error that nobody expects keeps its traceback, in the loop and on a rank that is not the first."""
-    monkeypatch.setattr(train, "train", Mock(side_effect=ValueError("a defect")))
-    monkeypatch.setattr(TorchTrainer, "serve", train.train, raising=False)
-    for rank in (0, 1):
-        monkeypatch.setattr(train, "join_ranks", lambda config, rank=rank: rank)
-        with pytest.raises(ValueError, match="a defect"):
-            train.main(flags("", tmp_path / str(rank)))
-
-
+INDEX = b'{"metadata": {}, "weight_map": {"lm_head.weight": "model-2.safetensors"}}'
 MODELS = {  # what is wrong with a model folder: file, what becomes of it (None: it is deleted), part of the sentence
     "no image processor": ("preprocessor_config.json", None, "Can't load image processor"),
     "no chat template": ("chat_template.jinja", None, "the tokenizer has no chat template; choose a chat"),
@@ -226,6 +217,7 @@ MODELS = {  # what is wrong with a model folder: file, what becomes of it (None:
     "missing weights": ("model.safetensors", (b"model.norm", b"model.gone"), "lack 1, such as model.norm"),
     "pickled weights": ("model.safetensors", None, "no file named model.safetensors"),
     "truncated weights": ("model.safetensors", bytes(99), "Error while deserializing header"),
+    "half a download": ("model.safetensors.index.json", INDEX, "model-2.safetensors"),
 }
 
 
@@ -245,6 +237,8 @@ def test_a_model_folder_that_cannot_be_used(kind, model_folder, tmp_path, monkey
     file = Path("model") / name
     if kind == "pickled weights":  # good ones, in the format that can carry code
         torch.save(load_file(file), "model/pytorch_model.bin")
+    if kind == "half a download":
+        file.with_name("model.safetensors").rename("model/model-1.safetensors")
     if content is None:
         file.unlink()
     else:

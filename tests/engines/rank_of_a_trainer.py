@@ -7,6 +7,7 @@ With --resume-only the checkpoint is one that is there.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
-from conftest import make_episode
+from conftest import speakable_episodes
 
 import freshper.trainer
 from freshper.backends import join_ranks, make_trainer
@@ -29,23 +30,6 @@ TERMS = "--kl_loss_coef 0.05 --kl_reward_coef 0.1 --entropy_coef 0.01 --dtype fl
 CASES = {f"zero_{stage}": ["--zero_stage", str(stage), *TERMS] for stage in range(4)}
 CASES["images"] = ["--zero_stage", "3", "--env", "frozenlake_vlm", *TERMS]
 CASES["bfloat16"] = ["--zero_stage", "2", "--dtype", "bfloat16"]
-
-
-def random_episodes(policy, n):
-    """Episodes of very different lengths; an image has its placeholders in the prompt."""
-    rng = np.random.default_rng(0)
-    speakable = np.setdiff1d(np.arange(len(policy.tokenizer)), policy.suppressed_ids)
-    episodes = []
-    for k in range(n):
-        e = make_episode(rng, turns=1 + 2 * (k % 4), seed=k, vocabulary=len(policy.tokenizer))
-        e.tokens = rng.choice(speakable, len(e.tokens)).astype(np.int32)
-        if policy.image_processor:
-            e.images = [np.random.default_rng(k % 3).integers(0, 255, (56, 56, 3), dtype=np.uint8)]
-            e.tokens = np.append(np.full(16, policy.image_token_id, dtype=np.int32), e.tokens)
-            e.action_mask = np.append(np.zeros(16, dtype=bool), e.action_mask)
-            e.behavior_logprobs = np.append(np.zeros(16, dtype=np.float32), e.behavior_logprobs)
-        episodes.append(e)
-    return episodes
 
 
 def numbers(trainer, episodes, first=0, folder=None):
@@ -66,43 +50,31 @@ def numbers(trainer, episodes, first=0, folder=None):
     return found | {"weights": {name: weight.float().clone() for name, weight in kept}}
 
 
-def policy_from(folder, config):
-    return load_policy(str(folder), "cpu", getattr(torch, config.dtype))
-
-
-def run(case, out):
-    """Make the updates of a case with torch and DeepSpeed, then leave a checkpoint."""
-    config = parse_args([*FLAGS, *CASES[case]])
-    rank, folder, found = join_ranks(config), out / case, {}
-    if rank == 0:
+def run(case, out, resume):
+    """Make the updates of a case with torch and DeepSpeed; or, from the checkpoint, the last one again."""
+    config, folder = parse_args([*FLAGS, *CASES[case]]), out / case
+    rank = join_ranks(config)
+    if rank == 0 and not resume:
         build_policy(config.make_env()).save(str(folder))
     dist.barrier()
-    policy = policy_from(folder, config)
+    load = partial(load_policy, str(folder), "cpu", getattr(torch, config.dtype))
+    policy = load()
     trainer = make_trainer(policy, config)
     if rank:
         trainer.serve()
-    else:
-        alone = TorchTrainer(policy_from(folder, config), config, total_updates=12)
-        found["torch"] = numbers(alone, random_episodes(policy, 13))
-        found["deepspeed"] = numbers(trainer, random_episodes(policy, 13), folder=folder)
-        torch.save(found, f"{folder}.pt")
-        trainer.close()
-
-
-def resume(case, out):
-    """Make the last update of a case again, from the checkpoint."""
-    config = parse_args([*FLAGS, *CASES[case]])
-    rank, folder = join_ranks(config), out / case
-    trainer = make_trainer(policy_from(folder, config), config)
-    if rank:
-        trainer.serve()
         return
-    trainer.load_state_dict(torch.load(folder / "state.pt", weights_only=True))
-    found = torch.load(f"{folder}.pt", weights_only=False)
-    episodes = random_episodes(trainer.policy, 13)
-    for episode, fields in zip(episodes, found["deepspeed"]["recorded"], strict=True):
-        episode.behavior_logprobs, episode.ref_logprobs = fields
-    torch.save(found | {"resumed": numbers(trainer, episodes, first=2)}, f"{folder}.pt")
+    episodes = speakable_episodes(policy, 13)
+    if resume:
+        trainer.load_state_dict(torch.load(folder / "state.pt", weights_only=True))
+        found = torch.load(f"{folder}.pt", weights_only=False)
+        for episode, fields in zip(episodes, found["deepspeed"]["recorded"], strict=True):
+            episode.behavior_logprobs, episode.ref_logprobs = fields
+        found["resumed"] = numbers(trainer, episodes, first=2)
+    else:
+        alone = TorchTrainer(load(), config, total_updates=12)
+        found = {"torch": numbers(alone, speakable_episodes(policy, 13))}
+        found["deepspeed"] = numbers(trainer, episodes, folder=folder)
+    torch.save(found, f"{folder}.pt")
     trainer.close()
 
 
@@ -110,9 +82,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     freshper.trainer.LOGITS_AT_ONCE = 1000  # three tokens of the tiny vocabulary: a text batch is cut into chunks
     end, dist.destroy_process_group = dist.destroy_process_group, lambda: None  # the ranks go on to the next case
-    for name in sys.argv[2:]:
-        if name != "--resume-only":
-            if "--resume-only" not in sys.argv:
-                run(name, Path(sys.argv[1]))
-            resume(name, Path(sys.argv[1]))
+    resume_only = "--resume-only" in sys.argv
+    for name in filter(CASES.get, sys.argv[2:]):
+        for resume in (True,) if resume_only else (False, True):
+            run(name, Path(sys.argv[1]), resume)
     end()

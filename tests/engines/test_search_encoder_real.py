@@ -1,57 +1,20 @@
 """The search server's encoder with real weights: all-MiniLM-L6-v2, a BERT with mean pooling like E5, from a package."""
 
-import contextlib
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import pytest
 import torch
 from pretrained import minilm
 from transformers import AutoTokenizer, BertModel
 
-from envs.search_encoders import LocalEncoder, TransformerEncoder
-from envs.search_server import Retriever, SearchServer, retrieve
-
-MEANINGS = {  # a query, and the passage that answers it without one of its words
-    "who repairs teeth": "Dentist\nA doctor for the mouth, fills cavities and fits crowns.",
-    "feline pets": "Cat\nAn animal that purrs, hunts mice and sleeps on the sofa.",
-    "how to get rid of a cough": "Sore throat remedies\nHoney, warm tea and rest help against colds.",
-    "author of Hamlet": "William Shakespeare\nThis English playwright wrote poems too.",
-    "vehicle on two wheels": "Bicycle\nIt is driven by pedals and a chain.",
-    "money kept for old age": "Pension fund\nIt pays retired workers every month.",
-}
+from envs.search_server import Retriever, SearchServer, TransformerEncoder, retrieve
 
 
-@pytest.fixture(scope="module")
-def folder():
-    return minilm()
-
-
-@contextlib.contextmanager
-def serving(passages, folder):
-    """Yields the URL of a server of the passages."""
-    with SearchServer(Retriever(passages, TransformerEncoder(str(folder)))) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server.url
-        server.shutdown()
-
-
-def test_search_with_real_weights(folder):
-    """Over HTTP, several clients at once: a passage that means the same is found although it shares no word with the
-    query, which the local encoder cannot do."""
-    passages = list(MEANINGS.values())
-    with serving(passages, folder) as url, ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda query: retrieve(url, [query], 1)[0][0], MEANINGS))
-    assert found == passages
-    local = Retriever(passages, LocalEncoder(passages)).search(list(MEANINGS), 1)
-    assert sum(passage == row[0][0] for passage, row in zip(passages, local, strict=True)) <= 3
-
-
-def test_vectors_are_the_normalised_mean_over_a_text_s_own_tokens_and_only_e5_has_prefixes(folder, tmp_path):
+def test_vectors_are_the_normalised_mean_over_a_text_s_own_tokens_and_only_e5_has_prefixes(tmp_path):
     """In padded batches, against a plain forward pass of one text at a time in float64."""
-    (tmp_path / "e5-small").symlink_to(folder)
+    (tmp_path / "e5-small").symlink_to(folder := minilm())
     tokenizer, model = AutoTokenizer.from_pretrained(folder), BertModel.from_pretrained(folder).double().eval()
     texts = ["a text"] * 64 + ["the largest planet of them all, with a spot", "x", "mars " * 600]  # more than a batch
     for name, prefixes in ((folder, ("", "")), (tmp_path / "e5-small", ("query: ", "passage: "))):
@@ -74,9 +37,10 @@ NAMES = "Ar Brin Cas Dun Est Fal Gor Hol Ilm Kes".split(), "a er il om u".split(
 COLOURS, TRADES = "red blue green white yellow golden black".split(), "baker weaver miner sailor farmer".split()
 
 
-def test_the_three_best_of_1000_passages_are_those_of_exact_cosines(folder):
-    """Recall@3 of 50 queries over HTTP is 1.0: padded batches and FAISS against plain passes and cosines in float64."""
-    passages, queries, answers = [], [], []
+def test_the_three_best_of_1000_passages_are_those_of_exact_cosines():
+    """Recall@3 of 50 queries over HTTP, of eight clients at once, is 1.0: padded batches and FAISS against plain passes
+    and cosines in float64."""
+    folder, passages, queries, answers = minilm(), [], [], []
     for k, (*syllables, (passage, query)) in enumerate(itertools.product(*NAMES, FACTS)):
         town = "".join(syllables)
         passages.append(passage.format(town, COLOURS[k % 7], TRADES[k % 5]))
@@ -84,8 +48,10 @@ def test_the_three_best_of_1000_passages_are_those_of_exact_cosines(folder):
             queries.append(query.format(town))
             answers.append(passages[-1])
     assert (len(set(passages)), len(queries)) == (1000, 50)
-    with serving(passages, folder) as url:
-        found = retrieve(url, queries, 3)
+    with SearchServer(Retriever(passages, TransformerEncoder(str(folder)))) as server, ThreadPoolExecutor(8) as pool:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        found = [row for (row,) in pool.map(lambda query: retrieve(server.url, [query], 3), queries)]
+        server.shutdown()
     tokenizer, model = AutoTokenizer.from_pretrained(folder), BertModel.from_pretrained(folder).eval()
     texts, vectors = tokenizer([*passages, *queries])["input_ids"], np.zeros((1050, 384))
     for length in set(map(len, texts)):  # texts of equal lengths need no padding

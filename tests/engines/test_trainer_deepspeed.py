@@ -1,24 +1,20 @@
 """DeepSpeed at each ZeRO stage computes what plain torch computes, and a resumed trainer goes on bit for bit.
 
-Real processes, real ZeRO, gloo; the oracle is TorchTrainer in one process on the same episodes. 13 episodes in
-micro-batches of 2 leave a rank without a row, and the second of three updates has 3 episodes. Tolerance: Adam divides
-by the gradient's own size, so a weight whose gradient is rounding noise may move by up to the learning rate; 1e-5 is
-a fiftieth of the first step.
+Real processes, real ZeRO, gloo; the oracle is TorchTrainer in one process on the same episodes. 13 episodes
+leave a rank fewer rows than the other, and 3 in the second of three updates none. Tolerance: Adam divides by the
+gradient's own size, so a weight whose gradient is rounding noise may move by up to the learning rate; 1e-5 is a
+fiftieth of the first step.
 """
 
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from freshper.episode import Batch
 from freshper.models import load_policy
 
 SCRIPT = Path(__file__).with_name("rank_of_a_trainer.py")
@@ -72,14 +68,11 @@ def goes_on_bit_for_bit(case):
     assert found["lr"] == expected["lr"]
 
 
-@pytest.mark.parametrize("case", TWO_RANKS[:-1])
-def test_two_ranks_compute_what_torch_computes(case, two_ranks):
-    agrees_with_torch(two_ranks[0][case])
-
-
 @pytest.mark.parametrize("case", TWO_RANKS)
-def test_two_ranks_resume_bit_for_bit(case, two_ranks):
-    """In bfloat16 that needs the float32 master weights of every rank."""
+def test_two_ranks_compute_what_torch_computes_and_resume_bit_for_bit(case, two_ranks):
+    """To resume in bfloat16, which rounds elsewhere, needs the float32 master weights of every rank."""
+    if case != "bfloat16":
+        agrees_with_torch(two_ranks[0][case])
     goes_on_bit_for_bit(two_ranks[0][case])
 
 
@@ -101,24 +94,3 @@ def test_one_rank_and_another_number_of_ranks(two_ranks, tmp_path):
     status, output = run(1, two_ranks[1], "zero_1", "--resume-only")
     assert status == 1
     assert "--resume needs 2 ranks, the number in the checkpoint, not 1" in output
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=30), st.integers(1, 5), st.integers(1, 4))
-def test_shares_hold_every_row_once_and_are_equally_many(lengths, ranks, micro_batch_size):
-    from freshper.trainer_deepspeed import DeepSpeedTrainer
-
-    shape = (len(lengths), max(lengths))
-    mask = torch.arange(shape[1])[None] < torch.tensor(lengths)[:, None]
-    names = torch.arange(shape[0])[:, None].expand(shape).float()  # the row's number as its reward
-    batch = Batch(torch.zeros(shape, dtype=torch.long), mask, torch.zeros(shape), names, [[]] * shape[0], lengths)
-    config, seen, numbers = SimpleNamespace(micro_batch_size=micro_batch_size), [], set()
-    for rank in range(ranks):
-        parts = list(DeepSpeedTrainer._shares(SimpleNamespace(config=config, rank=rank, ranks=ranks), batch))
-        numbers.add(len(parts))
-        for rows, part in parts:
-            assert 1 <= len(rows) <= micro_batch_size
-            assert part.rewards[:, 0].tolist() == rows
-            seen += [row for row, own in zip(rows, part.action_mask, strict=True) if own.any()]
-    assert sorted(seen) == list(range(len(lengths)))
-    assert len(numbers) == 1
