@@ -5,7 +5,7 @@ Paper: section 3.5, and appendix A.1, which gives 50 to 100 ms for a refresh at 
 Median milliseconds over rounds in which the columns take turns, after a warm-up. All hold the same priorities (of
 0/1 rewards, aged as if 128 episodes came every three steps). A ratio above 1: ours is slower. What is included:
 
-- refresh. Ours: `ReplayBuffer.refresh`: lock, ages, decay, power, floor, checks, all sums. bare: the arithmetic
+- refresh. Ours: `ReplayBuffer.refresh`: ages, decay, power, floor, checks, all sums. bare: the arithmetic
   `(base * np.exp(-age / tau)) ** alpha` alone. cpprb: base * exp(-age / tau) in numpy, then `update_priorities` of
   all indexes (power, sum and minimum tree, in C++ and float32). Python: entry by entry into the tree (one round).
 - draw, indices. Ours and Python: the tree's stratified draw alone. cpprb: `sample`, which cannot leave out the

@@ -1,6 +1,6 @@
 """Memory and speed of the log-prob pass with gradients, in chunks of tokens against all logits at once.
 
-Paper: Algorithm 1 lines 3, 5, 10 at the size of Table training_config (Qwen2.5: a vocabulary of 151,936).
+Paper: Algorithm 1 lines 3, 5, 10 at the size of Table 4 (Qwen2.5: a vocabulary of 151,936).
 
     python benchmarks/update.py                     one line each; every variant in a process of its own
 
