@@ -62,7 +62,7 @@ def row_for(rows: dict[str, list], seed: int) -> Any:
 
 def _load(source: str) -> dict[str, list[dict]]:
     """Return all rows of a source by split. A lone file is the split `train`."""
-    path = Path(source).expanduser()
+    path = Path(source).expanduser().absolute()
     if not path.exists() and (source.count("/") != 1 or path.suffix in (".json", ".jsonl", ".csv", ".parquet")):
         raise ValueError(f"--data is {source}, but there is no such file or folder, and hub ids look like owner/name")
     import datasets  # here, because it takes a second and generated questions do without
@@ -72,7 +72,7 @@ def _load(source: str) -> dict[str, list[dict]]:
         if path.is_dir():
             loaded = datasets.load_dataset(str(path), streaming=True)
         elif path.is_file():
-            loaded = datasets.load_dataset(str(path.parent), data_files={"train": path.name}, streaming=True)
+            loaded = datasets.load_dataset(str(path.parent.resolve()), data_files={"train": path.name}, streaming=True)
         else:
             loaded = datasets.load_dataset(*source.split(":"))
         tables = {split: rows.with_format("arrow").iter(1000) for split, rows in loaded.items()}

@@ -86,7 +86,7 @@ def decode(source: bytes | str) -> np.ndarray:
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
             image = opened.convert("RGBA")
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+    except (OSError, AttributeError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"the field image is no image that can be read: {error}") from error
     image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     image.thumbnail((MAX_SIDE, MAX_SIDE))
@@ -109,7 +109,7 @@ class GeoQA(QuestionAnswering):
         if cls.read(gold := final_answer(tagged, False)) is None:
             raise ValueError(f"the field solution must hold one short answer, but is {solution[:MAX_ANSWER]!r}")
         if isinstance(image, dict):  # an image column of `datasets`
-            image = image["bytes"] or image["path"]
+            image = image.get("bytes") or image.get("path")
         decode(image)  # now, not in the middle of a run
         return Question(str(row["problem"]), gold, image=image)
 

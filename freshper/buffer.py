@@ -123,6 +123,7 @@ class ReplayBuffer:
         """Restore a state of a buffer of this capacity."""
         for name in STATE:
             setattr(self, name, state[name])
+        self._images.update((image_key(x), x) for x in {id(x): x for e in self.episodes for x in e.images}.values())
         self.tree.nodes, self.rng.bit_generator.state = state["nodes"], state["rng"]
         if isinstance(self.decay, AutoTau) and state["drift"] is not None:
             self.decay.sums = state["drift"]

@@ -145,7 +145,7 @@ class Report:
         row["max_age"] = max((replay.ages.max() for replay, _ in replays), default=np.nan)
         recent = [earlier["ess_token"] for earlier in (*self.rows[-9:], row) if "ess_token" in earlier]
         if len(recent) == 10 and row["iteration"] % 10 == 0 and (ess := np.mean(recent)) < LEAST_ESS:
-            lower = "lower --lr, --replay_ratio or --tau"
+            lower = "lower --lr or --replay_ratio"
             self.say(f"iteration {row['iteration']}: replayed tokens have ESS / n of {ess:.2f}, too stale; {lower}")
         row["update_s"] = sum(update.stats["seconds"] for update in fresh)
         row["replay_s"] = sum(update.stats["seconds"] for _, update in replays)

@@ -134,7 +134,7 @@ class TorchTrainer:
         if not np.isfinite(norm):
             phase = "the on-policy update" if weights is None else "the replay update"
             seeds = [e.seed for e, x in zip(episodes, moved["log_ratio"], strict=True) if not np.isfinite(x)]
-            found = f"loss {mean_loss}, gradient norm {norm}, and such log-probs in episode seeds {seeds}"
+            found = f"loss {mean_loss}, gradient norm {norm}, and such log-probs in episode seeds {seeds or 'none'}"
             raise NonFiniteError(f"{phase} met numbers that are not finite: {found}")
         self.step += 1
         counts = {"clip_fraction": moved["clipped"], "kl": moved["kl"], "nonzero_advantages": batch.advantages != 0}

@@ -35,7 +35,10 @@ def test_an_episode_comes_back_and_equal_images_are_one_array():
         assert drawn is stored[drawn.seed]
         assert drawn.step == 7
         np.testing.assert_array_equal(drawn.images[0], images[drawn.seed])
-    assert len({id(e.images[0]) for e in buffer.episodes}) == 2
+    resumed = ReplayBuffer(10, 0.6, fast_decay)
+    resumed.load_state_dict(buffer.state_dict())
+    resumed.add(episodes(1, start=3, images=[image.copy()]), np.ones(1), step=8)
+    assert len({id(e.images[0]) for e in resumed.episodes}) == 2
 
 
 @pytest.mark.parametrize("eviction", ["fifo", "lowest_priority"])

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from conftest import write_rows
@@ -21,8 +22,11 @@ def pairs(rows):
 
 
 @ENDINGS
-def test_a_single_file_is_divided_without_a_shared_row(tmp_path, ending):
-    rows = load_rows(write_rows(tmp_path / f"all.{ending}", ROWS + ROWS[:15]), FIELDS, dict)  # some rows twice
+@pytest.mark.parametrize("folder", [".", "json"])  # a relative path; the name of one of `datasets`' own builders
+def test_a_single_file_is_divided_without_a_shared_row(tmp_path, monkeypatch, ending, folder):
+    monkeypatch.chdir(tmp_path)
+    load_rows.cache_clear()
+    rows = load_rows(write_rows(Path(folder) / f"all.{ending}", ROWS + ROWS[:15]), FIELDS, dict)  # some rows twice
     train, held_out = map(pairs, rows.values())
     assert sorted(train + held_out) == pairs(ROWS + ROWS[:15])
     assert not {*train} & {*held_out}
