@@ -171,8 +171,7 @@ class TorchTrainer:
         tied = {"lm_head.weight": self.policy.model.get_input_embeddings().weight}
         yield from (tied | dict(self.policy.model.named_parameters())).items()
 
-    # -- hooks overridden for multi-rank training (freshper/trainer_deepspeed.py) --------------------------------
-
+    # hooks overridden for multi-rank training (freshper/trainer_deepspeed.py)
     def close(self) -> None:
         """End the other processes."""
 
