@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from envs import synthetic_wiki
+import envs.synthetic_wiki as synthetic_wiki
 from envs.base import FORMAT_PENALTY, Observation, TextEnv, outside_think
 from envs.data import load_rows, row_for
 from envs.search_server import retrieve

@@ -4,11 +4,11 @@
     metrics.csv     one row per iteration                  diagnostics.png   staleness by age (freshper/diagnostics.py)
     replay.csv      one row per replayed trajectory        episodes.html     held-out episodes of the last evaluation
 
-Columns of metrics.csv are means over the updates of an iteration, empty without a value; row 0 is the evaluation before
-training. `eval_*`: held-out seeds. `invalid`: share of replies that could not be read. `cut`: of replies that
---max_new_tokens ended. `truncated`: of episodes cut by --max_tokens. `mismatch`: mean |engine - trainer log-prob| of
-action tokens, with quantiles of the ratio. `kl`: k3 of pi_mu against pi_theta. `replay_*`, `max_age` (steps) and
-ESS / n (eq. 5) of trajectories (`ess`) and tokens: replayed batches as drawn. `rollout_s`: what other phases leave.
+Columns of metrics.csv: means over the updates of an iteration; row 0 is the evaluation before training. `eval_*`:
+held-out seeds. `invalid`: share of replies that could not be read. `cut`: of replies that --max_new_tokens ended.
+`truncated`: of episodes cut by --max_tokens. `mismatch`: mean |engine - trainer log-prob|, with quantiles of the ratio.
+`kl`: k3 of pi_mu against pi_theta. `replay_*`, `max_age` (steps) and ESS / n (eq. 5) of trajectories (`ess`) and
+tokens: replayed batches as drawn. `rollout_s`: the rest.
 """
 
 import base64
@@ -70,10 +70,9 @@ class Report:
     def __enter__(self) -> "Report":
         self.baselines = baselines(self.config)
         self.known = ", ".join(f"{name} policy {value:.2f}" for name, value in self.baselines.items())
-        model = self.policy.model
-        lines = [self.config.title(), f"{type(model).__name__}, {model.num_parameters():,} parameters"]
-        lines += [*self.config.notes, self.env.data_summary(), f"success on held-out seeds: {self.known}"]
-        self.say("\n".join(filter(None, lines)))
+        kind, size = type(self.policy.model).__name__, self.policy.model.num_parameters()
+        lines = [self.config.title(), f"{kind}, {size:,} parameters", *self.config.notes, self.env.data_summary()]
+        self.say("\n".join(filter(None, [*lines, f"success on held-out seeds: {self.known}"])))
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
@@ -110,8 +109,7 @@ class Report:
         return {row["iteration"]: row["eval_success"] for row in self.rows if "eval_success" in row}
 
     def state_dict(self) -> dict[str, Any]:
-        path = self.folder / "replay.csv"
-        return {"rows": self.rows, "replayed": path.stat().st_size if self.config.replay_ratio else 0}
+        return {"rows": self.rows, "replayed": self.config.replay_ratio and os.path.getsize(self.folder / "replay.csv")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["replayed"]:  # cut off what came after the checkpoint
@@ -135,8 +133,7 @@ class Report:
         """Gather the row of an iteration after line 12 of Algorithm 1; `evaluate_if_due` completes and writes it."""
         row = {name if name in COLUMNS else f"train_{name}": mean for name, mean in summarize(episodes).items()}
         if row["invalid"] == 1 and not self.done:
-            cut = f"{row['cut']:.0%} were cut by --max_new_tokens"
-            self.say(f"no reply of the first batch could be read, {cut}; the run's episodes.html will show replies")
+            self.say(f"no reply of the first batch could be read, {row['cut']:.0%} were cut by --max_new_tokens")
         row |= mismatch | sync | means([update.stats for update in fresh])
         row |= means([self._log_replay(*replay) for replay in replays])
         row |= {"iteration": self.done + 1, "episodes": self.rows[-1]["episodes"] + len(episodes), "step": trainer.step}
@@ -144,11 +141,10 @@ class Report:
         row["tau"] = getattr(buffer.decay, "tau", np.nan)
         row["max_age"] = max((replay.ages.max() for replay, _ in replays), default=np.nan)
         recent = [earlier["ess_token"] for earlier in (*self.rows[-9:], row) if "ess_token" in earlier]
-        if len(recent) == 10 and row["iteration"] % 10 == 0 and (ess := np.mean(recent)) < LEAST_ESS:
-            lower = "lower --lr or --replay_ratio"
-            self.say(f"iteration {row['iteration']}: replayed tokens have ESS / n of {ess:.2f}, too stale; {lower}")
-        row["update_s"] = sum(update.stats["seconds"] for update in fresh)
-        row["replay_s"] = sum(update.stats["seconds"] for _, update in replays)
+        if row["iteration"] % 10 == 0 and len(recent) == 10 and (ess := np.mean(recent)) < LEAST_ESS:
+            self.say(f"ESS / n of replayed tokens is {ess:.2f}, mean of ten iterations; lower --lr or --replay_ratio")
+        for phase, updates in (("update_s", fresh), ("replay_s", [update for _, update in replays])):
+            row[phase] = sum(update.stats["seconds"] for update in updates)
         others = sum(row.get(f"{phase}_s", 0.0) for phase in ("logprobs", "update", "replay", "sync"))
         self.row = row | {"rollout_s": time.perf_counter() - self.began_iteration - others}
 

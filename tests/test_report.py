@@ -40,7 +40,7 @@ def test_low_ess_of_ten_iterations_is_said_once_every_ten(tmp_path, monkeypatch)
     assert train.main([*flags, "--max_turns", "2", "--eval_episodes", "2", "--out", str(tmp_path / "run")]) == 0
     ess = read(tmp_path / "run", "metrics.csv")["ess_token"][1:11].mean()
     (said,) = [line for line in lines if "ESS" in line]
-    assert said.startswith(f"iteration 10: replayed tokens have ESS / n of {ess:.2f},")
+    assert said.startswith(f"ESS / n of replayed tokens is {ess:.2f},")
 
 
 def test_metrics_agree_with_the_trajectories_that_were_replayed(run):
