@@ -98,16 +98,16 @@ def checked(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> li
 def run(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> None:
     """Train one run in a process of its own, or the rest of an interrupted one. Exits with a sentence if it fails."""
     flags, where = checked(env, arm, seed, folder, flags), str(folder.resolve())
-    rows = read(folder, "metrics.csv")["iteration"] if (folder / "metrics.csv").exists() else [0]
-    if (folder / "stopped.txt").exists() or rows[-1] == parse_args(flags).iterations:
+    done = read(folder, "metrics.csv")["iteration"][-1] if (folder / "metrics.csv").exists() else 0
+    if (folder / "stopped.txt").exists() or (done and done == config_of(folder).iterations):
         return
     command = [sys.executable, "train.py", *(["--resume", where] if folder.exists() else [*flags, "--out", where])]
     variables = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=Path(__file__).parent, env=variables, capture_output=True, text=True)
-    if done.returncode == 1 and re.search(NOT_FINITE, done.stdout, re.MULTILINE):
-        (folder / "stopped.txt").write_text(done.stdout)
-    elif done.returncode:
-        sys.exit(f"{' '.join(command)} ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
+    ended = subprocess.run(command, cwd=Path(__file__).parent, env=variables, capture_output=True, text=True)
+    if ended.returncode == 1 and re.search(NOT_FINITE, ended.stdout, re.MULTILINE):
+        (folder / "stopped.txt").write_text(ended.stdout)
+    elif ended.returncode:
+        sys.exit(f"{' '.join(command)} ended with {ended.returncode}: {(ended.stdout + ended.stderr)[-2000:]}")
 
 
 def summary(folder: Path, metric: str = "success") -> dict[str, float]:

@@ -45,7 +45,6 @@ def main() -> None:
                 np.full(1, reward, np.float32))
         for reward in rng.random(args.episodes)
     ]  # fmt: skip
-    policy.mixed = False
     trainer.record_behavior_logprobs(episodes)  # so that the ratios are 1
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(args.rounds + 1):

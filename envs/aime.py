@@ -42,12 +42,12 @@ class AIME(QuestionAnswering):
         return Question(str(row["problem"]), f"{int(gold):03d}")
 
     @classmethod
-    def problems(cls) -> Iterator[tuple[str, Hashable, Any]]:
+    def problems(cls) -> Iterator[tuple[str, int, Hashable, Any]]:
         for numbers in combinations_with_replacement(range(1, LARGEST + 1), 4):
             found = [(math.gcd(*numbers), GCD), (numbers[0], SMALLEST)]
             found += [(sum(n % m == 0 for n in numbers), f"{MULTIPLES} {m}{AMONG}") for m in (2, 3, 5)]
             for answer, task in found:
-                yield f"{answer:03d}", numbers, (task, numbers)
+                yield f"{answer:03d}", 0, numbers, (task, numbers)
 
     def question_of(self, content: Any, answer: str, rng: np.random.Generator) -> Question:
         task, numbers = content

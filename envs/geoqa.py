@@ -114,7 +114,7 @@ class GeoQA(QuestionAnswering):
         return Question(str(row["problem"]), gold, image=image)
 
     @classmethod
-    def problems(cls) -> Iterator[tuple[str, Hashable, Any]]:
+    def problems(cls) -> Iterator[tuple[str, int, Hashable, Any]]:
         for polygon in polygons():
             found = []
             for k, corner in enumerate(polygon):
@@ -127,7 +127,7 @@ class GeoQA(QuestionAnswering):
             if len(found) > len(polygon):
                 found.append((area(polygon), Figure(polygon, "area?")))
             for value, figure in found:
-                yield f"{value:.9g}", tuple(sorted(polygon)), figure
+                yield f"{value:.9g}", 0, tuple(sorted(polygon)), figure
 
     def question_of(self, content: Any, answer: str, rng: np.random.Generator) -> Question:
         shape = " triangle" if len(content.polygon) == 3 else " quadrilateral"

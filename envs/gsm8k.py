@@ -3,8 +3,8 @@
 Paper: appendix D; a control, since the paper's model solves 93 % of it before training.
 Data: the fields `question` and `answer` of `openai/gsm8k:main`, where the answer ends in `#### 72`.
 
-Without data: someone has up to seven things and then gets or loses one or two, up to six times, and never has more
-than seven. There are 12,289 problems for training and 1,589 held out, names and things aside.
+Without data: someone has up to seven things and then gets or loses one or two, one to six times (each as often), and
+never has more than seven. There are 12,289 problems for training and 1,589 held out, names and things aside.
 """
 
 from collections.abc import Hashable, Iterator
@@ -35,12 +35,12 @@ class GSM8K(QuestionAnswering):
         return Question(str(row["question"]), gold)
 
     @classmethod
-    def problems(cls) -> Iterator[tuple[str, Hashable, Any]]:
+    def problems(cls) -> Iterator[tuple[str, int, Hashable, Any]]:
         found: list[tuple[tuple[int, ...], int]] = [((first,), first) for first in range(MOST + 1)]
         for _ in range(MOST_CHANGES):
             found = [((*made, n), now + n) for made, now in found for n in CHANGES if 0 <= now + n <= MOST]
             for content, now in found:
-                yield str(now), (content[0], *sorted(content[1:])), content
+                yield str(now), len(content), (content[0], *sorted(content[1:])), content
 
     def question_of(self, content: Any, answer: str, rng: np.random.Generator) -> Question:
         first, *changes = content

@@ -40,7 +40,7 @@ class QuestionAnswering(TextEnv):
     fields: ClassVar[tuple[str, ...]]  # of a row of data
     from_row: Callable[[dict[str, Any]], Question]  # a ValueError says what is wrong with which field
     generated_answers: ClassVar[tuple[str, ...]]  # equally likely
-    problems: Callable[[], Iterator[tuple[str, Hashable, Any]]]  # answer, key and content of each generated problem
+    problems: Callable[[], Iterator[tuple[str, int, Hashable, Any]]]  # answer, kind (equally likely), key and content
     question_of: Callable[[Any, str, np.random.Generator], Question]  # from content and answer
 
     max_turns = 3
@@ -73,12 +73,13 @@ class QuestionAnswering(TextEnv):
 
     @classmethod
     @cache
-    def generated(cls) -> dict[tuple[str, str], list[Any]]:
-        """Return the contents of all problems by split ("train", "warm_start" or "held_out") and answer."""
-        contents = defaultdict(list)
-        for answer, key, content in cls.problems():
+    def generated(cls) -> dict[tuple[str, str], dict[int, list[Any]]]:
+        """Return the contents of all problems by split ("train", "warm_start" or "held_out") and answer, then kind."""
+        contents: dict = defaultdict(lambda: defaultdict(list))
+        for answer, kind, key, content in cls.problems():
             tenth = hashlib.sha256(repr(key).encode()).digest()[0] % 10
-            contents["train" if tenth > 2 else "warm_start" if tenth else "held_out", answer].append(content)
+            split = "train" if tenth > 2 else "warm_start" if tenth else "held_out"
+            contents[split, answer][kind].append(content)
         return contents
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Observation, dict]:
@@ -90,7 +91,8 @@ class QuestionAnswering(TextEnv):
             rng = np.random.default_rng(seed)
             answer = self.generated_answers[rng.integers(len(self.generated_answers))]
             split = "held_out" if held_out(seed) else "warm_start" if seed >= WARM_START_SEEDS else "train"
-            contents = self.generated()[split, answer]
+            kinds = list(self.generated()[split, answer].values())
+            contents = kinds[rng.integers(len(kinds))]
             self.question = self.question_of(contents[rng.integers(len(contents))], answer, rng)
         self.turn, self.feedback, self.first_success = 0, "", False
         return self.observe(), {"success": False}

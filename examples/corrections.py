@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import freshper.trainer
 import train
 from compare import summary, table
-from freshper.reinforce import policy_loss
+from freshper.reinforce import MAX_LOG_RATIO, policy_loss
 
 CLIP, CAP, KEPT = 0.2, 2.0, (0.5, 5.0)
 
@@ -71,7 +71,8 @@ def corrected_loss(
     """Return what `policy_loss` does, with another objective of a token."""
     given = logprobs, behavior_logprobs, advantages, action_mask, weights
     stats = policy_loss(*given, batch_size=batch_size, scale=scale)[1]
-    rho = torch.where(action_mask, logprobs - behavior_logprobs, 0.0).clamp(-20.0, 20.0).exp()  # [B, T]
+    log_ratio = torch.where(action_mask, logprobs - behavior_logprobs, 0.0)
+    rho = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # [B, T]
     sample_loss = -torch.where(action_mask, objective(rho, advantages, action_mask), 0.0).sum(-1) / scale  # [B]
     return (weights * sample_loss).sum() / batch_size, stats
 

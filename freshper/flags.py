@@ -108,9 +108,11 @@ def fitting_preset(model: str) -> Literal["tiny", "paper"]:
 
 def is_here(model: str) -> bool:
     """True if this machine has a GPU, and the model's weights in the Hugging Face cache."""
+    if not glob("/dev/nvidia[0-9]*"):
+        return False
     from huggingface_hub import try_to_load_from_cache
 
-    return bool(glob("/dev/nvidia[0-9]*")) and isinstance(try_to_load_from_cache(model, "config.json"), str)
+    return isinstance(try_to_load_from_cache(model, "config.json"), str)
 
 
 def _first_run(given: dict[str, Any]) -> Config:

@@ -52,7 +52,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "cliffwalking": _TINY | _CLIFF | {"iterations": 60, "eval_every": 15, "eval_episodes": 64},
         # without a KL term the policy soon guesses one kind of question for good, and never learns to search for it
         "nq_search": _TEXT | {"rollout_batch_size": 64, "kl_loss_coef": 0.1, "iterations": 500},
-        "gsm8k": _TEXT,
+        "gsm8k": _TEXT | {"iterations": 600, "eval_every": 40},
         "aime": _TEXT,
         "geoqa": _TINY,
     },

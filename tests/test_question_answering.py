@@ -3,7 +3,7 @@
 import io
 import math
 import re
-from itertools import combinations, pairwise
+from itertools import chain, combinations, pairwise
 
 import numpy as np
 import pytest
@@ -79,8 +79,8 @@ def test_held_out_problems_are_never_seen_in_training(task):
     and the splits share neither texts nor numbers. Questions come from the split of their seed."""
     env, again, rng = task(), task(), np.random.default_rng(0)
     keys, texts = {split: set() for split in FIRST_SEEDS}, {split: set() for split in FIRST_SEEDS}
-    for (split, gold), contents in task.generated().items():
-        for content in contents if gold in task.generated_answers else ():
+    for (split, gold), kinds in task.generated().items():
+        for content in chain(*kinds.values()) if gold in task.generated_answers else ():
             env.question = env.question_of(content, gold, rng)
             answer, key = SOLVE[task](env.question.text, env)
             assert answer == float(gold)
