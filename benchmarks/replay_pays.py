@@ -11,7 +11,6 @@ Prints a table of minutes and draws them against the cost.
 """
 
 import argparse
-import re
 import sys
 from pathlib import Path
 
@@ -20,7 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from compare import label
+from compare import folder_of, label
 from freshper.diagnostics import read
 
 ARMS = ("freshper", "on_policy", "on_policy --ppo_epochs 3")
@@ -29,8 +28,7 @@ PHASES = ("rollout_s", "logprobs_s", "update_s", "replay_s", "sync_s")
 
 def curve(folder: Path, arm: str) -> tuple[np.ndarray, np.ndarray, float]:
     """Return episodes [n] and mean success [n] at the evaluations of an arm's runs, and median seconds per episode."""
-    name = re.sub(r"[^A-Za-z0-9_.]+", "-", arm)
-    tables = [read(path, "metrics.csv") for path in sorted(folder.glob(f"{name}-seed*"))]
+    tables = [read(path, "metrics.csv") for path in sorted(folder.glob(f"{folder_of(Path(), arm, 0).name[:-1]}*"))]
     evaluated = ~np.isnan(tables[0]["eval_success"])
     success = np.mean([table["eval_success"][evaluated] for table in tables], axis=0)
     seconds = np.median(np.concatenate([sum(np.nan_to_num(table[name][1:]) for name in PHASES) for table in tables]))
@@ -60,7 +58,7 @@ def main() -> None:
         row = " | ".join(f"{x:.2f}" for x in minutes)
         print(f"| {label(arm)} | {needed:.0f} | {seconds:.4f} | {row} |")
         axes.plot(costs, minutes, marker="o", label=label(arm))
-    axes.set(xscale="symlog", yscale="log", xlabel="seconds that an episode costs more", ylabel="minutes")
+    axes.set(yscale="log", xlabel="seconds that an episode costs more", ylabel="minutes")
     axes.set_xscale("symlog", linthresh=0.01)
     axes.set_title(f"Time to a held-out success of {args.success:g}")
     axes.grid(alpha=0.3)

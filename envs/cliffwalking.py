@@ -62,5 +62,4 @@ class CliffWalking(GridWorld):
         row, col = divmod(int(self.cliff.s), COLUMNS)
         if self.style == "terse":
             return Observation(f" {cell_name(row, col)}")
-        rules = RULES.format(turns=self.max_turns)
-        return Observation(self.prompt(rules, f"You: row {row + 1}, column {col + 1}."))
+        return Observation(self.prompt(RULES.format(turns=self.max_turns), f"You: row {row + 1}, column {col + 1}."))

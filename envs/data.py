@@ -46,8 +46,7 @@ def load_rows(source: str, fields: tuple[str, ...], convert: Callable[[dict], An
         numbers: dict[int, int] = {}  # of the different rows: equal ones stay on one side
         parts = {"train": [], "held_out": []}
         for row in next(iter(splits.values())):
-            number = numbers.setdefault(hash(repr(row)), len(numbers))
-            parts["train" if number % 10 else "held_out"].append(row)
+            parts["train" if numbers.setdefault(hash(repr(row)), len(numbers)) % 10 else "held_out"].append(row)
     if not all(parts.values()):
         found = ", ".join(f"{len(rows)} in {name}" for name, rows in splits.items())
         raise ValueError(f"--data is {source}, with too few different rows to train and to hold out: {found}")

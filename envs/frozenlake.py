@@ -105,8 +105,7 @@ class FrozenLake(GridWorld):
         here, cells = self.position(), self.cells.copy()
         images = (draw(self.cells, here, self.cell_size),) if self.image else ()
         cells[here] = PLAYER_ON[cells[here]]
-        gap = "" if self.style == "terse" else " "
-        grid = "\n".join(map(gap.join, cells)).translate(SYMBOLS)
+        grid = "\n".join(map(("" if self.style == "terse" else " ").join, cells)).translate(SYMBOLS)
         if self.style == "terse":
             return Observation("" if self.image else grid, images)
         state = "The image shows the lake." if self.image else f"State:\n{grid}"
@@ -137,8 +136,7 @@ def draw(cells: np.ndarray, player: tuple[int, int], cell_size: int) -> np.ndarr
             if on == cells[row, col] or (on == "player" and (row, col) == player):
                 places = [big * (at + share) for at, share in zip((col, row) * 3, corners, strict=False)]
                 getattr(pen, shape)(places, fill=color)
-        box = (big * col, big * row, big * (col + 1) - 1, big * (row + 1) - 1)
-        pen.rectangle(box, outline=LINE, width=big // 28)
+        pen.rectangle((big * col, big * row, big * (col + 1) - 1, big * (row + 1) - 1), outline=LINE, width=big // 28)
     image = np.array(canvas.resize((side, side), Image.Resampling.BOX))
     tiles, ruler = image.reshape(SIDE, cell_size, SIDE, cell_size, 3), cell_size // 7  # row, y, column, x
     shades = np.arange(40, 40 + 60 * SIDE, 60, dtype=np.uint8)

@@ -77,8 +77,8 @@ class QuestionAnswering(TextEnv):
         """Return the contents of all problems by split ("train", "warm_start" or "held_out") and answer, then kind."""
         contents: dict = defaultdict(lambda: defaultdict(list))
         for answer, kind, key, content in cls.problems():
-            tenth = hashlib.sha256(repr(key).encode()).digest()[0] % 10
-            split = "train" if tenth > 2 else "warm_start" if tenth else "held_out"
+            tenths = "held_out", "warm_start", "warm_start", *["train"] * 7
+            split = tenths[hashlib.sha256(repr(key).encode()).digest()[0] % 10]
             contents[split, answer][kind].append(content)
         return contents
 

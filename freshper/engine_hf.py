@@ -1,8 +1,7 @@
 """The embedded engine: batched sampling from a transformers model, with the KV cache kept across turns.
 
 Paper: Algorithm 1 lines 2 and 12; appendix F (sampling). A turn costs its new tokens only: the bridge is fed in one
-pass, then one token at a time, all episodes together. Rows are ragged, so a chunk is padded on the left and the cache
-has holes:
+pass, then one token at a time, all episodes together. Rows are ragged, so the cache has holes from left padding:
 
     slots    0 1 2 3 4 | 5 | 6 | 7 8 9 ...
     row 0    a b c d e | f | g | h i j          every row writes the same slots;

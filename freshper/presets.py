@@ -53,8 +53,8 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         # without a KL term the policy soon guesses one kind of question for good, and never learns to search for it
         "nq_search": _TEXT | {"rollout_batch_size": 64, "kl_loss_coef": 0.1, "iterations": 500},
         "gsm8k": _TEXT | {"iterations": 600, "eval_every": 40},
-        "aime": _TEXT,
-        "geoqa": _TINY,
+        "aime": _TEXT | {"iterations": 300, "eval_every": 30},
+        "geoqa": _TINY | {"iterations": 400, "eval_every": 40},
     },
 }
 
