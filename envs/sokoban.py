@@ -80,6 +80,7 @@ class Sokoban(GridWorld):
 
     metrics = ("score",)
     turn_reward = -0.1
+    warm_start = ((900, 1), (150, 10))
     words = (*GridWorld.actions, "√", " X", " O", " #", " a", " b", " c", " d", " e", " f")  # captions: column and row
 
     def __init__(
@@ -90,7 +91,6 @@ class Sokoban(GridWorld):
         if side not in (6, 7, 8) or boxes not in (1, 2):
             raise ValueError(f"side must be 6, 7 or 8 and boxes 1 or 2, got {side} and {boxes}")
         self.side, self.n_boxes, self.longest = side, boxes, longest
-        self.warm_start = ((900, 1), (150, 10)) if side < 8 else ((400, 1), (60, 10))  # 8x8 takes minutes already
 
     def start(self, seed: int) -> None:
         room = random_room(seed, self.side, self.n_boxes, self.longest)

@@ -48,7 +48,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "frozenlake_vlm": _TINY,
         "sokoban_simple": _TEXT | _SOKOBAN,
         # one of two boxes in place is a return of 0: only a large epsilon replays it like a failure, |r| = 1
-        "sokoban_hard": _TINY | _SOKOBAN | {"epsilon": 1.0, "iterations": 120},
+        "sokoban_hard": _TINY | _SOKOBAN | {"epsilon": 1.0},
         "cliffwalking": _TINY | _CLIFF | {"iterations": 60, "eval_every": 15, "eval_episodes": 64},
         # without a KL term the policy soon guesses one kind of question for good, and never learns to search for it
         "nq_search": _TEXT | {"rollout_batch_size": 64, "kl_loss_coef": 0.1, "iterations": 500},

@@ -20,11 +20,8 @@ from freshper.report import summarize
 from freshper.rollout import rollout
 from freshper.tiny import SPECIAL, build_policy, build_tokenizer, tiny_model, transcripts, warm_start
 
-CAPTIONS = {
-    "frozenlake": 0.85,
-    "frozenlake_vlm": 0.97,
-    "sokoban_simple": 0.8,
-}  # tokens of held-out captions that shipped models predict
+# share of tokens of held-out captions that shipped models predict
+CAPTIONS = {"frozenlake": 0.85, "frozenlake_vlm": 0.97, "sokoban_simple": 0.8, "sokoban_hard": 0.55}
 PAGE = (Path(__file__).parent.parent / "docs/own_environment.md").read_text()
 
 
@@ -66,7 +63,7 @@ def test_the_shipped_weights_read_and_play_like_the_random_policy(name):
     envs, seeds, engine = [ENVS[name]() for _ in range(n)], EVAL_SEEDS + np.arange(n), HFEngine(policy, Sampling(), 0)
     played = summarize(rollout(engine, policy, envs, seeds.tolist(), preset["max_tokens"], preset["max_new_tokens"]))
     random = np.mean([envs[0].baselines(seed)["random"] for seed in seeds.tolist()])
-    assert played["invalid"] < 0.005
+    assert played["invalid"] < 0.01
     assert abs(played["success"] - random) <= 3 * (2 * random * (1 - random) / n) ** 0.5  # standard errors
     assert caption_accuracy(policy, name) > CAPTIONS.get(name, 0.0)
 
