@@ -1,8 +1,9 @@
 """NQ Search: answer a question with the help of a search engine, in at most 5 replies.
 
 Paper: appendix D, "NQ Search"; Table 2 (5 actions, binary reward). A reply is a search, answered by the 3 best
-passages, or an answer, which ends the episode with reward 1 for an exact match after SQuAD's normalisation (the
-authors': for a substring). Any other reply costs its turn and the format penalty. A failed search ends the episode.
+passages (terse: by the best), or an answer, which ends the episode with reward 1 for an exact match after SQuAD's
+normalisation (the authors': for a substring). Any other reply costs its turn and the format penalty. A failed search
+ends the episode.
 
 Questions come from `data` (Search-R1's fields `question, golden_answers`) with a server at `search_url`
 (envs/search_server.py); without `data` they are generated and searched in this process (envs/synthetic_wiki.py).
@@ -68,7 +69,7 @@ class NQSearch(TextEnv):
     max_turns = 5
     metrics = ("searches",)
     words = ("<search>", "</search>", "<information>", "</information>", *synthetic_wiki.WORDS)
-    warm_start = ((600, 1), (700, 5))
+    warm_start = ((600, 1), (2400, 4))  # less, and the second name of a chain is not copied right
 
     def __init__(
         self, style: str = "terse", format_penalty: float = FORMAT_PENALTY, max_turns: int = 0, data: str = "",
@@ -77,6 +78,7 @@ class NQSearch(TextEnv):
         super().__init__(style, format_penalty, max_turns)
         if bool(data) != bool(search_url) or not re.match("https?://|$", search_url):
             raise ValueError(f"--data {data!r} and --search_url {search_url!r} need each other and an http:// address")
+        self.topk = 1 if style == "terse" else TOPK
         self.data, self.place = data, search_url  # where to search: an address, or the group of a generated question
         self.rows = load_rows(data, ("question", "golden_answers"), from_row) if data else {}
 
@@ -106,7 +108,7 @@ class NQSearch(TextEnv):
             asking = [k for k, env in enumerate(envs) if env.place == place and actions[k][0] == "search"]
             search = synthetic_wiki.search if place in synthetic_wiki.GROUPS else retrieve
             try:
-                found |= zip(asking, search(place, [actions[k][1] for k in asking], TOPK), strict=True)
+                found |= zip(asking, search(place, [actions[k][1] for k in asking], envs[0].topk), strict=True)
             except ConnectionError as error:
                 warnings.warn(f"{len(asking)} searches failed, their episodes end here: {error}", stacklevel=2)
         return [env._take(*actions[k], found.get(k)) for k, env in enumerate(envs)]

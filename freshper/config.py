@@ -107,6 +107,7 @@ class Config:
         """Return the task as plots name it, with whose questions it asks and whether the ice is slippery."""
         ice = "slippery" if self.slippery else "not slippery"
         said = {"data": self.data or "generated questions", "slippery": ice, "longest": "solutions of at most 5 turns"}
+        said |= {"search_url": "one passage per search"} if self.tiny else {}
         return " ".join([self.env, *(f"({said[name]})" for name in said if name in self.env_settings())])
 
     def title(self) -> str:

@@ -140,11 +140,12 @@ def test_held_out_questions_facts_and_people_are_never_seen_in_training_or_warm_
     assert len(set.union(*shown.values())) == 4096  # so the groups share nobody
     assert 10_000 < len(asked["train"]) <= 13_312
     assert {synthetic_wiki.question(WARM_START_SEEDS + k).group for k in range(100)} == {"train"}
-    env = NQSearch()
-    env.reset(seed=7)
-    env.step(f"<search>{min(shown['held-out'])}</search>")
-    assert len(env.passages) == 3
-    assert set(synthetic_wiki.PERSON.findall("\n".join(env.passages))) <= shown["train"]
+    for style, passages in (("full", 3), ("terse", 1)):
+        env = NQSearch(style)
+        env.reset(seed=7)
+        env.step(f"<search>{min(shown['held-out'])}</search>")
+        assert len(env.passages) == passages
+        assert set(synthetic_wiki.PERSON.findall("\n".join(env.passages))) <= shown["train"]
 
 
 def test_a_turn_searches_once_for_all_environments(monkeypatch):
