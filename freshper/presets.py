@@ -51,7 +51,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "sokoban_hard": _TINY | _SOKOBAN | {"epsilon": 1.0},
         "cliffwalking": _TINY | _CLIFF | {"iterations": 60, "eval_every": 15, "eval_episodes": 64},
         # without a KL term the policy soon guesses one kind of question for good, and never learns to search for it
-        "nq_search": _TEXT | {"rollout_batch_size": 64, "kl_loss_coef": 0.1, "iterations": 300},
+        "nq_search": _TEXT | {"rollout_batch_size": 64, "kl_loss_coef": 0.1, "lr": 5e-4, "iterations": 400},
         "gsm8k": _TEXT | {"iterations": 600, "eval_every": 40},
         "aime": _TEXT | {"iterations": 300, "eval_every": 30},
         "geoqa": _TINY | {"iterations": 400, "eval_every": 40},
