@@ -54,7 +54,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "nq_search": _TEXT | {"rollout_batch_size": 64, "kl_loss_coef": 0.1, "lr": 5e-4, "iterations": 400},
         "gsm8k": _TEXT | {"iterations": 600, "eval_every": 40},
         "aime": _TEXT | {"iterations": 300, "eval_every": 30},
-        "geoqa": _TINY | {"iterations": 400, "eval_every": 40},
+        "geoqa": _TINY | {"iterations": 800, "eval_every": 40},
     },
 }
 
