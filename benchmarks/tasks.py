@@ -31,10 +31,10 @@ def row(env: str, seeds: list[int], out: Path, jobs: int) -> str:
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(lambda seed, folder: run(env, "freshper", seed, folder, ["--preset", "tiny"]), seeds, folders))
     found, config = [summary(folder) for folder in folders], config_of(folders[0])
-    known, before = baselines(config), np.mean([read(f, "metrics.csv")["eval_success"][0] for f in folders])
+    tables = [read(folder, "metrics.csv") for folder in folders]
+    known, before = baselines(config), np.mean([table["eval_success"][0] for table in tables])
     last, ends = [run["last"] for run in found], {name: np.mean([run[name] for run in found]) for name in found[0]}
-    scores = [read(f, "metrics.csv") for f in folders]
-    score = [t["eval_score"][~np.isnan(t["eval_score"])][-3:].mean() for t in scores if "eval_score" in t]
+    score = [t["eval_score"][~np.isnan(t["eval_score"])][-3:].mean() for t in tables if "eval_score" in t]
     cells = [config.task(), f"{known['random']:.3f}", f"{before:.3f}", " ".join(f"{x:.3f}" for x in last)]
     cells += [f"{np.mean(last):.3f}", f"{known.get('optimal', np.nan):.3f}", f"{GOALS[env]:g}"]
     cells += ["yes" if np.mean(last) >= GOALS[env] else "no", f"{np.mean(score):.2f}" if score else ""]

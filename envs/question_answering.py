@@ -76,8 +76,8 @@ class QuestionAnswering(TextEnv):
     def generated(cls) -> dict[tuple[str, str], dict[int, list[Any]]]:
         """Return the contents of all problems by split ("train", "warm_start" or "held_out") and answer, then kind."""
         contents: dict = defaultdict(lambda: defaultdict(list))
+        tenths = "held_out", "warm_start", "warm_start", *["train"] * 7
         for answer, kind, key, content in cls.problems():
-            tenths = "held_out", "warm_start", "warm_start", *["train"] * 7
             split = tenths[hashlib.sha256(repr(key).encode()).digest()[0] % 10]
             contents[split, answer][kind].append(content)
         return contents

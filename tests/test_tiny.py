@@ -63,7 +63,7 @@ def test_the_shipped_weights_read_and_play_like_the_random_policy(name):
     envs, seeds, engine = [ENVS[name]() for _ in range(n)], EVAL_SEEDS + np.arange(n), HFEngine(policy, Sampling(), 0)
     played = summarize(rollout(engine, policy, envs, seeds.tolist(), preset["max_tokens"], preset["max_new_tokens"]))
     random = np.mean([envs[0].baselines(seed)["random"] for seed in seeds.tolist()])
-    assert played["invalid"] < 0.01
+    assert played["invalid"] < (0.01 if name == "sokoban_hard" else 0.005)
     assert abs(played["success"] - random) <= 3 * (2 * random * (1 - random) / n) ** 0.5  # standard errors
     assert caption_accuracy(policy, name) > CAPTIONS[name]
 
