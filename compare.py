@@ -48,7 +48,9 @@ def exhibits(preset: str, env: str) -> dict[str, list[str]]:
     """Return ready-made comparisons: name -> arms, each a method and flags of train.py."""
     known: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Config)} | defaults(preset, env, "freshper")
     epochs = f"on_policy --ppo_epochs {known['replay_ratio'] + 1}"  # as many updates as with replay
-    limit = f"--decay limit --tau {2 * known['tau'] / known['alpha']:.0f}"  # the same mean age drawn
+    oldest = 2 * known["tau"] / known["alpha"]  # steps: the same mean age drawn, by a limit or by a queue
+    limit = f"--decay limit --tau {oldest:.0f}"
+    queue = f"--capacity {oldest * known['rollout_batch_size'] / (1 + known['replay_ratio']):.0f}"
     taus = (500, 1000, 1500) if preset == "paper" else (5, 20, 80, 320)
     return {
         # Table 1, Fig. 3, 4 and 6; Fig. 5; Fig. 7; Table 3, and Config A with the clip of Default
@@ -61,7 +63,7 @@ def exhibits(preset: str, env: str) -> dict[str, list[str]]:
         "decay": ["freshper", "freshper --decay polynomial", f"freshper {limit}", "freshper --decay none"],
         "ratio": ["on_policy", *(f"freshper --replay_ratio {k}" for k in (1, 2, 4, 8))],
         "epsilon": [f"freshper --epsilon {epsilon}" for epsilon in (1e-6, 0.01, 0.1, 1.0)],
-        "neighbours": ["freshper", "per --beta 0 --alpha 0", f"freshper --base_priority advantage {limit}",
+        "neighbours": ["freshper", f"per --beta 0 --alpha 0 {queue}", f"freshper --base_priority advantage {limit}",
                        "per --beta 0 --epsilon 1e-6 --alpha 1", "on_policy"],
         "baseline": [f"freshper --baseline {kind}" for kind in ("turn", "batch", "recompute")],
     }  # fmt: skip

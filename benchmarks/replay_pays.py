@@ -1,0 +1,90 @@
+"""When does replay pay? Time to a held-out success, if an episode costs more than it does here.
+
+Paper: section 1 and Fig. 2 (multi-turn episodes are expensive); beside Arnal et al., arXiv 2604.08706.
+
+    python compare.py --env frozenlake --seeds 111 112 113 114 115 --out out/pays --arm freshper \
+        --arm "on_policy --ppo_epochs 3" --arm "on_policy --iterations 500"
+    python benchmarks/replay_pays.py out/pays
+
+A run needs E episodes until it has the success (interpolated between evaluations), and s seconds for each: the median
+over iterations, all phases together. If the environment takes c seconds more for an episode, the run takes E (s + c).
+So the first arm and another take the same time at c = (E1 s1 - E2 s2) / (E2 - E1), and above it the one with fewer
+episodes wins. Intervals: 95 %, bootstrap over seeds.
+"""
+
+import argparse
+import csv
+import sys
+from functools import partial
+from pathlib import Path
+
+import matplotlib.figure
+import numpy as np
+from scipy import stats
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from compare import folder_of, label
+from freshper.diagnostics import read
+
+PHASES = ("rollout_s", "logprobs_s", "update_s", "replay_s", "sync_s")
+COSTS = np.array([0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0])  # seconds
+
+
+def episodes_until(success: float, metrics: dict[str, np.ndarray]) -> float:
+    """Return how many episodes a run needs until an evaluation has this success, NaN if none has."""
+    there = ~np.isnan(metrics["eval_success"])
+    episodes, found = metrics["episodes"][there], metrics["eval_success"][there]
+    if not (found >= success).any():
+        return np.nan
+    k = int(np.argmax(found >= success))
+    return float(np.interp(success, found[k - 1 : k + 1], episodes[k - 1 : k + 1])) if k else 0.0
+
+
+def seconds_per_episode(metrics: dict[str, np.ndarray]) -> float:
+    """Return the median of what an episode costs in a run, training included."""
+    seconds = sum(np.nan_to_num(metrics[name][1:]) for name in PHASES)
+    return float(np.median(seconds / np.diff(metrics["episodes"])))
+
+
+def same_time(e1: np.ndarray, e2: np.ndarray, axis: int = -1, *, s1: float, s2: float) -> np.ndarray:
+    """Return c, in seconds, at which two arms that need e1 and e2 episodes, [seeds], take the same time."""
+    e1, e2 = e1.mean(axis), e2.mean(axis)
+    return (e1 * s1 - e2 * s2) / (e2 - e1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="of a comparison that is complete")
+    parser.add_argument("--success", type=float, default=0.6)
+    args = parser.parse_args()
+    arms: dict[str, list] = {}
+    for row in csv.DictReader((args.folder / "results.csv").open()):
+        folder = folder_of(args.folder, row["arm"], int(row["seed"]))
+        arms.setdefault(row["arm"], []).append(read(folder, "metrics.csv"))
+    print(f"| arm | episodes until {args.success:g}, per seed | mean | seconds per episode | same time at c = |")
+    print("|---" * 5 + "|")
+    axes = matplotlib.figure.Figure(figsize=(7, 4.5), layout="constrained").subplots()
+    first = None
+    for arm, tables in arms.items():
+        e = np.array([episodes_until(args.success, table) for table in tables])
+        s = np.median([seconds_per_episode(table) for table in tables])
+        first, c = first or (e, s), ""
+        if e is not first[0] and not np.isnan([*e, *first[0]]).any():
+            time = partial(same_time, s1=first[1], s2=s)
+            low, high = stats.bootstrap((first[0], e), time, method="percentile", rng=0).confidence_interval
+            c = f"{time(first[0], e):.3f} s ({low:.3f} to {high:.3f})"
+        print(f"| {label(arm)} | {' '.join(f'{x:.0f}' for x in e)} | {e.mean():.0f} | {s:.4f} | {c} |")
+        (line,) = axes.plot(COSTS, e.mean() * (s + COSTS) / 60, marker="o", label=label(arm))
+        low, high = (f(e) * (s + COSTS) / 60 for f in (np.min, np.max))
+        axes.fill_between(COSTS, low, high, color=line.get_color(), alpha=0.2)
+    axes.set(yscale="log", xlabel="c: seconds that the environment takes more per episode", ylabel="minutes")
+    axes.set_xscale("symlog", linthresh=0.01)
+    axes.set_title(f"Time until a held-out success of {args.success:g} (mean, and range over seeds)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    axes.figure.savefig(args.folder / "replay_pays.png", dpi=100)
+
+
+if __name__ == "__main__":
+    main()
