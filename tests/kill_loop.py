@@ -1,12 +1,11 @@
 """Kill a run again and again and resume it: it must end as the run that was never killed, bit for bit.
 
-    python tests/kill_loop.py --kills 50
+    python tests/kill_loop.py      kills it 50 times
 
 SIGKILL comes at random moments of short runs of the real train.py that save after every iteration; half of the kills
 are aimed at a save. tests/test_checkpoint.py does the same with fewer kills.
 """
 
-import argparse
 import csv
 import multiprocessing
 import os
@@ -112,15 +111,11 @@ def main():
     from envs import ENVS
     from freshper.tiny import build_policy
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--iterations", type=int, default=120)
-    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = str(Path(folder) / "model")
         build_policy(ENVS["frozenlake"]()).save(model)
-        hits, saves = kill_and_resume(model, Path(folder), args.iterations, args.kills)
-    print(f"killed {hits} times, {saves} in a save, over {args.iterations} iterations: the same bits")
+        hits, saves = kill_and_resume(model, Path(folder), iterations=120, kills=50)
+    print(f"killed {hits} times, {saves} in a save: the same bits")
 
 
 if __name__ == "__main__":
