@@ -61,7 +61,7 @@ def main() -> None:
         folder = folder_of(args.folder, row["arm"], int(row["seed"]))
         arms.setdefault(row["arm"], []).append(read(folder, "metrics.csv"))
     print(f"| arm | episodes until {args.success:g}, per seed | mean | seconds per episode |", end="")
-    print(" time, free episodes | time, dear episodes |\n" + "|---" * 6 + "|")
+    print(" time, free episodes | time, expensive episodes |\n" + "|---" * 6 + "|")
     axes = matplotlib.figure.Figure(figsize=(7, 4.5), layout="constrained").subplots()
     first = None
     for arm, tables in arms.items():

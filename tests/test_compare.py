@@ -78,6 +78,19 @@ def test_a_stopped_run_gets_the_lowest_value_for_what_it_missed(tmp_path, metric
     assert found["diverged"] == 1
 
 
+def test_methods_have_the_paper_s_colors(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure))
+    arms = [*compare.exhibits("tiny", "frozenlake")["ratio"], "per", "freshper"]
+    table = {"episodes": np.arange(3.0), "eval_success": np.array([0.1, np.nan, 0.4])}
+    compare.figure(tmp_path / "x.png", {arm: [table, table] for arm in arms}, "title", {"random": 0.2}, "success")
+    (figure,) = figures
+    lines = {line.get_label(): line.get_color() for line in figure.axes[0].lines}
+    paper = {"Standard PER": "#FBBC04", "On-policy": "#4285F4", "FreshPER": "#EA4335"}  # captions of Fig. 3 and 4
+    assert {name: lines[name] for name in paper} == paper
+    assert len({lines[compare.label(arm)] for arm in arms}) == len(arms)
+
+
 def test_intervals():
     runs = {"on_policy": np.array([0.1, 0.4, 0.2, 0.5]), "per": np.array([0.5, 0.6, 0.9])}
     rest = {"peak": 1.0, "updates": 2, "wall_s": 3.0, "diverged": 1}

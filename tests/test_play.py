@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from envs import ENVS
+from envs.play import main
 
 
 def run(*flags, typed=""):
@@ -34,3 +36,9 @@ def test_images_are_saved_where_the_command_says():
     path = Path(re.search(r"image: (.*)", shown)[1])
     assert (np.asarray(Image.open(path)) == ENVS["frozenlake_vlm"](style="full").reset(seed=3)[0].images[0]).all()
     path.unlink()
+
+
+def test_a_negative_seed_is_named_in_one_sentence(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["frozenlake", "--seed", "-1"])
+    assert capsys.readouterr().err.endswith("error: Seed must be greater or equal to zero, actual value: -1\n")
