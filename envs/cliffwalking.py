@@ -5,16 +5,24 @@ dynamics are Gymnasium's own `CliffWalking-v1` (Sutton and Barto, example 6.6): 
 which leads back to the start. All seeds are the same task; `score` is the sum of rewards.
 
 Where we differ: the optimal score is -13, the length of the shortest way; the paper's 0 comes from a private package.
-The random policy scores -2079 in 200 turns (exact, by `solve` of envs/frozenlake.py). The default here is 50 turns.
-Exercise: try `--epsilon 0.01` and watch `replay_success`: good episodes have |r| near 13 and bad ones near 1000.
+The random policy scores -2079 in 200 turns (exact, by `solve` of envs/frozenlake.py). The default here is 50 turns. In
+the tiny preset it is 30, and training starts along the way, more often near the goal: from the task's own start hardly
+any episode arrives, and all learn to stand still. Exercise: try `--epsilon 0.01` and watch `replay_success`: good
+episodes have |r| near 13 and bad ones near 1000.
 """
 
-import gymnasium
+from collections.abc import Iterator
+from typing import Any
 
-from envs.base import Observation
+import gymnasium
+import numpy as np
+
+from envs.base import WARM_START_SEEDS, Observation, held_out
 from envs.grid_world import FORM, GridWorld, cell_name
 
 COLUMNS = 12
+# cells of the shortest way, the start three times as often; a cell is the number 12 row + column
+WAY = (36, 36, 36, *range(24, 36))
 
 RULES = f"""\
 You are walking along a cliff, on a grid of 4 rows and 12 columns. You start in row 4, column 1; the goal G is in row \
@@ -30,18 +38,28 @@ Actions: Left, Down, Right, Up.
 
 
 class CliffWalking(GridWorld):
-    """`style` "full" draws the grid once and names row and column in every turn; "terse" names the cell alone."""
+    """`style` "full" draws the grid once and names row and column in every turn; "terse" names the cell, and marks what
+    is above, right, below and left. `along_the_way`: training seeds start anywhere on the shortest way."""
 
     max_turns = 50
     turn_reward = -1.0
     metrics = ("score",)
     actions = ("Up", "Right", "Down", "Left")  # Gymnasium's order
-    words = (*actions, *(f" {letter}" for letter in "abcdefghijkl"))
-    warm_start = ((200, 10), (20, 50))  # short episodes first: they are cheap
+    words = (*actions, *(f" {letter}" for letter in "abcdefghijkl"), " #", " C", " G", " _")
+    warm_start = ((600, 10), (150, 30))  # short episodes first: they are cheap
+
+    def __init__(self, along_the_way: bool = False, **common: Any):
+        super().__init__(**common)
+        self.along_the_way = along_the_way
 
     def start(self, seed: int) -> None:
         self.cliff = gymnasium.make("CliffWalking-v1").unwrapped
         self.cliff.reset(seed=seed)
+        rng = np.random.default_rng(seed)
+        if seed >= WARM_START_SEEDS:  # any free cell, so that a model has seen them all
+            self.cliff.s = int(rng.integers(3 * COLUMNS + 1))
+        elif self.along_the_way and not held_out(seed):
+            self.cliff.s = WAY[-1 - int(len(WAY) * rng.random() ** 1.5)]
 
     def act(self, action: int) -> tuple[float, bool, bool]:
         _, reward, ended, _, _ = self.cliff.step(action)
@@ -52,14 +70,19 @@ class CliffWalking(GridWorld):
         row, col = divmod(int(self.cliff.s), COLUMNS)
         return f"<answer>{'Up' if row == 3 else 'Right' if col < COLUMNS - 1 else 'Down'}</answer>"
 
+    def around(self) -> Iterator[tuple[int, str]]:
+        """Yield the cell to which each action leads, and its mark: C cliff, G goal, # the edge, _ free."""
+        here = int(self.cliff.s)
+        for [(_, cell, reward, ended)] in self.cliff.P[here].values():
+            yield cell, "C" if reward == -100 else "#" if cell == here else "G" if ended else "_"
+
     def caption(self) -> str:
         """Return the four neighbours, such as `Up c2 Right d3 Down X Left b3`; X is the cliff."""
-        outcomes = [outcome for [outcome] in self.cliff.P[int(self.cliff.s)].values()]
-        cells = ["X" if r == -100 else cell_name(*divmod(to, COLUMNS)) for _, to, r, _ in outcomes]
+        cells = ["X" if mark == "C" else cell_name(*divmod(cell, COLUMNS)) for cell, mark in self.around()]
         return " ".join(f"{way} {cell}" for way, cell in zip(self.actions, cells, strict=True))
 
     def observe(self) -> Observation:
         row, col = divmod(int(self.cliff.s), COLUMNS)
         if self.style == "terse":
-            return Observation(f" {cell_name(row, col)}")
+            return Observation(f" {cell_name(row, col)} {' '.join(mark for _, mark in self.around())}")
         return Observation(self.prompt(RULES.format(turns=self.max_turns), f"You: row {row + 1}, column {col + 1}."))

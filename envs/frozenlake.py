@@ -8,11 +8,13 @@ Where we differ: `slippery` is a parameter. On the paper's slippery ice (the int
 no policy exceeds a success of 0.502 on these maps (exact, by `solve`); its VLM result of 0.630 is above that.
 """
 
+from typing import Any
+
 import gymnasium
 import numpy as np
 from PIL import Image, ImageDraw
 
-from envs.base import FORMAT_PENALTY, Observation
+from envs.base import Observation
 from envs.grid_world import FORM, GridWorld, cell_name
 
 SIDE = 4
@@ -63,11 +65,8 @@ class FrozenLake(GridWorld):
 
     words = (*GridWorld.actions, "√", " G", " O", " a", " b", " c", " d")  # captions name a cell by column and row
 
-    def __init__(
-        self, slippery: bool = False, image: bool = False, style: str = "terse",
-        format_penalty: float = FORMAT_PENALTY, max_turns: int = 0,
-    ):  # fmt: skip
-        super().__init__(style, format_penalty, max_turns)
+    def __init__(self, slippery: bool = False, image: bool = False, **common: Any):
+        super().__init__(**common)
         self.slippery, self.image = slippery, image
         self.warm_start = ((250, 1), (150, 10)) if image else ((400, 1), (200, 10))
 

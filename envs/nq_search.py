@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 
 import envs.synthetic_wiki as synthetic_wiki
-from envs.base import FORMAT_PENALTY, Observation, TextEnv, outside_think
+from envs.base import Observation, TextEnv, outside_think
 from envs.data import load_rows, row_for
 from envs.search_server import retrieve
 
@@ -71,14 +71,11 @@ class NQSearch(TextEnv):
     words = ("<search>", "</search>", "<information>", "</information>", *synthetic_wiki.WORDS)
     warm_start = ((600, 1), (2400, 4))  # less, and the second name of a chain is not copied right
 
-    def __init__(
-        self, style: str = "terse", format_penalty: float = FORMAT_PENALTY, max_turns: int = 0, data: str = "",
-        search_url: str = "",
-    ):  # fmt: skip
-        super().__init__(style, format_penalty, max_turns)
+    def __init__(self, data: str = "", search_url: str = "", **common: Any):
+        super().__init__(**common)
         if bool(data) != bool(search_url) or not re.match("https?://|$", search_url):
             raise ValueError(f"--data {data!r} and --search_url {search_url!r} need each other and an http:// address")
-        self.topk = 1 if style == "terse" else TOPK
+        self.topk = 1 if self.style == "terse" else TOPK
         self.data, self.place = data, search_url  # where to search: an address, or the group of a generated question
         self.rows = load_rows(data, ("question", "golden_answers"), from_row) if data else {}
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from envs.answer_parsing import final_answer, read_number
-from envs.base import FORMAT_PENALTY, WARM_START_SEEDS, Observation, TextEnv, held_out
+from envs.base import WARM_START_SEEDS, Observation, TextEnv, held_out
 from envs.data import load_rows, row_for
 
 FEEDBACK = WRONG, RIGHT = "Wrong. ", "Right. "
@@ -47,11 +47,9 @@ class QuestionAnswering(TextEnv):
     metrics = ("first_success",)
     first_success = False
 
-    def __init__(
-        self, style: str = "terse", format_penalty: float = FORMAT_PENALTY, max_turns: int = 0, data: str = ""
-    ):
+    def __init__(self, data: str = "", **common: Any):
         """`data` as in envs/data.py. Raises ValueError if a row of it is no question of this task."""
-        super().__init__(style, format_penalty, max_turns)
+        super().__init__(**common)
         self.data, self.rows = data, load_rows(data, self.fields, self.from_row) if data else {}
         golds = sorted({question.gold for question in self.rows["train"]}) if data else self.generated_answers
         self.actions = tuple(f" {gold}" for gold in golds)

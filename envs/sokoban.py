@@ -9,10 +9,11 @@ the number of boxes to `longest`: 10 turns, or 5 in the tiny preset. The authors
 """
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
-from envs.base import FORMAT_PENALTY, Observation
+from envs.base import Observation
 from envs.grid_world import FORM, GridWorld, cell_name
 
 LONGEST = 10  # turns of the longest solution: Max Actions of Table 2
@@ -83,11 +84,8 @@ class Sokoban(GridWorld):
     warm_start = ((900, 1), (150, 10))
     words = (*GridWorld.actions, "√", " X", " O", " #", " a", " b", " c", " d", " e", " f")  # captions: column and row
 
-    def __init__(
-        self, side: int = 6, boxes: int = 1, longest: int = LONGEST, style: str = "terse",
-        format_penalty: float = FORMAT_PENALTY, max_turns: int = 0,
-    ):  # fmt: skip
-        super().__init__(style, format_penalty, max_turns)
+    def __init__(self, side: int = 6, boxes: int = 1, longest: int = LONGEST, **common: Any):
+        super().__init__(**common)
         if side not in (6, 7, 8) or boxes not in (1, 2):
             raise ValueError(f"side must be 6, 7 or 8 and boxes 1 or 2, got {side} and {boxes}")
         self.side, self.n_boxes, self.longest = side, boxes, longest

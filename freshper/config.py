@@ -107,7 +107,8 @@ class Config:
         """Return the task as plots name it, with whose questions it asks and whether the ice is slippery."""
         ice = "slippery" if self.slippery else "not slippery"
         said = {"data": self.data or "generated questions", "slippery": ice, "longest": "solutions of at most 5 turns"}
-        said |= {"search_url": "one passage per search"} if self.tiny else {}
+        if self.tiny:
+            said |= {"search_url": "one passage per search", "along_the_way": "training starts along the way"}
         return " ".join([self.env, *(f"({said[name]})" for name in said if name in self.env_settings())])
 
     def title(self) -> str:
@@ -116,8 +117,10 @@ class Config:
 
     def env_settings(self) -> dict[str, Any]:
         """Return what the environment takes of the settings. Prompts and images of a tiny model are terse and small."""
-        known = vars(self) | ({"style": "terse", "longest": 5} if self.tiny else {"style": "full"})
-        return {name: known[name] for name in inspect.signature(ENVS[self.env]).parameters if name in known}
+        easy = {"style": "terse", "longest": 5, "along_the_way": True}
+        known = vars(self) | (easy if self.tiny else {"style": "full"})
+        taken = *inspect.signature(ENVS[self.env]).parameters, *inspect.signature(TextEnv).parameters
+        return {name: known[name] for name in taken if name in known}
 
     def make_env(self) -> TextEnv:
         """Make the environment of --env."""

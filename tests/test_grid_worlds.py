@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from envs import ENVS
-from envs.base import EVAL_SEEDS, play_out
+from envs.base import EVAL_SEEDS, WARM_START_SEEDS, play_out
 from envs.frozenlake import random_map, solve
 
 STEPS = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
@@ -93,12 +93,26 @@ def test_cliffwalking_is_gymnasium_s():
         row, col = divmod(int(state), 12)
         rewards.append(expected)
         assert (reward, terminated) == (expected, done)
-        assert observation.text == f" {'abcdefghijkl'[col]}{row + 1}"
+        around = ((row - 1, col), (row, col + 1), (row + 1, col), (row, col - 1))
+        marks = [
+            "CG"[c == 11] if r == 3 and 0 < c < 12 else "_" if 0 <= r < 4 and 0 <= c < 12 else "#" for r, c in around
+        ]
+        assert observation.text == f" {'abcdefghijkl'[col]}{row + 1} {' '.join(marks)}"
         env.style = "full"
         assert f"You: row {row + 1}, column {col + 1}." in env.observe().text
         env.style = "terse"
         assert info == {"success": (row, col) == (3, 11), "valid": True, "metrics": {"score": sum(rewards)}}
     assert rewards.count(-100) > 5
+
+
+def test_where_episodes_of_cliffwalking_start():
+    """Held-out ones at the start; training along the shortest way, if asked for; the warm start at every free cell."""
+    env = ENVS["cliffwalking"](along_the_way=True)
+    way = ["a4", *(f"{column}3" for column in "abcdefghijkl")]
+    for first, cells in ((0, way), (EVAL_SEEDS, way[:1]), (WARM_START_SEEDS, None)):
+        found = {env.reset(seed=first + k)[0].text.split()[0] for k in range(500)}
+        assert found == set(cells or [f"{column}{row}" for column in "abcdefghijkl" for row in (1, 2, 3)] + ["a4"])
+    assert ENVS["cliffwalking"]().reset(seed=0)[0].text == " a4 _ C # #"
 
 
 def test_cliffwalking_s_exact_bounds():

@@ -141,7 +141,7 @@ def test_held_out_questions_facts_and_people_are_never_seen_in_training_or_warm_
     assert 10_000 < len(asked["train"]) <= 13_312
     assert {synthetic_wiki.question(WARM_START_SEEDS + k).group for k in range(100)} == {"train"}
     for style, passages in (("full", 3), ("terse", 1)):
-        env = NQSearch(style)
+        env = NQSearch(style=style)
         env.reset(seed=7)
         env.step(f"<search>{min(shown['held-out'])}</search>")
         assert len(env.passages) == passages
