@@ -31,7 +31,7 @@ _TEXT = _TINY | {"batch_size": 64}
 _SOKOBAN = {"format_penalty": 1.5, "max_tokens": 768}  # beside 10 for a solved room 0.15 is nothing
 # |r| alone would prefer the worst episodes; beside -100 a reply of -5 would be a safe way to stand still
 _CLIFF = {"epsilon": 1000.0, "format_penalty": 30.0, "max_turns": 30, "max_tokens": 1024, "rollout_batch_size": 64}
-_CLIFF |= {"kl_loss_coef": 0.05, "lr": 7e-4, "advantage_clip": 2.0, "iterations": 250, "eval_every": 25}
+_CLIFF |= {"kl_loss_coef": 0.05, "lr": 7e-4, "advantage_clip": 2.0}
 
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "paper": {
