@@ -22,7 +22,7 @@ from freshper.tiny import SPECIAL, build_policy, build_tokenizer, tiny_model, tr
 
 # share of tokens of held-out captions that shipped models predict
 CAPTIONS = {"frozenlake": 0.85, "frozenlake_vlm": 0.97, "sokoban_simple": 0.8, "sokoban_hard": 0.55, "nq_search": 0.85}
-CAPTIONS["cliffwalking"] = 0.65
+CAPTIONS |= {"cliffwalking": 0.65, "aime": 0.9, "gsm8k": 0.35, "geoqa": 0.85}
 PAGE = (Path(__file__).parent.parent / "docs/own_environment.md").read_text()
 
 
