@@ -1,10 +1,9 @@
 """Every task at tiny scale: the random policy, held-out success before and after training, the optimum, in one table.
 
-    python benchmarks/tasks.py [--env gsm8k ...] [--seeds 0 1 2]        three to ten minutes per run on one core
+    python benchmarks/tasks.py [--env gsm8k ...] [--seeds 0 1 2]        two to eleven minutes per run on one core
 
-Each run goes through the real train.py with the task's tiny preset (`compare.run`), after its warm start if the model
-is not built yet. "per seed" is the mean of the last three held-out evaluations. "reached" compares their mean with
-GOALS, what we set out to reach. Questions are generated.
+Each run goes through the real train.py with the task's tiny preset (`compare.run`). "per seed" is the mean of the last
+three held-out evaluations. "reached" compares their mean with GOALS, what we set out to reach. Questions are generated.
 """
 
 import argparse

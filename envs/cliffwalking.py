@@ -2,13 +2,13 @@
 
 Paper: section 4.3, appendix D "CliffWalking"; Table 2 (200 actions). A control: on-policy training solves it. The
 dynamics are Gymnasium's own `CliffWalking-v1` (Sutton and Barto, example 6.6): 4x12 cells, -1 a step, -100 for a fall,
-which leads back to the start. All seeds are the same task; `score` is the sum of rewards.
+which leads back to the start. All held-out seeds are the same task; `score` is the sum of rewards.
 
 Where we differ: the optimal score is -13, the length of the shortest way; the paper's 0 comes from a private package.
 The random policy scores -2079 in 200 turns (exact, by `solve` of envs/frozenlake.py). The default here is 50 turns. In
 the tiny preset it is 30, and training starts along the way, more often near the goal: from the task's own start hardly
-any episode arrives, and all learn to stand still. Exercise: try `--epsilon 0.01` and watch `replay_success`: good
-episodes have |r| near 13 and bad ones near 1000.
+any episode arrives, and the policy learns to stand still. Exercise: try `--epsilon 0.01` and watch `replay_success`:
+good episodes have |r| up to 13, bad ones hundreds.
 """
 
 from collections.abc import Iterator

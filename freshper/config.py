@@ -119,7 +119,8 @@ class Config:
         """Return what the environment takes of the settings. Prompts and images of a tiny model are terse and small."""
         easy = {"style": "terse", "longest": 5, "along_the_way": True}
         known = vars(self) | (easy if self.tiny else {"style": "full"})
-        taken = *inspect.signature(ENVS[self.env]).parameters, *inspect.signature(TextEnv).parameters
+        own, common = inspect.signature(ENVS[self.env]).parameters, inspect.signature(TextEnv).parameters
+        taken = own | common if any(p.kind == p.VAR_KEYWORD for p in own.values()) else own
         return {name: known[name] for name in taken if name in known}
 
     def make_env(self) -> TextEnv:

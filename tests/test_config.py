@@ -100,6 +100,10 @@ def test_what_follows_from_the_settings(tmp_path, monkeypatch, model_folder):
     monkeypatch.chdir(tmp_path)
     config, per = parse_args([]), parse_args("--method per --iterations 11".split())
     assert config.title() == "frozenlake (not slippery), freshper, preset tiny, seed 42"
+    for preset, said in (("tiny", " (training starts along the way)"), ("paper", "")):
+        cliff = parse_args(["--env", "cliffwalking", "--preset", preset])
+        assert cliff.task() == f"cliffwalking{said}"
+        assert cliff.make_env().along_the_way == bool(said)
     for name in ("out/frozenlake-freshper-42", "out/frozenlake-freshper-42-2"):  # no run overwrites another
         assert config.folder() == Path(name)
         config.folder().mkdir(parents=True)

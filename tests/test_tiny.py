@@ -10,7 +10,7 @@ import torch
 from gymnasium.utils.env_checker import check_env
 
 from envs import ENVS
-from envs.base import EVAL_SEEDS
+from envs.base import EVAL_SEEDS, WARM_START_SEEDS, play_out
 from freshper import tiny
 from freshper.engine_hf import HFEngine, Sampling
 from freshper.episode import collate
@@ -20,9 +20,9 @@ from freshper.report import summarize
 from freshper.rollout import rollout
 from freshper.tiny import SPECIAL, build_policy, build_tokenizer, tiny_model, transcripts, warm_start
 
-# share of tokens of held-out captions that shipped models predict
+# share of tokens of held-out captions that shipped models predict; RL teaches gsm8k's to read its problems
 CAPTIONS = {"frozenlake": 0.85, "frozenlake_vlm": 0.97, "sokoban_simple": 0.8, "sokoban_hard": 0.55, "nq_search": 0.85}
-CAPTIONS |= {"cliffwalking": 0.65, "aime": 0.9, "gsm8k": 0.35, "geoqa": 0.85}
+CAPTIONS |= {"cliffwalking": 0.55, "aime": 0.9, "gsm8k": 0.35, "geoqa": 0.85}
 PAGE = (Path(__file__).parent.parent / "docs/own_environment.md").read_text()
 
 
@@ -50,7 +50,8 @@ def test_every_task_s_replies_fit_the_tiny_model(name):
 def caption_accuracy(policy, name, n=100):
     """The share of tokens of captions of held-out states that the model predicts right, given those before."""
     envs = [ENVS[name](max_turns=1) for _ in range(n)]
-    batch = collate(transcripts(policy, envs, [EVAL_SEEDS + k for k in range(n)]))
+    first = WARM_START_SEEDS + 10**8 if name == "cliffwalking" else EVAL_SEEDS  # held-out ones have one start
+    batch = collate(transcripts(policy, envs, [first + k for k in range(n)]))
     with torch.no_grad():
         predicted = policy.model.lm_head(policy.batch_hidden(batch)).argmax(-1)  # [B, T]
     told = batch.action_mask & (batch.action_mask.cumsum(1) > 4)  # after the reply: <answer>, action, </answer>, eos
@@ -59,14 +60,17 @@ def caption_accuracy(policy, name, n=100):
 
 @pytest.mark.parametrize("name", sorted(path.name for path in tiny.SHIPPED.iterdir()))
 def test_the_shipped_weights_read_and_play_like_the_random_policy(name):
-    n, preset = 250, defaults("tiny", name, "freshper")
+    n, preset, rng = 250, defaults("tiny", name, "freshper"), np.random.default_rng(0)
     policy = load_policy(str(tiny_model(name)), "cpu", torch.float32)
     envs = [ENVS[name](max_turns=preset.get("max_turns", 0)) for _ in range(n)]
     seeds, engine = EVAL_SEEDS + np.arange(n), HFEngine(policy, Sampling(), 0)
     played = summarize(rollout(engine, policy, envs, seeds.tolist(), preset["max_tokens"], preset["max_new_tokens"]))
-    random = np.mean([envs[0].baselines(seed)["random"] for seed in seeds.tolist()])
+    infos = [play_out(envs[0], seed, lambda: envs[0].random_reply(rng))[2] for seed in seeds.tolist()]
+    score = "score" in envs[0].metrics  # of CliffWalking, success says nothing: both are 0
+    random = [info["metrics"]["score"] if score else info["success"] for info in infos]
     assert played["invalid"] < (0.01 if name == "sokoban_hard" else 0.005)
-    assert abs(played["success"] - random) <= 3 * (2 * random * (1 - random) / n) ** 0.5  # standard errors
+    difference = played["score" if score else "success"] - np.mean(random)
+    assert abs(difference) <= 3 * np.std(random) * (2 / n) ** 0.5  # standard errors
     assert caption_accuracy(policy, name) > CAPTIONS[name]
 
 
