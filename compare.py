@@ -197,7 +197,7 @@ def main() -> None:
         writer.writerows(sum(results.values(), []))
     (out / "table.md").write_text(text := table(results))
     runs = {arm: [read(jobs[arm, seed], "metrics.csv") for seed in args.seeds] for arm in arms}
-    title = f"{config_of(folder).task()}, preset {args.preset}, seeds {' '.join(map(str, args.seeds))}"
+    title = f"{config_of(folder).task()}, preset {args.preset}\nseeds {' '.join(map(str, args.seeds))}"
     known = baselines(config_of(folder)) if args.metric == "success" else {}
     figure(out / "figure.png", runs, title, known, args.metric)
     print(text)

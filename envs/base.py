@@ -12,8 +12,6 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-FORMAT_PENALTY = 0.15  # subtracted from the reward of an unreadable reply (the authors' configuration)
-
 # A seed determines the map, question or room. Training uses seeds below EVAL_SEEDS.
 EVAL_SEEDS, WARM_START_SEEDS = 1_000_000_000, 2_000_000_000
 
@@ -61,7 +59,7 @@ class TextEnv(gymnasium.Env):
     data, rows = "", dict[str, list]()  # of tasks with questions: where they come from (envs/data.py), rows by split
     action_space, observation_space = Instances(str), Instances(Observation)
 
-    def __init__(self, style: str = "terse", format_penalty: float = FORMAT_PENALTY, max_turns: int = 0):
+    def __init__(self, style: str = "terse", format_penalty: float = 0.15, max_turns: int = 0):
         """`style` "full" writes out rules and reply format for a pretrained model, "terse" shows a tiny model the state
         alone and small images. `max_turns` 0 keeps the task's own. Raises ValueError for another style."""
         if style not in ("full", "terse"):

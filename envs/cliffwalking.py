@@ -21,8 +21,7 @@ from envs.base import WARM_START_SEEDS, Observation, held_out
 from envs.grid_world import FORM, GridWorld, cell_name
 
 COLUMNS = 12
-# cells of the shortest way, the start three times as often; a cell is the number 12 row + column
-WAY = (36, 36, 36, *range(24, 36))
+WAY = (36, 36, 36, *range(24, 36))  # cells (12 row + column) of the shortest way, the start three times as often
 
 RULES = f"""\
 You are walking along a cliff, on a grid of 4 rows and 12 columns. You start in row 4, column 1; the goal G is in row \

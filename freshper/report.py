@@ -18,7 +18,6 @@ import html
 import io
 import json
 import os
-import textwrap
 import time
 import traceback
 from collections.abc import Iterator
@@ -217,7 +216,7 @@ def plot(path: Path, title: str, ylabel: str, lines: list[tuple], baselines: dic
         axes.plot(metrics["episodes"][there], metrics[column][there], **style)
     for (name, value), style in zip(baselines.items(), (":", "--"), strict=False):
         axes.axhline(value, color="black", linestyle=style, label=f"{name} policy: {value:.3f}")
-    axes.set(xlabel="episodes", ylabel=ylabel, title=textwrap.fill(title, 76))
+    axes.set(xlabel="episodes", ylabel=ylabel, title=title)
     figure.legend(loc="outside lower center", ncols=max(1, 80 // max(24, *map(len, names))), frameon=False)
     figure.savefig(path, dpi=120)
 
