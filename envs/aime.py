@@ -42,7 +42,7 @@ class AIME(QuestionAnswering):
         return Question(str(row["problem"]), f"{int(gold):03d}")
 
     @classmethod
-    def problems(cls) -> Iterator[tuple[str, int, Hashable, Any]]:
+    def problems(cls, style: str) -> Iterator[tuple[str, int, Hashable, Any]]:
         for numbers in combinations_with_replacement(range(1, LARGEST + 1), 4):
             found = [(math.gcd(*numbers), GCD), (numbers[0], SMALLEST)]
             found += [(sum(n % m == 0 for n in numbers), f"{MULTIPLES} {m}{AMONG}") for m in (2, 3, 5)]

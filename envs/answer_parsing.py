@@ -24,9 +24,10 @@ _BOX = re.compile(r"\\boxed(?:\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*+\})*+\})*+)\})?") 
 _ANNOUNCED = re.compile(r"(?:####|\banswer\b[^\n.]{0,60}?(?:\bis\b|\bbe\b|\bwas\b|[:=]))[\s*:]*([^\n]*)", re.I)
 
 
-def final_answer(reply: str, untagged: bool) -> str:
+def final_answer(reply: str, untagged: bool, one_sentence: bool = False) -> str:
     r"""Return the text between <answer> tags, else in \boxed{}, else, with `untagged`, the one that is announced; "" if
-    there is none, if several differ, or if it is longer than MAX_ANSWER. <think> is not read."""
+    there is none, if several differ, or if it is longer than MAX_ANSWER. <think> is not read. `one_sentence`: a reply
+    that is one sentence, up to its full stop, announces its answer ("Tom has 4 + 3 = 7 fish now.")."""
     spoken = outside_think(reply)
     parts = split_tags(spoken, "answer")
     if len(parts) > 1:
@@ -36,7 +37,11 @@ def final_answer(reply: str, untagged: bool) -> str:
     elif announced := _ANNOUNCED.findall(spoken):
         texts = re.split(r"(?<!\b[A-F])[.!](?:\s|$)", announced[-1])[:1]  # to the end of the sentence
     else:
-        alone = re.match("(?:[^0-9=]{0,20}=)?[^A-Za-z=]*[0-9][^=]*$", spoken.strip()) and read_number(spoken)
+        if one_sentence and re.fullmatch(r"[^.!?\n]{1,99}[.!]", spoken.strip()) and not _DENIED.search(spoken):
+            spoken = re.sub(r"^[^=]*[A-Za-z,'](?=[^A-Za-z=]*=)", "", spoken.strip())  # what leads to a calculation
+            alone = read_number(spoken)
+        else:
+            alone = re.match("(?:[^0-9=]{0,20}=)?[^A-Za-z=]*[0-9][^=]*$", spoken.strip()) and read_number(spoken)
         texts = [spoken if alone or read_choice(spoken) else ""]
     found = {answer.strip() for text in texts for answer in (_BOX.findall(text) if "\\boxed" in text else [text])}
     answer = found.pop() if len(found) == 1 else ""

@@ -114,7 +114,7 @@ class GeoQA(QuestionAnswering):
         return Question(str(row["problem"]), gold, image=image)
 
     @classmethod
-    def problems(cls) -> Iterator[tuple[str, int, Hashable, Any]]:
+    def problems(cls, style: str) -> Iterator[tuple[str, int, Hashable, Any]]:
         for polygon in polygons():
             found = []
             for k, corner in enumerate(polygon):

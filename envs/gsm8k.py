@@ -3,11 +3,15 @@
 Paper: appendix D; a control, since the paper's model solves 93 % of it before training.
 Data: the fields `question` and `answer` of `openai/gsm8k:main`, where the answer ends in `#### 72`.
 
-Without data: someone has up to seven things and then gets or loses one or two, one to six times (each as often), and
-never has more than seven. There are 12,289 problems for training and 1,589 held out, names and things aside.
+Without data: someone has some things, and then gets or loses some.
+terse  at most 7 things, 1 or 2 at a time, one to six times (each as often): 12,289 problems for training and 1,589 held
+       out, names and things aside
+full   at most 30 things, any number of them, once: 666 and 83, all there are. A reply may be one sentence, such as "Tom
+       has 4 + 3 = 7 fish now.": so replies a pretrained model that is too small to follow longer instructions
 """
 
 from collections.abc import Hashable, Iterator
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -18,6 +22,7 @@ NAMES = ("Ann", "Ben", "Mia", "Tom")
 THINGS = (" deer", " fish", " sheep", " squid")  # singular and plural are the same word
 CHANGES = {1: " and gets 1", 2: " and gets 2", -1: " and loses 1", -2: " and loses 2"}
 MOST, MOST_CHANGES = 7, 6  # things at any time, changes
+MOST_FULL = 30  # things at any time, in full prompts
 
 
 class GSM8K(QuestionAnswering):
@@ -27,6 +32,11 @@ class GSM8K(QuestionAnswering):
     rules = "Solve this problem step by step."
     form = "End your reply with the number alone between tags, for example <answer>42</answer>."
 
+    def __init__(self, style: str = "terse", data: str = "", **common: Any):
+        if style == "full":
+            self.generated_answers = tuple(str(n) for n in range(MOST_FULL + 1))
+        super().__init__(data, style=style, **common)
+
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Question:
         gold = str(row["answer"]).rpartition("####")[2].strip()
@@ -35,7 +45,11 @@ class GSM8K(QuestionAnswering):
         return Question(str(row["question"]), gold)
 
     @classmethod
-    def problems(cls) -> Iterator[tuple[str, int, Hashable, Any]]:
+    def problems(cls, style: str) -> Iterator[tuple[str, int, Hashable, Any]]:
+        if style == "full":
+            for first, now in permutations(range(MOST_FULL + 1), 2):
+                yield str(now), 1, tuple(sorted((first, now - first))), (first, now - first)  # 4 + 3 and 3 + 4 are one
+            return
         found: list[tuple[tuple[int, ...], int]] = [((first,), first) for first in range(MOST + 1)]
         for _ in range(MOST_CHANGES):
             found = [((*made, n), now + n) for made, now in found for n in CHANGES if 0 <= now + n <= MOST]
@@ -45,5 +59,9 @@ class GSM8K(QuestionAnswering):
     def question_of(self, content: Any, answer: str, rng: np.random.Generator) -> Question:
         first, *changes = content
         name, thing = NAMES[rng.integers(len(NAMES))], THINGS[rng.integers(len(THINGS))]
+        if self.style == "full":
+            event = f"{'gets' if changes[0] > 0 else 'loses'} {abs(changes[0])}"
+            text = f"{name} has {first}{thing} and {event}. How many{thing} does {name} have now?"
+            return Question(text, answer, short=True)
         events = "".join(CHANGES[n] for n in changes)
         return Question(f"{name} has {first}{thing}{events}. How many{thing}?", answer, f" {first}{events}")

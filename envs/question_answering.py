@@ -23,6 +23,7 @@ from envs.data import load_rows, row_for
 
 FEEDBACK = WRONG, RIGHT = "Wrong. ", "Right. "
 UNREADABLE = "No answer could be read. "
+SHORT = "Answer in one short sentence."
 
 
 class Question(NamedTuple):
@@ -30,6 +31,7 @@ class Question(NamedTuple):
     gold: str  # the right answer, as a reply would have it
     caption: str = ""
     image: Any = None  # what the image is drawn from
+    short: bool = False  # full prompts ask for a reply of one sentence
 
 
 class QuestionAnswering(TextEnv):
@@ -39,8 +41,9 @@ class QuestionAnswering(TextEnv):
     form: str  # how to reply
     fields: ClassVar[tuple[str, ...]]  # of a row of data
     from_row: Callable[[dict[str, Any]], Question]  # a ValueError says what is wrong with which field
-    generated_answers: ClassVar[tuple[str, ...]]  # equally likely
-    problems: Callable[[], Iterator[tuple[str, int, Hashable, Any]]]  # answer, kind (equally likely), key and content
+    generated_answers: tuple[str, ...]  # equally likely
+    # of a style: answer, kind (equally likely), key and content
+    problems: Callable[[str], Iterator[tuple[str, int, Hashable, Any]]]
     question_of: Callable[[Any, str, np.random.Generator], Question]  # from content and answer
 
     max_turns = 3
@@ -71,11 +74,11 @@ class QuestionAnswering(TextEnv):
 
     @classmethod
     @cache
-    def generated(cls) -> dict[tuple[str, str], dict[int, list[Any]]]:
+    def generated(cls, style: str) -> dict[tuple[str, str], dict[int, list[Any]]]:
         """Return the contents of all problems by split ("train", "warm_start" or "held_out") and answer, then kind."""
         contents: dict = defaultdict(lambda: defaultdict(list))
         tenths = "held_out", "warm_start", "warm_start", *["train"] * 7
-        for answer, kind, key, content in cls.problems():
+        for answer, kind, key, content in cls.problems(style):
             split = tenths[hashlib.sha256(repr(key).encode()).digest()[0] % 10]
             contents[split, answer][kind].append(content)
         return contents
@@ -87,9 +90,11 @@ class QuestionAnswering(TextEnv):
             self.question = row_for(self.rows, seed)
         else:
             rng = np.random.default_rng(seed)
-            answer = self.generated_answers[rng.integers(len(self.generated_answers))]
             split = "held_out" if held_out(seed) else "warm_start" if seed >= WARM_START_SEEDS else "train"
-            kinds = list(self.generated()[split, answer].values())
+            generated = self.generated(self.style)
+            answers = [answer for answer in self.generated_answers if (split, answer) in generated]
+            answer = answers[rng.integers(len(answers))]
+            kinds = list(generated[split, answer].values())
             contents = kinds[rng.integers(len(kinds))]
             self.question = self.question_of(contents[rng.integers(len(contents))], answer, rng)
         self.turn, self.feedback, self.first_success = 0, "", False
@@ -97,7 +102,7 @@ class QuestionAnswering(TextEnv):
 
     def step(self, reply: str) -> tuple[Observation, float, bool, bool, dict]:
         self.turn += 1
-        value = self.read(final_answer(reply, untagged=self.style == "full"))
+        value = self.read(final_answer(reply, untagged=self.style == "full", one_sentence=self.question.short))
         success = value is not None and self.right(value, self.read(self.question.gold))
         self.first_success |= success and self.turn == 1
         if value is not None:
@@ -111,12 +116,13 @@ class QuestionAnswering(TextEnv):
         """Return feedback and question. Full prompts add rules, and in later turns show the feedback alone."""
         if self.style == "terse":
             return Observation(self.feedback + self.question.text, self.images())
-        left = self.max_turns - self.turn
+        left, form = self.max_turns - self.turn, SHORT if self.question.short else self.form
         if self.turn == 0:
             several = f"You have {left} attempts; after a wrong answer you may try again."
-            attempts = several if left > 1 else "You have one attempt."
-            return Observation(f"{self.rules} {attempts}\n\n{self.question.text}\n\n{self.form}", self.images())
-        again = f"Try again; attempts left: {left}.\n{self.form}" if left > 0 and self.feedback != RIGHT else ""
+            attempts = several if left > 1 else "" if self.question.short else "You have one attempt."
+            rules = attempts if self.question.short else f"{self.rules} {attempts}"
+            return Observation(f"{rules}\n\n{self.question.text}\n\n{form}".strip(), self.images())
+        again = f"Try again; attempts left: {left}.\n{form}" if left > 0 and self.feedback != RIGHT else ""
         return Observation((self.feedback + again).strip())
 
     def optimal_reply(self) -> str:

@@ -17,6 +17,7 @@ from envs.aime import AIME
 from envs.answer_parsing import MAX_ANSWER, final_answer, read_choice, read_number
 from envs.geoqa import GeoQA
 from envs.gsm8k import GSM8K
+from envs.question_answering import Question
 
 TASKS = {"gsm8k": GSM8K, "aime": AIME, "geoqa": GeoQA}
 ENVS = {(task, style): make(style=style) for task, make in TASKS.items() for style in ("full", "terse")}
@@ -99,6 +100,23 @@ def test_a_reply_that_was_cut_earns_nothing(gold, end):
     for cut in range(reply.index("72") + (1 if end.endswith("72.") else 3)):
         assert reward("gsm8k", gold, reply[:cut], "full") <= 0, reply[:cut]
     assert (reward("gsm8k", gold, reply, "full") == 1.0) == (gold == "72")
+
+
+SENTENCES = {
+    True: ["Tom has 4 + 3 = 7 fish now.", "Tom has 7 fish.", "He now has 7.", "4+3=7.", "7", "<answer>7</answer>"]
+    + ["He had 4 and gets 3, so 4 + 3 = 7 fish.", "Now, Tom's fish are 9 - 2 = 7 in total.", "The answer is 7."],
+    False: ["Tom has 4 + 3 = 7 fish", "Tom has 7 fish, and 3 more.", "Tom has 7 fish. He gets 3.", "Tom gets 7 fish?"]
+    + ["Tom has no 7 fish.", "He has 1 + 2 = 3 and 4 + 3 = 7.", "He has 7 or 8 fish.", "4 + 3 = 7 - 1 = 6.", "4 + 3."]
+    + ["Tom has more than 7 fish.", "Tom does not have 4 + 3 = 7 fish.", "1. Add 3.\n7.", "4 + 3 = 7 = x."],
+}
+
+
+@pytest.mark.parametrize("paid", SENTENCES)
+def test_a_short_question_accepts_one_whole_sentence(paid):
+    env = GSM8K(style="full")
+    for reply in SENTENCES[paid]:
+        env.turn, env.question = 0, Question("q", "7", short=True)
+        assert (env.step(reply)[1] == 1.0) == paid, reply
 
 
 PIECES = ["9", "1,", "<answer>", "</answer>", "<think>", "\\boxed{", "\\boxed{1}", "{", "answer is ", "#### ", "1 "]

@@ -36,10 +36,11 @@ def test_three_attempts_and_reward_whenever_it_is_right(task, style, right_at):
 
 
 def solve_gsm8k(text, _):
-    """The answer from the text alone, and its numbers with what is done with them, in no order."""
-    (_, start), *changes = re.findall(r"(has|gets|loses) (\d)", text)
-    signed = sorted(int(n) if verb == "gets" else -int(n) for verb, n in changes)
-    return int(start) + sum(signed), (int(start), *signed)
+    """The answer from the text alone, and its numbers with what is done with them, in no order. (Terse: the first
+    number apart.)"""
+    signed = [-int(n) if verb == "loses" else int(n) for verb, n in re.findall(r"(has|gets|loses) (\d+)", text)]
+    first = 0 if " does " in text else 1
+    return sum(signed), (*signed[:first], *sorted(signed[first:]))
 
 
 def solve_aime(text, _):
@@ -73,14 +74,15 @@ def solve_geoqa(text, env):
 SOLVE = {GSM8K: solve_gsm8k, AIME: solve_aime, GeoQA: solve_geoqa}
 
 
-@TASKS
-def test_held_out_problems_are_never_seen_in_training(task):
-    """Every problem there is, in words: its answer is that of an oracle, training has at least 10,000 different ones,
-    and the splits share neither texts nor numbers. Questions come from the split of their seed."""
-    env, again, rng = task(), task(), np.random.default_rng(0)
+@pytest.mark.parametrize(("task", "style"), [(GSM8K, "full"), (GSM8K, "terse"), (AIME, "terse"), (GeoQA, "terse")])
+def test_held_out_problems_are_never_seen_in_training(task, style):
+    """Every problem there is, in words: its answer is that of an oracle, training has at least 10,000 different ones
+    (full prompts of GSM8K: 930 in all), and the splits share neither texts nor numbers. Questions are from the split of
+    their seed."""
+    env, again, rng = task(style=style), task(style=style), np.random.default_rng(0)
     keys, texts = {split: set() for split in FIRST_SEEDS}, {split: set() for split in FIRST_SEEDS}
-    for (split, gold), kinds in task.generated().items():
-        for content in chain(*kinds.values()) if gold in task.generated_answers else ():
+    for (split, gold), kinds in task.generated(style).items():
+        for content in chain(*kinds.values()) if gold in env.generated_answers else ():
             env.question = env.question_of(content, gold, rng)
             answer, key = SOLVE[task](env.question.text, env)
             assert answer == float(gold)
@@ -92,8 +94,12 @@ def test_held_out_problems_are_never_seen_in_training(task):
             text = env.reset(seed=seed)[0].text
             assert SOLVE[task](text, env)[1] in keys[split]
             assert again.reset(seed=seed)[0].text == text
-    assert len(texts["train"]) >= 10_000
-    assert len(texts["held_out"]) >= 1000
+    if style == "full":
+        assert sum(map(len, texts.values())) == 30 * 31  # a number and a different one
+        assert (len(texts["train"]), len(texts["held_out"])) == (666, 83)
+    else:
+        assert len(texts["train"]) >= 10_000
+        assert len(texts["held_out"]) >= 1000
     for one, other in combinations(keys, 2):
         assert not keys[one] & keys[other]
         assert not texts[one] & texts[other]
