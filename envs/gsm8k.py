@@ -6,8 +6,8 @@ Data: the fields `question` and `answer` of `openai/gsm8k:main`, where the answe
 Without data: someone has some things, and then gets or loses some.
 terse  at most 7 things, 1 or 2 at a time, one to six times (each as often): 12,289 problems for training and 1,589 held
        out, names and things aside
-full   at most 30 things, any number of them, once: 666 and 83, all there are. A reply may be one sentence, such as "Tom
-       has 4 + 3 = 7 fish now.": so replies a pretrained model that is too small to follow longer instructions
+full   at most 20 things, any number of them, once: 288 and 132, all there are. A reply may be one sentence, such as
+       "Tom has 4 + 3 = 7 fish now.": so replies a model that is too small to follow longer instructions
 """
 
 from collections.abc import Hashable, Iterator
@@ -22,7 +22,7 @@ NAMES = ("Ann", "Ben", "Mia", "Tom")
 THINGS = (" deer", " fish", " sheep", " squid")  # singular and plural are the same word
 CHANGES = {1: " and gets 1", 2: " and gets 2", -1: " and loses 1", -2: " and loses 2"}
 MOST, MOST_CHANGES = 7, 6  # things at any time, changes
-MOST_FULL = 30  # things at any time, in full prompts
+MOST_FULL = 20  # things at any time, in full prompts
 
 
 class GSM8K(QuestionAnswering):

@@ -5,7 +5,8 @@ binary reward). A right answer earns 1 and ends the episode, a wrong one earns 0
 costs its attempt and the format penalty. Success: any attempt was right. `first_success`: the first one was.
 
 Questions come from `data` (envs/data.py) or are generated from the seed; scores on generated ones say nothing about the
-data set. They are divided by a hash of a key: 7 in 10 for training, 2 for the warm start of tiny models, 1 held out.
+data set. They are divided by a hash of a key: 7 in 10 for training, 2 for the warm start of tiny models (full prompts:
+held out, too), 1 held out.
 Problems that differ in words or order alone (GeoQA: that have the same figure) share their key.
 """
 
@@ -24,6 +25,7 @@ from envs.data import load_rows, row_for
 FEEDBACK = WRONG, RIGHT = "Wrong. ", "Right. "
 UNREADABLE = "No answer could be read. "
 SHORT = "Answer in one short sentence."
+SPARE = {"terse": "warm_start", "full": "held_out"}  # split of the problems that the warm start takes
 
 
 class Question(NamedTuple):
@@ -77,7 +79,7 @@ class QuestionAnswering(TextEnv):
     def generated(cls, style: str) -> dict[tuple[str, str], dict[int, list[Any]]]:
         """Return the contents of all problems by split ("train", "warm_start" or "held_out") and answer, then kind."""
         contents: dict = defaultdict(lambda: defaultdict(list))
-        tenths = "held_out", "warm_start", "warm_start", *["train"] * 7
+        tenths = "held_out", SPARE[style], SPARE[style], *["train"] * 7
         for answer, kind, key, content in cls.problems(style):
             split = tenths[hashlib.sha256(repr(key).encode()).digest()[0] % 10]
             contents[split, answer][kind].append(content)
@@ -90,7 +92,7 @@ class QuestionAnswering(TextEnv):
             self.question = row_for(self.rows, seed)
         else:
             rng = np.random.default_rng(seed)
-            split = "held_out" if held_out(seed) else "warm_start" if seed >= WARM_START_SEEDS else "train"
+            split = "held_out" if held_out(seed) else SPARE[self.style] if seed >= WARM_START_SEEDS else "train"
             generated = self.generated(self.style)
             answers = [answer for answer in self.generated_answers if (split, answer) in generated]
             answer = answers[rng.integers(len(answers))]

@@ -9,7 +9,7 @@ import os
 import re
 from glob import glob
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, NoReturn, get_args
 
 from envs import ENVS
 from freshper.config import Config
@@ -30,14 +30,14 @@ def validate(c: Config) -> None:
     not_negative = """replay_ratio seed kl_loss_coef kl_reward_coef entropy_coef top_k format_penalty max_turns
     save_every truncated_is""".split()
     known = c.model == "tiny" or os.path.isfile(f"{c.model}/config.json") or re.fullmatch(r"[^./~][^/]*/[^/]+", c.model)
-    fitting = fitting_preset(c.model)
+    fitting = fitting_presets(c.model, c.env)
     checks = [
         *((name, math.isfinite(x), "a finite number") for name, x in vars(c).items() if isinstance(x, float)),
         *((name, getattr(c, name) > 0, "above 0") for name in above_0),
         *((name, getattr(c, name) >= 0, "0 or more") for name in not_negative),
         *((name, 0.0 <= getattr(c, name) <= 1.0, "between 0 and 1") for name in ("alpha", "beta")),
         ("model", known or c.resume, "tiny, a folder with a config.json, or a hub id"),
-        ("preset", c.preset == fitting or c.resume, f"{fitting} with --model {c.model}"),
+        ("preset", c.preset in fitting or c.resume, f"{' or '.join(fitting)} with --env {c.env} and --model {c.model}"),
         ("baseline", c.replay_ratio > 0 or c.baseline != "recompute", "batch or turn without replay"),
         ("replay_ratio", c.method != "on_policy" or c.replay_ratio == 0, "0 with --method on_policy"),
         ("decay", c.method != "per" or c.decay == "none", "none with --method per"),
@@ -99,11 +99,12 @@ def _parser() -> _Parser:
     return parser
 
 
-def fitting_preset(model: str) -> Literal["tiny", "paper"]:
-    """Return tiny for that name and for a folder of a model that freshper/tiny.py built (a checkpoint), else paper."""
+def fitting_presets(model: str, env: str) -> list[Any]:
+    """Return tiny for that name and for a folder of a model that freshper/tiny.py built (a checkpoint), else paper, and
+    small if the task has such numbers."""
     path = Path(model) / "config.json"
     built = path.is_file() and '"freshper_tiny": true' in path.read_text(encoding="utf-8")
-    return "tiny" if built or model == "tiny" else "paper"
+    return ["tiny"] if built or model == "tiny" else ["paper"] + ["small"] * (env in PRESETS["small"])
 
 
 def is_here(model: str) -> bool:
@@ -124,8 +125,8 @@ def _first_run(given: dict[str, Any]) -> Config:
         model, found = (paper, "") if is_here(paper) else ("tiny", "not both ")
         notes = (f"model {model}: a GPU and the paper's model are {found}on this machine",)
     elif model == "auto":
-        model = paper if preset == "paper" else "tiny"
-    preset = fitting_preset(model) if preset == "auto" else preset
+        model = PRESETS[preset].get(known.env, {}).get("model", "tiny")
+    preset = fitting_presets(model, known.env)[0] if preset == "auto" else preset
     config = Config(**defaults(preset, known.env, known.method) | given | {"model": model, "preset": preset})
     config.notes = notes
     return config

@@ -1,4 +1,4 @@
-"""The settings of methods and presets: the paper's tables, and numbers for the tiny models.
+"""The settings of methods and presets: the paper's tables, and numbers for tiny and small models.
 
 Paper: Table 5 (the methods), Tables 2 to 4 (the paper preset; a test compares it with the tables, value for value). If
 the paper names no dataset or reply limit, the choice is ours. The tiny preset was tuned on FrozenLake (docs/log.md).
@@ -33,6 +33,10 @@ _SOKOBAN = {"format_penalty": 1.5, "max_tokens": 768}  # beside 10 for a solved 
 _CLIFF = {"epsilon": 1000.0, "format_penalty": 30.0, "max_turns": 30, "max_tokens": 1024, "rollout_batch_size": 64}
 _CLIFF |= {"kl_loss_coef": 0.05, "lr": 7e-4, "advantage_clip": 2.0, "eval_episodes": 64}
 
+# a pretrained model of 0.1 B parameters on one CPU core; the search is in docs/log.md
+_SMALL = _TINY | {"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "dtype": "bfloat16", "max_new_tokens": 24}
+_SMALL |= {"lr": 3e-5, "temperature": 0.7, "iterations": 30, "capacity": 1000, "eval_every": 10, "eval_episodes": 64}
+
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "paper": {
         "frozenlake": _PAPER_0_5B | {"slippery": True},
@@ -58,6 +62,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "aime": _TEXT | {"iterations": 300, "eval_every": 30},
         "geoqa": _TINY | {"iterations": 800, "eval_every": 40},
     },
+    "small": {"gsm8k": _SMALL | {"max_turns": 1}},
 }
 
 

@@ -42,8 +42,7 @@ def test_the_paper_preset_holds_the_tables(env):
     assert config.slippery is (env == "frozenlake")  # docs/differences.md
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("env", ENVS)
+@pytest.mark.parametrize(("preset", "env"), [(preset, env) for preset in PRESETS for env in PRESETS[preset]])
 def test_the_methods_differ_in_nothing_but_their_rows_of_table_5(preset, env):
     given = ["--preset", preset, "--env", env, "--method"]
     configs = {method: parse_args([*given, method]) for method in ("freshper", "per", "on_policy")}
@@ -82,6 +81,8 @@ PAPERS = "Qwen/Qwen2.5-0.5B-Instruct"
         ("", True, True, PAPERS, f"model {PAPERS}: a GPU and the paper's model are on this machine"),
         ("--preset tiny", True, True, "tiny", None),
         ("--preset paper", False, False, PAPERS, None),
+        ("--env gsm8k --preset small", False, False, "HuggingFaceTB/SmolLM2-135M-Instruct", None),
+        ("--env gsm8k --preset small --model someone/model", True, True, "someone/model", None),
         ("--model someone/model", False, False, "someone/model", None),
     ],
 )
@@ -90,7 +91,8 @@ def test_the_numbers_follow_from_the_model(flags, gpu, cached, model, note, monk
     monkeypatch.setattr("freshper.flags.glob", lambda pattern: ["/dev/nvidia0"] * gpu)
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: "config.json" if cached else None)
     config = parse_args(flags.split())
-    assert (config.model, config.preset) == (model, "tiny" if model == "tiny" else "paper")
+    expected = "small" if "small" in flags else "tiny" if model == "tiny" else "paper"
+    assert (config.model, config.preset) == (model, expected)
     assert config.notes == (() if note is None else (note,))
     env = config.make_env()
     assert (env.style, env.cell_size) == (("terse", 14) if config.tiny else ("full", 56))
@@ -139,7 +141,9 @@ SENTENCES = {  # flags: how the sentence begins
     "--zero_stage 4": "argument --zero_stage: invalid choice: 4 (choose from 0, 1, 2, 3)",
     "--tau five": "argument --tau: invalid ",
     "--it 3": "unrecognized arguments: --it 3",
-    "--preset tiny --model someone/model": "--preset is tiny, but must be paper with --model someone/model",
+    "--preset tiny --model a/b": "--preset is tiny, but must be paper with --env frozenlake and --model a/b",
+    "--preset small --model a/b": "--preset is small, but must be paper with --env frozenlake and --model a/b",
+    "--preset tiny --env gsm8k --model a/b": "--preset is tiny, but must be paper or small with --env gsm8k",
     "--method on_policy --replay_ratio 4": "--replay_ratio is 4, but must be 0 with --method on_policy",
     "--method per --decay exponential": "--decay is exponential, but must be none with --method per",
     "--tau auto --decay polynomial": "--tau is auto, but must be a number with this --decay",
