@@ -107,12 +107,12 @@ def test_intervals():
 
 @pytest.mark.parametrize("preset", list(PRESETS))
 def test_every_arm_of_every_exhibit_is_a_valid_command_with_a_name_of_its_own(preset):
-    found = compare.exhibits(preset, "frozenlake")
+    env = next(iter(PRESETS[preset]))
+    found, given = compare.exhibits(preset, env), ["--preset", preset, "--env", env, "--method"]
     for name, arms in found.items():
         assert len({compare.label(arm) for arm in arms}) == len(arms) > 1, name
         for arm in arms:
             method, *flags = arm.split()
-            config = parse_args(["--preset", preset, "--method", method, *flags])
-            assert config.method == method
-    replay, epochs = (parse_args(["--preset", preset, "--method", *found["matched"][k].split()]) for k in (0, 4))
+            assert parse_args([*given, method, *flags]).method == method
+    replay, epochs = (parse_args([*given, *found["matched"][k].split()]) for k in (0, 4))
     assert epochs.ppo_epochs == replay.ppo_epochs + replay.replay_ratio  # as many updates per iteration
