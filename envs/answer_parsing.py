@@ -24,28 +24,36 @@ _BOX = re.compile(r"\\boxed(?:\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*+\})*+\})*+)\})?") 
 _ANNOUNCED = re.compile(r"(?:####|\banswer\b[^\n.]{0,60}?(?:\bis\b|\bbe\b|\bwas\b|[:=]))[\s*:]*([^\n]*)", re.I)
 
 
-def final_answer(reply: str, untagged: bool, one_sentence: bool = False) -> str:
+def final_answer(reply: str, untagged: bool, given: frozenset[str] = frozenset()) -> str:
     r"""Return the text between <answer> tags, else in \boxed{}, else, with `untagged`, the one that is announced; "" if
-    there is none, if several differ, or if it is longer than MAX_ANSWER. <think> is not read. `one_sentence`: a reply
-    that is one sentence, up to its full stop, announces its answer ("Tom has 4 + 3 = 7 fish now.")."""
+    there is none, if several differ, or if it is longer than MAX_ANSWER. <think> is not read. `given`: the numbers of a
+    question that asks for one sentence, which then announces its only other number ("Tom has 4 + 3 = 7 fish now.")."""
     spoken = outside_think(reply)
     parts = split_tags(spoken, "answer")
     if len(parts) > 1:
         texts = parts[2::4] if parts[1::2] == ["", "/"] * (len(parts) // 4) else []
     elif "\\boxed" in spoken or not untagged:
         texts = [spoken if "\\boxed" in spoken else ""]
-    elif announced := _ANNOUNCED.findall(spoken):
+    elif given and (new := _new_number(spoken.strip(), given)):
+        texts = [new]
+    elif not given and (announced := _ANNOUNCED.findall(spoken)):
         texts = re.split(r"(?<!\b[A-F])[.!](?:\s|$)", announced[-1])[:1]  # to the end of the sentence
     else:
-        if one_sentence and re.fullmatch(r"[^.!?\n]{1,99}[.!]", spoken.strip()) and not _DENIED.search(spoken):
-            spoken = re.sub(r"^[^=]*[A-Za-z,'](?=[^A-Za-z=]*=)", "", spoken.strip())  # what leads to a calculation
-            alone = read_number(spoken)
-        else:
-            alone = re.match("(?:[^0-9=]{0,20}=)?[^A-Za-z=]*[0-9][^=]*$", spoken.strip()) and read_number(spoken)
+        alone = re.match("(?:[^0-9=]{0,20}=)?[^A-Za-z=]*[0-9][^=]*$", spoken.strip()) and read_number(spoken)
         texts = [spoken if alone or read_choice(spoken) else ""]
     found = {answer.strip() for text in texts for answer in (_BOX.findall(text) if "\\boxed" in text else [text])}
     answer = found.pop() if len(found) == 1 else ""
     return answer if len(answer) <= MAX_ANSWER else ""
+
+
+def _new_number(sentence: str, given: frozenset[str]) -> str:
+    """Return the only number of a sentence, up to its full stop, that is not `given`, or its only number; else ""."""
+    whole = re.fullmatch(r"[^.!?\n]{1,99}[.!]", sentence)
+    if not whole or any(pattern.search(sentence) for pattern in (_DENIED, _OTHER_VALUE)):
+        return ""
+    numbers = set(re.findall("[0-9]+", sentence))
+    new = numbers - given or numbers
+    return new.pop() if len(new) == 1 else ""
 
 
 _MARK = "\x00"  # of LaTeX, Markdown or a currency; no number goes on behind it: 12$50 is not 1250
@@ -82,6 +90,10 @@ _SCALED_BEFORE = re.compile(
 _SCALED_BEHIND = re.compile(
     rf"(?i)^\W*(?:squared|cubed)|\bso\W*$|\b(?:(?:{_SCALES})[ds]?|at least|at most|plus|minus|divided|multiplied|rads?|"
     r"radians?|pi|nan|inf|(?:times|over|by) (?:one|two|three|four|five|six|seven|eight|nine|ten|itself|[xyn]))\b"
+)
+_OTHER_VALUE = re.compile(  # in a sentence: words that change a value or are one, and a minus sign
+    rf"(?i)\b(?:{_SCALES}|than|least|most|up to|about|no|false|squared|cubed|two|three|four|five|six|seven|eight|nine|"
+    r"ten|eleven|twelve|\w+teen|\w*enty)\b|(?:=\s*|[a-z]\s)[-−–][0-9]"
 )
 _UNIT = re.compile(r"(?<![A-Za-z])[cdkm]?m[23]|[A-Za-z]+[²³]?")
 _LETTERS = frozenset("mglLshtAVWNJCFpcd")  # units of one letter

@@ -4,7 +4,8 @@ Paper: appendix D, "GeoQA" (VLM). It does not say which version it used.
 Data: the fields `image`, `problem` and `solution` (`<answer> 145° </answer>`) of `leonardPKU/GEOQA_R1V_Train_8K`.
 
 Without data: a triangle or a quadrilateral on a grid of 4 x 4 squares, with a question for the length of the red side,
-the angle at the red dot, or the area. There are 10,163 problems for training and 1,488 held out.
+the angle at the red dot, or the area. There are 10,163 problems for training and 1,488 held out (full prompts:
+4,532).
 """
 
 import io

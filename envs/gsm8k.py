@@ -6,8 +6,8 @@ Data: the fields `question` and `answer` of `openai/gsm8k:main`, where the answe
 Without data: someone has some things, and then gets or loses some.
 terse  at most 7 things, 1 or 2 at a time, one to six times (each as often): 12,289 problems for training and 1,589 held
        out, names and things aside
-full   at most 20 things, any number of them, once: 288 and 132, all there are. A reply may be one sentence, such as
-       "Tom has 4 + 3 = 7 fish now.": so replies a model that is too small to follow longer instructions
+full   at most 20 things, any number of them, once: 267 and 123, all there are. A reply may be one sentence in digits,
+       as "Tom has 4 + 3 = 7 fish now.": a model too small for longer instructions replies like this
 """
 
 from collections.abc import Hashable, Iterator
@@ -32,7 +32,7 @@ class GSM8K(QuestionAnswering):
     rules = "Solve this problem step by step."
     form = "End your reply with the number alone between tags, for example <answer>42</answer>."
 
-    def __init__(self, style: str = "terse", data: str = "", **common: Any):
+    def __init__(self, data: str = "", style: str = "terse", **common: Any):
         if style == "full":
             self.generated_answers = tuple(str(n) for n in range(MOST_FULL + 1))
         super().__init__(data, style=style, **common)
@@ -48,7 +48,8 @@ class GSM8K(QuestionAnswering):
     def problems(cls, style: str) -> Iterator[tuple[str, int, Hashable, Any]]:
         if style == "full":
             for first, now in permutations(range(MOST_FULL + 1), 2):
-                yield str(now), 1, tuple(sorted((first, now - first))), (first, now - first)  # 4 + 3 and 3 + 4 are one
+                if now != abs(now - first):  # the answer is no number of the question
+                    yield str(now), 1, tuple(sorted((first, now - first))), (first, now - first)  # 4 + 3 with 3 + 4
             return
         found: list[tuple[tuple[int, ...], int]] = [((first,), first) for first in range(MOST + 1)]
         for _ in range(MOST_CHANGES):
@@ -60,8 +61,8 @@ class GSM8K(QuestionAnswering):
         first, *changes = content
         name, thing = NAMES[rng.integers(len(NAMES))], THINGS[rng.integers(len(THINGS))]
         if self.style == "full":
-            event = f"{'gets' if changes[0] > 0 else 'loses'} {abs(changes[0])}"
-            text = f"{name} has {first}{thing} and {event}. How many{thing} does {name} have now?"
-            return Question(text, answer, short=True)
+            verb, when = ("gets", "now") if changes[0] > 0 else ("loses", "left")
+            text = f"{name} has {first}{thing} and {verb} {abs(changes[0])}. How many{thing} does {name} have {when}?"
+            return Question(text, answer, given=frozenset((str(first), str(abs(changes[0])))))
         events = "".join(CHANGES[n] for n in changes)
         return Question(f"{name} has {first}{thing}{events}. How many{thing}?", answer, f" {first}{events}")

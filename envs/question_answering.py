@@ -5,9 +5,9 @@ binary reward). A right answer earns 1 and ends the episode, a wrong one earns 0
 costs its attempt and the format penalty. Success: any attempt was right. `first_success`: the first one was.
 
 Questions come from `data` (envs/data.py) or are generated from the seed; scores on generated ones say nothing about the
-data set. They are divided by a hash of a key: 7 in 10 for training, 2 for the warm start of tiny models (full prompts:
-held out, too), 1 held out.
-Problems that differ in words or order alone (GeoQA: that have the same figure) share their key.
+data set. They are divided by a hash of a key: 7 in 10 for training, 1 held out, 2 for the warm start of tiny models;
+full prompts have no warm start and hold these 2 out, too. Problems that differ in words or order alone (GeoQA: that
+have the same figure) share their key.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from envs.data import load_rows, row_for
 FEEDBACK = WRONG, RIGHT = "Wrong. ", "Right. "
 UNREADABLE = "No answer could be read. "
 SHORT = "Answer in one short sentence."
-SPARE = {"terse": "warm_start", "full": "held_out"}  # split of the problems that the warm start takes
+SPARE = {"terse": "warm_start", "full": "held_out"}  # split of the 2 in 10
 
 
 class Question(NamedTuple):
@@ -33,7 +33,7 @@ class Question(NamedTuple):
     gold: str  # the right answer, as a reply would have it
     caption: str = ""
     image: Any = None  # what the image is drawn from
-    short: bool = False  # full prompts ask for a reply of one sentence
+    given: frozenset[str] = frozenset()  # its numbers, if full prompts ask for a reply of one sentence
 
 
 class QuestionAnswering(TextEnv):
@@ -104,7 +104,7 @@ class QuestionAnswering(TextEnv):
 
     def step(self, reply: str) -> tuple[Observation, float, bool, bool, dict]:
         self.turn += 1
-        value = self.read(final_answer(reply, untagged=self.style == "full", one_sentence=self.question.short))
+        value = self.read(final_answer(reply, untagged=self.style == "full", given=self.question.given))
         success = value is not None and self.right(value, self.read(self.question.gold))
         self.first_success |= success and self.turn == 1
         if value is not None:
@@ -118,11 +118,11 @@ class QuestionAnswering(TextEnv):
         """Return feedback and question. Full prompts add rules, and in later turns show the feedback alone."""
         if self.style == "terse":
             return Observation(self.feedback + self.question.text, self.images())
-        left, form = self.max_turns - self.turn, SHORT if self.question.short else self.form
+        left, form = self.max_turns - self.turn, SHORT if self.question.given else self.form
         if self.turn == 0:
             several = f"You have {left} attempts; after a wrong answer you may try again."
-            attempts = several if left > 1 else "" if self.question.short else "You have one attempt."
-            rules = attempts if self.question.short else f"{self.rules} {attempts}"
+            attempts = several if left > 1 else "" if self.question.given else "You have one attempt."
+            rules = attempts if self.question.given else f"{self.rules} {attempts}"
             return Observation(f"{rules}\n\n{self.question.text}\n\n{form}".strip(), self.images())
         again = f"Try again; attempts left: {left}.\n{form}" if left > 0 and self.feedback != RIGHT else ""
         return Observation((self.feedback + again).strip())

@@ -29,7 +29,7 @@ class Config:
 
     # task
     env: str = _flag("frozenlake", "appendix D")
-    model: str = _flag("auto", "hub id, folder or tiny; auto: the paper's if its weights and a GPU are here, else tiny")
+    model: str = _flag("auto", "hub id, folder or tiny; auto: the preset's, or the paper's if that and a GPU are here")
     slippery: bool = _flag(False, "FrozenLake's ice (appendix D: slippery; docs/differences.md on the image task)")
     max_turns: int = _flag(0, "H, replies per episode; 0: the task's own (Table 2, 'Max Actions')")
     format_penalty: float = _flag(0.15, "cost of a reply that cannot be read (paper: 0; authors' code: 0.15)")
@@ -76,7 +76,7 @@ class Config:
     zero_stage: Literal[0, 1, 2, 3] = _flag(2, "of DeepSpeed (Table 4: 2; NQ 3)")
     engine_memory: float = _flag(0.5, "share of a GPU's memory that vLLM takes")
     # the run
-    preset: Literal["auto", "tiny", "small", "paper"] = _flag("auto", "the paper's numbers, or a smaller model's")
+    preset: Literal["auto", "tiny", "small", "paper"] = _flag("auto", "the paper's or a smaller model's numbers; auto: fitting")
     seed: int = _flag(42, "of everything random (appendix F: 42)")
     out: str = _flag("", "folder for all that the run writes; empty: out/<env>-<method>-<seed>, numbered")
     resume: str = _flag("", "folder of an earlier run to go on with; a flag that is given again wins")

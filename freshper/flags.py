@@ -30,13 +30,14 @@ def validate(c: Config) -> None:
     not_negative = """replay_ratio seed kl_loss_coef kl_reward_coef entropy_coef top_k format_penalty max_turns
     save_every truncated_is""".split()
     known = c.model == "tiny" or os.path.isfile(f"{c.model}/config.json") or re.fullmatch(r"[^./~][^/]*/[^/]+", c.model)
-    fitting = fitting_presets(c.model, c.env)
+    fitting, small = fitting_presets(c.model, c.env), f"small is for --env {' '.join(PRESETS['small'])} without --data"
     checks = [
         *((name, math.isfinite(x), "a finite number") for name, x in vars(c).items() if isinstance(x, float)),
         *((name, getattr(c, name) > 0, "above 0") for name in above_0),
         *((name, getattr(c, name) >= 0, "0 or more") for name in not_negative),
         *((name, 0.0 <= getattr(c, name) <= 1.0, "between 0 and 1") for name in ("alpha", "beta")),
         ("model", known or c.resume, "tiny, a folder with a config.json, or a hub id"),
+        ("preset", c.preset != "small" or (c.env in PRESETS["small"] and not c.data), f"tiny or paper; {small}"),
         ("preset", c.preset in fitting or c.resume, f"{' or '.join(fitting)} with --env {c.env} and --model {c.model}"),
         ("baseline", c.replay_ratio > 0 or c.baseline != "recompute", "batch or turn without replay"),
         ("replay_ratio", c.method != "on_policy" or c.replay_ratio == 0, "0 with --method on_policy"),
@@ -100,8 +101,8 @@ def _parser() -> _Parser:
 
 
 def fitting_presets(model: str, env: str) -> list[Any]:
-    """Return tiny for that name and for a folder of a model that freshper/tiny.py built (a checkpoint), else paper, and
-    small if the task has such numbers."""
+    """Return the presets that fit, the default first: tiny for a model of freshper/tiny.py, else paper, and small if
+    the task has one."""
     path = Path(model) / "config.json"
     built = path.is_file() and '"freshper_tiny": true' in path.read_text(encoding="utf-8")
     return ["tiny"] if built or model == "tiny" else ["paper"] + ["small"] * (env in PRESETS["small"])

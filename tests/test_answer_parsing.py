@@ -102,21 +102,26 @@ def test_a_reply_that_was_cut_earns_nothing(gold, end):
     assert (reward("gsm8k", gold, reply, "full") == 1.0) == (gold == "72")
 
 
-SENTENCES = {
-    True: ["Tom has 4 + 3 = 7 fish now.", "Tom has 7 fish.", "He now has 7.", "4+3=7.", "7", "<answer>7</answer>"]
-    + ["He had 4 and gets 3, so 4 + 3 = 7 fish.", "Now, Tom's fish are 9 - 2 = 7 in total.", "The answer is 7."],
-    False: ["Tom has 4 + 3 = 7 fish", "Tom has 7 fish, and 3 more.", "Tom has 7 fish. He gets 3.", "Tom gets 7 fish?"]
+SENTENCES = {  # to "Tom has 4 fish and gets 3."
+    1.0: ["Tom has 4 + 3 = 7 fish now.", "Tom has 7 fish.", "He now has 7!", "4+3=7.", "7", "7 fish"]
+    + ["Tom had 4 and gets 3, so 4 + 3 = 7 fish.", "After getting 3 Tom has 7 fish left.", "4 plus 3 equals 7."]
+    + ["<answer>7</answer>", "Answer: Tom's fish are 7 in total.", "4 fish + 3 fish = 7 fish.", "The answer is 7."],
+    0.0: ["Tom has 8 fish.", "Tom has 4 fish now.", "4 + 3 = 8.", "So 3 is all he has.", "4 - 3 = 1."],
+    -0.15: ["Tom has 4 + 3 = 7 fish", "Tom has 7 fish, and 9 more.", "Tom has 7 fish. He is happy.", "Has Tom 7 fish?"]
     + ["Tom has no 7 fish.", "He has 1 + 2 = 3 and 4 + 3 = 7.", "He has 7 or 8 fish.", "4 + 3 = 7 - 1 = 6.", "4 + 3."]
-    + ["Tom has more than 7 fish.", "Tom does not have 4 + 3 = 7 fish.", "1. Add 3.\n7.", "4 + 3 = 7 = x."],
+    + ["Tom has more than 7 fish.", "Tom does not have 4 + 3 = 7 fish.", "1. Add 3.\n7.", "4 + 3 = 7 - 5 = 2."]
+    + ["Tom has more than 4 + 3 = 7 fish.", "Tom has 8 fish as 4 + 3 = 7.", "So the answer is 7", "Answer: Tom has 7"]
+    + ["Tom has 7 fish and eight deer.", "Tom has -7 fish.", "3 - 4 = -7.", "Tom has 1,007 fish.", "Tom\nhas 7 fish."]
+    + ["Tom has twice 4 + 3 = 7 fish.", "Tom has 7" + " fish" * 20 + ".", "Tom has 7 hundred fish.", "Tom has 7?!"],
 }
 
 
-@pytest.mark.parametrize("paid", SENTENCES)
-def test_a_short_question_accepts_one_whole_sentence(paid):
+@pytest.mark.parametrize("earned", SENTENCES)
+def test_a_question_with_given_numbers_accepts_one_whole_sentence(earned):
     env = GSM8K(style="full")
-    for reply in SENTENCES[paid]:
-        env.turn, env.question = 0, Question("q", "7", short=True)
-        assert (env.step(reply)[1] == 1.0) == paid, reply
+    for reply in SENTENCES[earned]:
+        env.turn, env.question = 0, Question("q", "7", given=frozenset(("4", "3")))
+        assert env.step(reply)[1] == earned, reply
 
 
 PIECES = ["9", "1,", "<answer>", "</answer>", "<think>", "\\boxed{", "\\boxed{1}", "{", "answer is ", "#### ", "1 "]
@@ -142,6 +147,7 @@ def test_huge_replies_are_read_in_no_time_and_earn_nothing(task):
 def test_arbitrary_text_is_read_as_nothing_or_as_its_own_digits(text):
     for reply in (text, f"<answer>{text}</answer>", f"\\boxed{{{text}}}", f"The answer is {text}", text * 50):
         assert final_answer(reply, untagged=True) in reply
+        assert final_answer(reply, untagged=True, given=frozenset("12")) in reply
     for task in TASKS.values():
         task.read(text[:MAX_ANSWER])
     number = read_number(text)

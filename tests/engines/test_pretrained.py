@@ -1,4 +1,5 @@
-"""Real pretrained weights through all of train.py: SmolLM2-135M-Instruct, with the paper's numbers and prompts.
+"""Real pretrained weights through all of train.py: SmolLM2-135M-Instruct, with the numbers and prompts of
+pretrained models.
 
 Batches, replies and conversations are as small as the prompts allow. What is tested is that a real model is computed
 right, trained, saved and loaded, not that it learns.
