@@ -76,7 +76,7 @@ class Config:
     zero_stage: Literal[0, 1, 2, 3] = _flag(2, "of DeepSpeed (Table 4: 2; NQ 3)")
     engine_memory: float = _flag(0.5, "share of a GPU's memory that vLLM takes")
     # the run
-    preset: Literal["auto", "tiny", "small", "paper"] = _flag("auto", "the paper's or a smaller model's numbers; auto: fitting")
+    preset: Literal["auto", "tiny", "small", "paper"] = _flag("auto", "numbers; auto: as fits the model; small: gsm8k")
     seed: int = _flag(42, "of everything random (appendix F: 42)")
     out: str = _flag("", "folder for all that the run writes; empty: out/<env>-<method>-<seed>, numbered")
     resume: str = _flag("", "folder of an earlier run to go on with; a flag that is given again wins")
