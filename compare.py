@@ -8,14 +8,12 @@ Paper: Table 1, Fig. 3 to 7, Table 3. Flags that are not compare.py's go to ever
 results.csv, table.md and figure.png. Finished runs are not repeated, interrupted ones go on.
 
 The table has the mean of the last three held-out evaluations beside the paper's peak, both of success, or with
-`--metric score` of what the paper reports for Sokoban and CliffWalking. Intervals are for 95 %: Student's t for a mean
-over seeds, a bootstrap for the difference to the first arm. A run diverged if its numbers stopped being finite, or if
-over half of its last replies are unreadable.
+`--metric score` of what the paper reports for Sokoban and CliffWalking. 95 % intervals: Student's t for means, a
+bootstrap for the difference to the first arm. Diverged: numbers not finite, or most of the last replies unreadable.
 """
 
 import argparse
 import csv
-import dataclasses
 import json
 import os
 import re
@@ -40,13 +38,11 @@ PHRASES = {"on_policy": "On-policy", "per": "Standard PER", "freshper": "FreshPE
 PHRASES |= {"beta 0": "without IS", "beta 0.4": "with IS", "decay none": "without decay"}
 A, DEFAULT = (" ".join(f"--{name} {value}" for name, value in c.items()) for c in (CONFIG_A, CONFIG_DEFAULT))
 METHOD_COLORS = {"on_policy": "#4285F4", "per": "#FBBC04", "freshper": "#EA4335"}  # the paper's, Fig. 3
-ENDS = {"episodes": "episodes", "updates": "step", "wall_s": "wall_s"}  # of results.csv: the last row of metrics.csv
-NOT_FINITE = r"^stopped after iteration .*finite"  # the sentences of NonFiniteError
 
 
 def exhibits(preset: str, env: str) -> dict[str, list[str]]:
     """Return ready-made comparisons: name -> arms, each a method and flags of train.py."""
-    known: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Config)} | defaults(preset, env, "freshper")
+    known = vars(Config(**defaults(preset, env, "freshper")))
     epochs = f"on_policy --ppo_epochs {known['replay_ratio'] + 1}"  # as many updates as with replay
     oldest = 2 * known["tau"] / known["alpha"]  # steps: the same mean age drawn, by a limit or by a queue
     limit = f"--decay limit --tau {oldest:.0f}"
@@ -86,8 +82,7 @@ def config_of(folder: Path) -> Config:
 
 
 def checked(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> list[str]:
-    """Return the flags of a run. Wrong ones end the program with a sentence. Raises ValueError if the folder has a run
-    with other settings: its name holds arm and seed alone."""
+    """Return the checked flags of a run. Raises ValueError if the folder has a run with other settings."""
     method, *own = arm.split()
     flags = ["--env", env, "--method", method, *flags, *own, "--seed", str(seed)]
     asked = vars(parse_args(flags))
@@ -106,7 +101,7 @@ def run(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> None:
     command = [sys.executable, "train.py", *(["--resume", where] if folder.exists() else [*flags, "--out", where])]
     variables = os.environ | {"OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, cwd=Path(__file__).parent, env=variables, capture_output=True, text=True)
-    if ended.returncode == 1 and re.search(NOT_FINITE, ended.stdout, re.MULTILINE):
+    if ended.returncode == 1 and re.search("^stopped after iteration .*finite", ended.stdout, re.MULTILINE):
         (folder / "stopped.txt").write_text(ended.stdout)
     elif ended.returncode:
         sys.exit(f"{' '.join(command)} ended with {ended.returncode}: {(ended.stdout + ended.stderr)[-2000:]}")
@@ -121,7 +116,7 @@ def summary(folder: Path, metric: str = "success") -> dict[str, float]:
     values = np.append(values, np.full(missed, 0.0 if metric == "success" else min(values, default=np.nan)))
     invalid = np.mean(metrics["invalid"][1:][-10:]) if len(metrics["invalid"]) > 1 else 1.0
     diverged = int((folder / "stopped.txt").exists() or invalid > 0.5)
-    ends = {name: metrics[column][-1] for name, column in ENDS.items()}
+    ends = {"episodes": metrics["episodes"][-1], "updates": metrics["step"][-1], "wall_s": metrics["wall_s"][-1]}
     return {"last": values[-3:].mean(), "peak": values.max(), "invalid": invalid, "diverged": diverged} | ends
 
 

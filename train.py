@@ -6,7 +6,6 @@
 Each line of the algorithm is one call. The module behind it says how it works, and where and why we differ.
 """
 
-import os
 import sys
 
 from freshper.config import Config
@@ -46,7 +45,7 @@ def train(
     for iteration in report.iterations():  # Algorithm 1, line 1
         # 2: roll out pi_mu in E to collect episodes {e_j} with rewards {r_j}
         seeds = training_seeds(config, iteration)
-        episodes = rollout(engine, policy, envs, seeds, config.max_tokens, config.max_new_tokens, trainer.step)
+        episodes = rollout(engine, policy, envs, seeds, config.max_tokens, config.max_new_tokens)
         # 3: compute behavior log-probs log pi_mu(e_j), before training
         mismatch = trainer.record_behavior_logprobs(episodes)
         baseline.observe(episodes)
@@ -81,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     """Return the exit status: 0 done, 1 something failed on the way, 2 bad input, 130 Ctrl-C, 143 SIGTERM."""
     config = parse_args(argv)
     keep_freed_memory()
-    if config.tiny and "OMP_NUM_THREADS" not in os.environ:
+    if config.tiny:
         torch.set_num_threads(1)  # a tiny model gains nothing from more
     set_seed(config.seed)  # Python's, numpy's and torch's generators
     try:

@@ -4,8 +4,7 @@ Paper: appendix D, "AIME"; tau is 1000 there. It does not say which problems it 
 Data: the fields `problem` and `answer`, as in `AI-MO/aimo-validation-aime` (90 problems of the years 2022 to 2024).
 
 Without data: the greatest common divisor of four numbers up to 16, the smallest of them, or how many are multiples of
-2, 3 or 5. There are 12,931 problems for training and 1,874 held out (full prompts: 5,942), the order of the
-numbers aside.
+2, 3 or 5. Their order aside, there are 12,931 problems for training and 1,874 held out (full prompts: 5,942).
 """
 
 import math

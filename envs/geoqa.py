@@ -4,8 +4,7 @@ Paper: appendix D, "GeoQA" (VLM). It does not say which version it used.
 Data: the fields `image`, `problem` and `solution` (`<answer> 145° </answer>`) of `leonardPKU/GEOQA_R1V_Train_8K`.
 
 Without data: a triangle or a quadrilateral on a grid of 4 x 4 squares, with a question for the length of the red side,
-the angle at the red dot, or the area. There are 10,163 problems for training and 1,488 held out (full prompts:
-4,532).
+the angle at the red dot, or the area: 10,163 problems for training and 1,488 held out (full prompts: 4,532).
 """
 
 import io
@@ -149,8 +148,7 @@ class GeoQA(QuestionAnswering):
 
     @staticmethod
     def right(value: tuple[str, Number | None, str], gold: tuple[str, Number | None, str]) -> bool:
-        """Return whether letters, numbers or texts are the same. Decimals of a number that is no integer may be off by
-        less than 1 in the last digit and by TOLERANCE."""
+        """Return whether letters, numbers or texts are the same, decimals up to TOLERANCE and the last digit."""
         (choice, a, text), (gold_choice, b, gold_text) = value, gold
         if choice and gold_choice:
             return choice == gold_choice

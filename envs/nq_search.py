@@ -1,9 +1,8 @@
 """NQ Search: answer a question with the help of a search engine, in at most 5 replies.
 
 Paper: appendix D, "NQ Search"; Table 2 (5 actions, binary reward). A reply is a search, answered by the 3 best
-passages (terse: by the best), or an answer, which ends the episode with reward 1 for an exact match after SQuAD's
-normalisation (the authors': for a substring). Any other reply costs its turn and the format penalty. A failed search
-ends the episode.
+passages (terse: by the best), or an answer, with reward 1 for an exact match after SQuAD's normalisation (the authors':
+for a substring). An answer or a failed search ends the episode; any other reply costs its turn and the format penalty.
 
 Questions come from `data` (Search-R1's fields `question, golden_answers`) with a server at `search_url`
 (envs/search_server.py); without `data` they are generated and searched in this process (envs/synthetic_wiki.py).
@@ -22,7 +21,6 @@ from envs.data import load_rows, row_for
 from envs.search_server import retrieve
 
 TOPK = 3
-MAX_PASSAGE = 2000  # characters; Wikipedia's passages have about 600
 
 RULES = f"""\
 Answer the question. An encyclopaedia can be searched: <search> query </search> returns its {TOPK} best passages \
@@ -54,7 +52,7 @@ def parse_action(reply: str) -> tuple[str, str]:
 
 def harmless(text: str) -> str:
     """Return foreign text without angle brackets: no tag and no special token of any tokenizer survives."""
-    return text[:MAX_PASSAGE].replace("<", "‹").replace(">", "›")
+    return text[:2000].replace("<", "‹").replace(">", "›")  # Wikipedia's passages have about 600 characters
 
 
 def from_row(row: dict[str, Any]) -> tuple[str, list[str]]:

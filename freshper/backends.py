@@ -81,7 +81,7 @@ def load(config: Config, seeds: list[int]) -> Policy:
         raise ValueError(f"--model is {name}, which reads text only, but --env {config.env} shows images")
     policy.mixed = mixed
     check(policy, config)
-    longest = max(len(policy.first_prompt(o)) for o in observations)
+    longest = max(len(policy.user_turn(o)) for o in observations)
     if (needed := longest + config.max_new_tokens) > config.max_tokens:
         raise ValueError(f"--max_tokens is {config.max_tokens}, but must be at least {needed} for the first turn")
     return policy
@@ -93,7 +93,7 @@ def check(policy: Policy, config: Config) -> None:
     conversation may reach. Raises ValueError if logits differ: the engine knows no sliding windows."""
     window = getattr(policy.model.config.get_text_config(), "sliding_window", 0) or 0
     length = min(config.max_tokens, max(512, 2 * window))
-    text = policy.first_prompt(Observation("Is this computed right? " * length))[:length]
+    text = policy.user_turn(Observation("Is this computed right? " * length))[:length]
     tokens = torch.tensor([text], device=policy.device)
     own = policy.model(input_ids=tokens, logits_to_keep=1).logits[0, -1].float()  # [V]
     positions = torch.from_numpy(policy.positions(np.array(text), []))[:, None]
@@ -121,11 +121,10 @@ def make_trainer(policy: Policy, config: Config) -> Any:
 def backends(policy: Policy, config: Config) -> Iterator[tuple[TorchTrainer, Any]]:
     """Yield rank 0's trainer and an engine with its weights; their processes end afterwards."""
     with contextlib.closing(make_trainer(policy, config)) as trainer:
-        if config.engine == "vllm":
-            from freshper.engine_vllm import VLLMEngine
+        if config.engine == "hf":
+            yield trainer, HFEngine(policy, Sampling(config.temperature, config.top_k, config.top_p), config.seed)
+            return
+        from freshper.engine_vllm import VLLMEngine
 
-            engine: Any = VLLMEngine(policy, config, trainer)
-        else:
-            engine = HFEngine(policy, Sampling(config.temperature, config.top_k, config.top_p), config.seed)
-        with contextlib.closing(engine):
+        with contextlib.closing(VLLMEngine(policy, config, trainer)) as engine:
             yield trainer, engine

@@ -25,9 +25,8 @@ def read(folder: Path, name: str = "replay.csv") -> dict[str, np.ndarray]:
 
 
 def estimate(rows: dict[str, np.ndarray]) -> dict[str, float]:
-    """Estimate from rows of replay.csv the mean `age` in optimizer steps, ESS / n of trajectories (`ess`) and of tokens
-    (`ess_token`), KL(pi_theta || pi_mu) (`kl`) and KL(pi_mu || pi_theta) (`kl_reverse`) of a trajectory in nats, and
-    the share of clipped tokens (`clipped`)."""
+    """Estimate from rows of replay.csv mean `age` in steps, ESS / n of trajectories (`ess`) and tokens (`ess_token`),
+    KL(pi_theta || pi_mu) (`kl`) and its reverse (`kl_reverse`) in nats, and the share of clipped tokens (`clipped`)."""
     v, log_rho = 1.0 / rows["probability"], rows["log_ratio"]
     v /= v.sum()
     rho = np.exp(log_rho - log_rho.max())  # the constant cancels below, and nothing overflows

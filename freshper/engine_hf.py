@@ -70,11 +70,7 @@ class HFEngine:
         self.visible = torch.zeros(n, 0, dtype=torch.bool, device=self.policy.device)  # [B, slots]: False in the holes
         self.images_fed, self.position = np.zeros((2, n), dtype=np.int64)  # [B]: images in the cache, next position id
 
-    def close(self) -> None:
-        """Nothing to end in this process."""
-
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state of the random generator."""
         return {"generator": self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -153,8 +149,7 @@ class HFEngine:
 
 
 def truncated(probabilities: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Keep the top_k most probable entries, and of them the fewest with a share top_p, as vLLM does; zero the rest.
-    [B, V] -> [B, V], not normalized."""
+    """Zero all but the top_k entries, and of these all but the fewest with a share top_p, as vLLM does. [B, V]."""
     vocabulary = probabilities.shape[-1]
     largest, ids = probabilities.topk(min(top_k or vocabulary, vocabulary))
     if top_p < 1.0:

@@ -115,15 +115,13 @@ class VLLMEngine:
         with watched("handing the weights to vLLM", self.processes, Exception):
             save_file(weights, self.folder / "model.safetensors")
             self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self.folder)})
-            # keys, values and images that older weights computed
-            if not self.llm.reset_prefix_cache():
+            if not self.llm.reset_prefix_cache():  # keys and values, and below images, that older weights computed
                 raise RuntimeError("vLLM could not reset its prefix cache: it still has requests")
             self.llm.reset_mm_cache()
             self.llm.llm_engine.reset_encoder_cache()
         return {"sync_error": self.prove(trainer), "sync_s": time.perf_counter() - began}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the generator of the replies' seeds."""
         return {"generator": self.rng.bit_generator.state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -133,7 +131,6 @@ class VLLMEngine:
         """End vLLM's processes and remove the folder."""
         if self.llm is not None:
             self.llm.llm_engine.engine_core.shutdown()
-            self.llm = None
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _run(self, phase: str, conversations: list[Conversation], params: list) -> list:
@@ -158,7 +155,7 @@ class VLLMEngine:
         from vllm import SamplingParams
 
         observations = [(seed, self.env.reset(seed=seed)[0]) for seed in range(EVAL_SEEDS, EVAL_SEEDS + PROBES)]
-        prompts = [Conversation(self.policy.first_prompt(o), list(o.images), seed) for seed, o in observations]
+        prompts = [Conversation(self.policy.user_turn(o), list(o.images), seed) for seed, o in observations]
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         never_sampled, differences = torch.tensor([*self.policy.suppressed_ids, self.policy.image_token_id]), []
         for c, output in zip(prompts, self._run("the proof of the sync", prompts, [params] * PROBES), strict=True):

@@ -9,7 +9,7 @@ import os
 import re
 from glob import glob
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 from envs import ENVS
 from freshper.config import Config
@@ -71,12 +71,7 @@ def validate(c: Config) -> None:
             raise ValueError(f"--{name} is {getattr(c, name)}, but has no effect with {reason}")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:  # without the usage
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def _parser() -> _Parser:
+def _parser() -> argparse.ArgumentParser:
     """Build a parser of all flags, which returns only those that were given."""
 
     def tau(text: str) -> float | str:
@@ -86,7 +81,7 @@ def _parser() -> _Parser:
         return bool(("false", "true").index(text.lower()))
 
     says = "FreshPER (Algorithm 1). Defaults in brackets are the paper's; --preset changes them."
-    parser = _Parser(description=says, usage="%(prog)s [--flag value ...]", allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=says, usage=argparse.SUPPRESS, allow_abbrev=False)
     types = {"tau": tau, "slippery": boolean}
     for field in dataclasses.fields(Config):
         if field.name in GROUPS:
@@ -101,8 +96,7 @@ def _parser() -> _Parser:
 
 
 def fitting_presets(model: str, env: str) -> list[Any]:
-    """Return the presets that fit, the default first: tiny for a model of freshper/tiny.py, else paper, and small if
-    the task has one."""
+    """Return the presets that fit, the default first: tiny for a tiny model, else paper and, if there, small."""
     path = Path(model) / "config.json"
     built = path.is_file() and '"freshper_tiny": true' in path.read_text(encoding="utf-8")
     return ["tiny"] if built or model == "tiny" else ["paper"] + ["small"] * (env in PRESETS["small"])

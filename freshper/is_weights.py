@@ -4,8 +4,7 @@ Paper: eq. 3 (section 3.2) and eq. 15 (section 3.5), Algorithm 1 line 9.
 
     w_i = (1 / (N P(i)))^beta / max_j w_j         beta: beta_0 -> 1 over training
 
-These weights correct *which* trajectories are drawn. That an older policy generated them is what the ratio
-pi_theta / pi_mu in freshper/reinforce.py corrects.
+These weights correct *which* trajectories are drawn; the ratio in freshper/reinforce.py corrects for an older policy.
 
 The paper does not say over what max_j goes; here it is the drawn batch. The buffer's (`smallest`), that of a failure
 which is hardly ever drawn, shrinks every drawn success to a few per cent, but undoes the sampling exactly at beta = 1.

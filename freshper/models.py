@@ -56,18 +56,10 @@ class Policy:
     def device(self) -> torch.device:
         return self.model.device
 
-    def first_prompt(self, observation: Observation) -> list[int]:
-        """Return the tokens from the start of the conversation to the first assistant header."""
-        return self._user_turn(observation, first=True)
-
     def bridge(self, observation: Observation, closed: bool) -> list[int]:
         """Return the tokens between two replies. `closed`: the reply before ended with a sampled eos."""
-        tokens = self._user_turn(observation, first=False)
+        tokens = self.user_turn(observation, first=False)
         return tokens[tokens.index(self.eos_id) + 1 :] if closed else tokens
-
-    def reply_text(self, reply: list[int]) -> str:
-        """Return the reply as the environment reads it, without a final eos."""
-        return self.tokenizer.decode(reply[:-1] if reply and reply[-1] == self.eos_id else reply)
 
     def _template(self, n_images: int, first: bool) -> tuple[str, str]:
         """Return what the chat template puts before and after the user's text."""
@@ -83,8 +75,8 @@ class Policy:
             self._templates[key] = (prefix if first else prefix.split(_REPLY)[1], suffix)
         return self._templates[key]
 
-    def _user_turn(self, observation: Observation, first: bool) -> list[int]:
-        """Return the tokens of a user turn, with the single placeholder of each image repeated rows x columns times."""
+    def user_turn(self, observation: Observation, first: bool = True) -> list[int]:
+        """Return the tokens of a user turn and the assistant header, with rows x columns placeholders per image."""
         before, after = self._template(len(observation.images), first)
         ids = self.tokenizer.backend_tokenizer.encode(before + observation.text + after, add_special_tokens=False).ids
         sizes = iter([height * width for height, width in map(self.grid, observation.images)])
@@ -98,9 +90,8 @@ class Policy:
         return height // cell, width // cell
 
     def positions(self, tokens: np.ndarray, images: list[np.ndarray], start: int = 0) -> np.ndarray:
-        """Return position ids (m-rope) from `start`, int64 [3, T]: time, row, column, all equal for text. An image of
-        h x w placeholders takes max(h, w) positions: its row r is at start + r, its column c at start + c. Raises
-        ValueError if images and placeholders do not fit together."""
+        """Return position ids (m-rope) from `start`, int64 [3, T]: time, row, column, equal for text. An image of h x w
+        takes max(h, w): row r is at start + r, column c at start + c. Raises ValueError if images do not fit."""
         advance = np.ones(len(tokens), dtype=np.int64)  # from each token's position to the next one's
         if not images:
             return np.tile(start + advance.cumsum() - 1, (3, 1))

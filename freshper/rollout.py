@@ -44,14 +44,13 @@ class Reply(NamedTuple):
 
 
 def rollout(
-    engine: Any, policy: Policy, envs: list[TextEnv], seeds: list[int], max_tokens: int, max_new_tokens: int,
-    step: int = 0,
-) -> list[Episode]:  # fmt: skip
+    engine: Any, policy: Policy, envs: list[TextEnv], seeds: list[int], max_tokens: int, max_new_tokens: int
+) -> list[Episode]:
     """Play an episode on each seed, in an environment of its own, and return them in that order. `envs` may be more.
     `behavior_logprobs` are the engine's; line 3 of Algorithm 1 replaces them by the trainer's. Raises OSError if the
     first turn of an episode does not fit `max_tokens`, NonFiniteError if a reward or log-prob is not finite."""
     opened = [(env.reset(seed=seed)[0], seed) for env, seed in zip(envs, seeds, strict=False)]
-    conversations = [Conversation(policy.first_prompt(o), list(o.images), seed) for o, seed in opened]
+    conversations = [Conversation(policy.user_turn(o), list(o.images), seed) for o, seed in opened]
     logprobs = [[np.nan] * len(c.tokens) for c in conversations]  # NaN: not sampled
     rewards: list[list[float]] = [[] for _ in seeds]
     endings: list[dict] = [{"invalid": 0, "cut": 0} for _ in seeds]  # fields of each episode as of its last turn
@@ -61,7 +60,7 @@ def rollout(
     live = list(range(len(seeds)))
     while live:
         replies = engine.generate([conversations[i] for i in live], max_new_tokens)
-        texts = [policy.reply_text(reply.tokens) for reply in replies]
+        texts = [policy.tokenizer.decode([t for t in reply.tokens if t != policy.eos_id]) for reply in replies]
         steps = type(envs[0]).step_many([envs[i] for i in live], texts)
         still_live = []
         for i, reply, (observation, reward, terminated, truncated, info) in zip(live, replies, steps, strict=True):
@@ -90,6 +89,5 @@ def rollout(
     for i, c in enumerate(conversations):
         sampled, turn_rewards = np.array(logprobs[i], dtype=np.float32), np.array(rewards[i], dtype=np.float32)
         arrays = np.array(c.tokens, dtype=np.int32), ~np.isnan(sampled), np.nan_to_num(sampled)
-        rest = {"images": c.images, "step": step, "seed": c.seed, **endings[i]}
-        episodes.append(Episode(*arrays, float(turn_rewards.sum()), turn_rewards, **rest))
+        episodes.append(Episode(*arrays, float(turn_rewards.sum()), turn_rewards, c.images, seed=c.seed, **endings[i]))
     return episodes

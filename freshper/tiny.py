@@ -2,8 +2,7 @@
 
 Paper: appendix D (Qwen2.5-0.5B-Instruct, Qwen2.5-VL-3B-Instruct). Same transformers classes, 0.1 to 0.2 M parameters,
 and a tokenizer with Qwen's special tokens and chat template over bytes and a few whole words. Those of our tasks are
-in freshper/weights (after changing a task delete its folder there, and it is built anew); that of your own environment
-is built at first use.
+in freshper/weights (delete a task's folder after changing the task); your own environment's is built at first use.
 
 The warm start, supervised learning on episodes of the random policy, takes the place of pre-training. It teaches the
 form of a reply, what an action does and what an observation shows, and leaves the success of the random policy. A

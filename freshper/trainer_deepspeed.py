@@ -2,8 +2,7 @@
 
 Paper: Algorithm 1 lines 3, 5 and 10; section 4.1 and Table 4 (the authors train with DeepSpeed inside ROLL).
 
-Rank 0 runs Algorithm 1. The others wait in `serve` for the name of a method of TorchTrainer and its arguments. All
-ranks then run it together, each on its share of the rows:
+Rank 0 runs Algorithm 1. The others `serve`: they run the methods that it names, each on its share of the rows:
 
     rows grouped by length  0 1 2 3 | 4 5 6 7 | 8        micro_batch_size 2, two ranks
     rank 0                  0   2     4   6     8

@@ -40,25 +40,24 @@ def stock_inputs(policy, tokens, images):
     return inputs
 
 
-def stock_logits(policy, episode, temperature=0.99):
+def stock_logits(policy, episode):
     """The model's own forward pass over one whole conversation; what is never sampled has no probability."""
-    logits = policy.model(**stock_inputs(policy, episode.tokens, episode.images)).logits[0] / temperature
+    logits = policy.model(**stock_inputs(policy, episode.tokens, episode.images)).logits[0] / 0.99
     return logits.index_fill(1, torch.tensor(policy.suppressed_ids), -torch.inf)
 
 
-def stock_logprobs(policy, episode, temperature=0.99):
+def stock_logprobs(policy, episode):
     """log pi of the action tokens, [T], 0 elsewhere."""
-    found = stock_logits(policy, episode, temperature).log_softmax(-1)[:-1]
+    found = stock_logits(policy, episode).log_softmax(-1)[:-1]
     chosen = found.gather(1, torch.from_numpy(episode.tokens[1:].astype(np.int64))[:, None])[:, 0]
     return torch.where(torch.from_numpy(episode.action_mask), torch.cat([torch.zeros(1), chosen]), 0.0)
 
 
-def play(policy, n=12, max_new_tokens=5, max_tokens=3000, engine=None, **sampling):
+def play(policy, n=12, max_tokens=3000, **sampling):
     """Episodes of 1 to 5 turns, with long and short prompts in one batch; random weights sample any token."""
     name = "frozenlake_vlm" if policy.image_processor else "frozenlake"
     envs = [ENVS[name](style="full" if k % 4 == 0 else "terse", max_turns=1 + k % 5) for k in range(n)]
-    engine = engine or HFEngine(policy, Sampling(**sampling), seed=3)
-    return rollout(engine, policy, envs, list(range(n)), max_tokens, max_new_tokens)
+    return rollout(HFEngine(policy, Sampling(**sampling), seed=3), policy, envs, list(range(n)), max_tokens, 5)
 
 
 def replies(episode):
@@ -158,7 +157,7 @@ def test_conversations_equal_the_chat_template(policy):
     tokens, messages = [], []
     for k, text in enumerate(("first", "", "a <b> {c}")):
         observation = Observation(text, images)
-        tokens += policy.bridge(observation, closed=k == 2) if k else policy.first_prompt(observation)
+        tokens += policy.bridge(observation, closed=k == 2) if k else policy.user_turn(observation)
         content = [{"type": "image"}, {"type": "text", "text": text}] if images else text
         messages.append({"role": "user", "content": content})
         if k < 2:  # the first reply was cut, the second ended with eos
@@ -175,9 +174,8 @@ def test_positions_equal_the_stock_m_rope(vision_policy, sizes):
     for image in images:
         tokens += [vision_policy.image_token_id] * int(np.prod(vision_policy.grid(image))) + [8, 9]
     inputs = stock_inputs(vision_policy, tokens, images)
-    stock, _ = vision_policy.model.model.get_rope_index(
-        inputs["input_ids"], inputs["mm_token_type_ids"], inputs["image_grid_thw"]
-    )
+    inputs = [inputs[name] for name in ("input_ids", "mm_token_type_ids", "image_grid_thw")]
+    stock, _ = vision_policy.model.model.get_rope_index(*inputs)
     np.testing.assert_array_equal(vision_policy.positions(np.array(tokens), images, start=7), stock[:, 0] + 7)
     with pytest.raises(ValueError):
         vision_policy.positions(np.array(tokens), 2 * images)

@@ -94,9 +94,8 @@ def test_each_image_stands_beside_its_own_turn(vision_policy):
         for reward in episode.turn_rewards:
             section = next(sections)
             (image,) = re.findall(r"base64,([^\"]+)", section)
-            np.testing.assert_array_equal(
-                np.array(Image.open(io.BytesIO(base64.b64decode(image)))), observation.images[0]
-            )
+            shown = Image.open(io.BytesIO(base64.b64decode(image)))
+            np.testing.assert_array_equal(np.array(shown), observation.images[0])
             tokens = re.findall(r"<ruby>(.*?)<rt>(.*?)</rt>", section)
             logprobs += [float(x) for _, x in tokens]
             reply = html.unescape("".join(text for text, _ in tokens)).removesuffix(vision_policy.tokenizer.eos_token)
