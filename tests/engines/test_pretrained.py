@@ -88,7 +88,7 @@ def test_vllm_and_deepspeed_train_the_checkpoint(run, folder):
 
 
 def play(given):
-    """A policy, its trainer, and two episodes of two turns, of which one is a success."""
+    """A policy, its trainer, and episodes of two turns, each with another return."""
     config = parse_args([*given, "--max_turns", "2", "--max_tokens", "300"])
     policy = load(config, seeds := training_seeds(config, 0))
     with backends(policy, config) as (trainer, engine):
@@ -118,7 +118,8 @@ def test_log_probs_are_those_of_the_checkpoint_in_plain_transformers(run, folder
 
 def test_bfloat16_mixed_precision(folder):
     """The first update has learning rate 0 (warm-up), so both are made from the same float32 weights."""
-    policy, trainer, episodes = play(flags("gsm8k", folder / "none", *TORCH, "--dtype", "bfloat16"))
+    more = "--dtype bfloat16 --rollout_batch_size 8 --capacity 8".split()
+    policy, trainer, episodes = play(flags("gsm8k", folder / "none", *TORCH, *more))
     assert policy.mixed
     assert 0.0 < trainer.record_behavior_logprobs(episodes)["mismatch"] < 0.05
     episodes[0].behavior_logprobs -= 0.1  # away from rho = 1
