@@ -68,6 +68,8 @@ def main() -> None:
             played = rollout(engine, policy, envs, held_out, config.max_tokens, config.max_new_tokens)
             success = np.mean([episode.success for episode in played])
             print(f"| {batch} | {success:.3f} | {time.perf_counter() - start:.0f} |", flush=True)
+        if batch == args.batches:
+            break
         good = []
         while len(good) < BATCH:
             seeds = list(range(seed, seed + BATCH))

@@ -49,7 +49,7 @@ def final_answer(reply: str, untagged: bool, given: frozenset[str] = frozenset()
 def _new_number(sentence: str, given: frozenset[str]) -> str:
     """Return the only number of a sentence, up to its full stop, that is not `given`, or its only number; else ""."""
     whole = re.fullmatch(r"[^.!?\n]{1,99}[.!]", sentence)
-    if not whole or any(pattern.search(sentence) for pattern in (_DENIED, _OTHER_VALUE)):
+    if not whole or _DENIED.search(sentence) or _OTHER_VALUE.search(sentence):
         return ""
     numbers = set(re.findall("[0-9]+", sentence))
     new = numbers - given or numbers

@@ -40,8 +40,11 @@ class Instances(spaces.Space):
 
 
 class TextEnv(gymnasium.Env):
-    """The base of every environment. `step` never raises for a reply, whatever it holds. Its info has `success` (bool),
-    `valid` (bool: the reply could be read) and, if the class lists `metrics`, a dict `metrics` of those numbers."""
+    """The base of every environment. `step` never raises for a reply, whatever it holds.
+
+    Every step's info has `success` (bool), `valid` (bool: the reply could be read) and, if the class lists `metrics`,
+    a dict `metrics` of those numbers, which are averaged over episodes and logged.
+    """
 
     # every task defines these, `reset` and `step`
     observe: Callable[[], Observation]

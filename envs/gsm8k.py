@@ -49,7 +49,7 @@ class GSM8K(QuestionAnswering):
         if style == "full":
             for first, now in permutations(range(MOST_FULL + 1), 2):
                 if now != abs(now - first):  # the answer is no number of the question
-                    yield str(now), 1, tuple(sorted((first, now - first))), (first, now - first)  # 4 + 3 with 3 + 4
+                    yield str(now), 1, tuple(sorted((first, now - first))), (first, now - first)  # 4 + 3 is 3 + 4
             return
         found: list[tuple[tuple[int, ...], int]] = [((first,), first) for first in range(MOST + 1)]
         for _ in range(MOST_CHANGES):

@@ -21,6 +21,7 @@ from envs.data import load_rows, row_for
 from envs.search_server import retrieve
 
 TOPK = 3
+MAX_PASSAGE = 2000  # characters; Wikipedia's passages have about 600
 
 RULES = f"""\
 Answer the question. An encyclopaedia can be searched: <search> query </search> returns its {TOPK} best passages \
@@ -52,7 +53,7 @@ def parse_action(reply: str) -> tuple[str, str]:
 
 def harmless(text: str) -> str:
     """Return foreign text without angle brackets: no tag and no special token of any tokenizer survives."""
-    return text[:2000].replace("<", "‹").replace(">", "›")  # Wikipedia's passages have about 600 characters
+    return text[:MAX_PASSAGE].replace("<", "‹").replace(">", "›")
 
 
 def from_row(row: dict[str, Any]) -> tuple[str, list[str]]:

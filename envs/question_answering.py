@@ -25,7 +25,7 @@ from envs.data import load_rows, row_for
 FEEDBACK = WRONG, RIGHT = "Wrong. ", "Right. "
 UNREADABLE = "No answer could be read. "
 SHORT = "Answer in one short sentence."
-SPARE = {"terse": "warm_start", "full": "held_out"}  # split of the 2 in 10
+SPARE = {"terse": "warm_start", "full": "held_out"}  # of a style: where the 2 in 10 go
 
 
 class Question(NamedTuple):

@@ -16,6 +16,8 @@ import numpy as np
 from envs.base import Observation
 from envs.grid_world import FORM, GridWorld, cell_name
 
+LONGEST = 10  # turns of the longest solution: Max Actions of Table 2
+
 RULES = """\
 You are in a warehouse, seen from above as a grid of {side} x {side} cells. Push every box onto a target: walk \
 against a box and it moves one cell, if the cell behind it is free. You cannot pull, and you cannot push two boxes \
@@ -64,6 +66,8 @@ def random_room(seed: int, side: int, boxes: int, longest: int) -> tuple[Cells, 
         free = np.zeros((side, STRIDE), dtype=bool)
         free[1:-1, 1 : side - 1] = rng.random((side - 2, side - 2)) >= 0.2  # else walls
         cells = np.flatnonzero(free).tolist()
+        if len(cells) <= 2 * boxes:
+            continue
         floor, targets = frozenset(cells), frozenset(cells[k] for k in rng.permutation(len(cells))[:boxes])
         turns = turns_to_solve(floor, targets, shortest)
         starts = sorted((sorted(b), player) for (b, player), n in turns.items() if n == shortest and not b & targets)
@@ -73,15 +77,17 @@ def random_room(seed: int, side: int, boxes: int, longest: int) -> tuple[Cells, 
 
 
 class Sokoban(GridWorld):
-    """`style` "terse" shows the grid alone, without its outer walls."""
+    """`style` "terse" shows the grid alone, without its outer walls. Raises ValueError for another size."""
 
     metrics = ("score",)
     turn_reward = -0.1
     warm_start = ((900, 1), (150, 10))
     words = (*GridWorld.actions, "√", " X", " O", " #", " a", " b", " c", " d", " e", " f")  # captions: column and row
 
-    def __init__(self, side: int = 6, boxes: int = 1, longest: int = 10, **common: Any):
+    def __init__(self, side: int = 6, boxes: int = 1, longest: int = LONGEST, **common: Any):
         super().__init__(**common)
+        if side not in (6, 7, 8) or boxes not in (1, 2):
+            raise ValueError(f"side must be 6, 7 or 8 and boxes 1 or 2, got {side} and {boxes}")
         self.side, self.n_boxes, self.longest = side, boxes, longest
 
     def start(self, seed: int) -> None:

@@ -48,7 +48,8 @@ class ReplayBuffer:
         self.rng = np.random.default_rng(seed)
         self._images: weakref.WeakValueDictionary[bytes, np.ndarray] = weakref.WeakValueDictionary()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="refresh")
-        self._pending = self._thread.submit(lambda: None)  # the last refresh, for whose end (or error) others ask
+        self._pending: Future = Future()  # the last asynchronous refresh, for whose end (or error) other methods ask
+        self._pending.set_result(None)
 
     def __len__(self) -> int:
         """Return N, the number of episodes held."""

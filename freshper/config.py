@@ -111,6 +111,10 @@ class Config:
             said |= {"search_url": "one passage per search", "along_the_way": "training starts along the way"}
         return " ".join([self.env, *(f"({said[name]})" for name in said if name in self.env_settings())])
 
+    def title(self) -> str:
+        """Return the title of the run's plots and pages."""
+        return f"{self.task()}, {self.method}, preset {self.preset}, seed {self.seed}"
+
     def env_settings(self) -> dict[str, Any]:
         """Return what the environment takes of the settings. Prompts and images of a tiny model are terse and small."""
         easy = {"style": "terse", "longest": 5, "along_the_way": True}

@@ -149,7 +149,8 @@ class HFEngine:
 
 
 def truncated(probabilities: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Zero all but the top_k entries, and of these all but the fewest with a share top_p, as vLLM does. [B, V]."""
+    """Keep the top_k most probable entries, and of them the fewest with a share top_p, as vLLM does; zero the rest.
+    [B, V] -> [B, V], not normalized."""
     vocabulary = probabilities.shape[-1]
     largest, ids = probabilities.topk(min(top_k or vocabulary, vocabulary))
     if top_p < 1.0:

@@ -115,7 +115,8 @@ class VLLMEngine:
         with watched("handing the weights to vLLM", self.processes, Exception):
             save_file(weights, self.folder / "model.safetensors")
             self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self.folder)})
-            if not self.llm.reset_prefix_cache():  # keys and values, and below images, that older weights computed
+            # keys, values and images that older weights computed
+            if not self.llm.reset_prefix_cache():
                 raise RuntimeError("vLLM could not reset its prefix cache: it still has requests")
             self.llm.reset_mm_cache()
             self.llm.llm_engine.reset_encoder_cache()

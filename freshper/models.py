@@ -76,7 +76,8 @@ class Policy:
         return self._templates[key]
 
     def user_turn(self, observation: Observation, first: bool = True) -> list[int]:
-        """Return the tokens of a user turn and the assistant header, with rows x columns placeholders per image."""
+        """Return the tokens of a user turn and the assistant header, from the start of the conversation if it is the
+        first. The single placeholder of each image is repeated rows x columns times."""
         before, after = self._template(len(observation.images), first)
         ids = self.tokenizer.backend_tokenizer.encode(before + observation.text + after, add_special_tokens=False).ids
         sizes = iter([height * width for height, width in map(self.grid, observation.images)])

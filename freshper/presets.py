@@ -13,7 +13,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "freshper": {},
 }
 
-CONFIG_A = {"advantage_clip": 0.2, "kl_loss_coef": 0.0, "kl_reward_coef": 0.0, "entropy_coef": 0.0}  # Table 3
+# Table 3
+CONFIG_A = {"advantage_clip": 0.2, "kl_loss_coef": 0.0, "kl_reward_coef": 0.0, "entropy_coef": 0.0}
 CONFIG_DEFAULT = {"advantage_clip": 20.0, "kl_loss_coef": 0.05, "kl_reward_coef": 0.1, "entropy_coef": 0.01}
 
 _PAPER_0_5B = CONFIG_A | {"model": "Qwen/Qwen2.5-0.5B-Instruct"}

@@ -55,7 +55,6 @@ class Report:
     def __init__(self, config: Config, policy: Policy):
         """Make or take the run's folder, lock it and write config.json. Raises ValueError if that fails."""
         self.config, self.policy, self.folder, self.env = config, policy, config.folder(), config.make_env()
-        self.title = f"{config.task()}, {config.method}, preset {config.preset}, seed {config.seed}"
         self.done, self.rows = 0, list[dict[str, Any]]()  # completed iterations, rows of metrics.csv
         self.row: dict[str, Any] = {"iteration": 0, "step": 0, "episodes": 0, "wall_s": 0.0}  # the next of them
         self.shown: list[Episode] = []  # of the last evaluation
@@ -72,7 +71,7 @@ class Report:
         self.baselines = baselines(self.config)
         self.known = ", ".join(f"{name} policy {value:.2f}" for name, value in self.baselines.items())
         kind, size = type(self.policy.model).__name__, self.policy.model.num_parameters()
-        lines = [self.title, f"{kind}, {size:,} parameters", *self.config.notes, self.env.data_summary()]
+        lines = [self.config.title(), f"{kind}, {size:,} parameters", *self.config.notes, self.env.data_summary()]
         self.say("\n".join(filter(None, [*lines, f"success on held-out seeds: {self.known}"])))
         return self
 
@@ -88,12 +87,12 @@ class Report:
             self.say(f"held-out success, mean of the last {len(last)} evaluations: {np.mean(last):.2f} ({self.known})")
         try:
             if self.shown:
-                self._write("episodes.html", episodes_page(self.shown, self.policy, self.title))
+                self._write("episodes.html", episodes_page(self.shown, self.policy, self.config.title()))
             if self.done:
                 metrics = diagnostics.read(self.folder, "metrics.csv")
                 training = metrics, "train_success", {"label": "training, each iteration", "alpha": 0.4}
                 held_out = metrics, "eval_success", {"label": "held-out seeds", "marker": "o"}
-                plot(self.folder / "curve.png", self.title, "success", [training, held_out], self.baselines)
+                plot(self.folder / "curve.png", self.config.title(), "success", [training, held_out], self.baselines)
             if self.done and self.config.replay_ratio:
                 diagnostics.plot(self.folder, diagnostics.by_age(diagnostics.read(self.folder)))
         except OSError as failure:

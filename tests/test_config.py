@@ -101,7 +101,7 @@ def test_the_numbers_follow_from_the_model(flags, gpu, cached, model, note, monk
 def test_what_follows_from_the_settings(tmp_path, monkeypatch, model_folder):
     monkeypatch.chdir(tmp_path)
     config, per = parse_args([]), parse_args("--method per --iterations 11".split())
-    assert config.task() == "frozenlake (not slippery)"
+    assert config.title() == "frozenlake (not slippery), freshper, preset tiny, seed 42"
     for preset, said in (("tiny", " (training starts along the way)"), ("paper", "")):
         cliff = parse_args(["--env", "cliffwalking", "--preset", preset])
         assert cliff.task() == f"cliffwalking{said}"
@@ -154,12 +154,15 @@ SENTENCES = {  # flags: how the sentence begins
     "--resume broken": f"--resume is broken, {OF_A_RUN} Expecting property name",
     "--resume other": f"--resume is other, {OF_A_RUN} its settings are those of another version of this code",
     "--resume run --method per": "--method is per, but must be freshper as in the earlier run",
+    "--resume run --capacity 20000": "--capacity is 20000, but must be 10000 as in the earlier run",
     "--out elsewhere --resume run": f"--out is elsewhere, {IDLE} --resume",
     "--data questions.json": f"--data is questions.json, {IDLE} --env frozenlake",
     "--slippery True --env sokoban_simple": f"--slippery is True, {IDLE} --env sokoban_simple",
     "--tau 5 --method per": f"--tau is 5.0, {IDLE} --method per and --decay none",
     "--alpha 0.5 --method on_policy": f"--alpha is 0.5, {IDLE} --method on_policy and --replay_ratio 0",
+    "--beta 0.4 --replay_ratio 0": f"--beta is 0.4, {IDLE} --method freshper and --replay_ratio 0",
     "--epsilon 0.5 --alpha 0": f"--epsilon is 0.5, {IDLE} --alpha 0",
+    "--zero_stage 1 --backend hf+torch": f"--zero_stage is 1, {IDLE} --backend hf+torch",
     "--engine_memory 0.3 --backend hf+deepspeed": f"--engine_memory is 0.3, {IDLE} --backend hf+deepspeed",
 }
 for allowed, settings in ALLOWED.items():

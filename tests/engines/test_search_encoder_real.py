@@ -1,13 +1,15 @@
 """The search server's encoder with real weights: all-MiniLM-L6-v2, a BERT with mean pooling like E5, from a package."""
 
 import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 from pretrained import minilm
 from transformers import AutoTokenizer, BertModel
 
-from envs.search_server import Retriever, TransformerEncoder
+from envs.search_server import Retriever, SearchServer, TransformerEncoder, retrieve
 
 
 def test_vectors_are_the_normalised_mean_over_a_text_s_own_tokens_and_only_e5_has_prefixes(tmp_path):
@@ -36,7 +38,8 @@ COLOURS, TRADES = "red blue green white yellow golden black".split(), "baker wea
 
 
 def test_the_three_best_of_1000_passages_are_those_of_exact_cosines():
-    """Recall@3 of 50 queries is 1.0: padded batches and FAISS against plain passes and cosines in float64."""
+    """Recall@3 of 50 queries over HTTP, of eight clients at once, is 1.0: padded batches and FAISS against plain passes
+    and cosines in float64."""
     folder, passages, queries, answers = minilm(), [], [], []
     for k, (*syllables, (passage, query)) in enumerate(itertools.product(*NAMES, FACTS)):
         town = "".join(syllables)
@@ -45,8 +48,10 @@ def test_the_three_best_of_1000_passages_are_those_of_exact_cosines():
             queries.append(query.format(town))
             answers.append(passages[-1])
     assert (len(set(passages)), len(queries)) == (1000, 50)
-    hits = Retriever(passages, TransformerEncoder(str(folder))).search(queries, 3)
-    found = [[text for text, _ in row] for row in hits]
+    with SearchServer(Retriever(passages, TransformerEncoder(str(folder)))) as server, ThreadPoolExecutor(8) as pool:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        found = [row for (row,) in pool.map(lambda query: retrieve(server.url, [query], 3), queries)]
+        server.shutdown()
     tokenizer, model = AutoTokenizer.from_pretrained(folder), BertModel.from_pretrained(folder).eval()
     texts, vectors = tokenizer([*passages, *queries])["input_ids"], np.zeros((1050, 384))
     for length in set(map(len, texts)):  # texts of equal lengths need no padding
