@@ -19,9 +19,10 @@ import torch
 from pretrained import smollm2
 from transformers import AutoModelForCausalLM
 
+from envs.base import Observation
 from freshper.backends import backends, load
 from freshper.diagnostics import read
-from freshper.episode import collate
+from freshper.episode import Episode, collate
 from freshper.flags import parse_args
 from freshper.rollout import rollout, training_seeds
 
@@ -117,19 +118,31 @@ def test_log_probs_are_those_of_the_checkpoint_in_plain_transformers(run, folder
 
 
 def test_bfloat16_mixed_precision(folder):
-    """The first update has learning rate 0 (warm-up), so both are made from the same float32 weights."""
-    more = "--dtype bfloat16 --rollout_batch_size 8 --capacity 8".split()
-    policy, trainer, episodes = play(flags("gsm8k", folder / "none", *TORCH, *more))
+    """Two turns whose tokens are fixed. The first update has learning rate 0 (warm-up), so both are made from the same
+    float32 weights."""
+    policy, trainer, sampled = play(flags("gsm8k", folder / "none", *TORCH, "--dtype", "bfloat16"))
     assert policy.mixed
-    assert 0.0 < trainer.record_behavior_logprobs(episodes)["mismatch"] < 0.05
+    assert 0.0 < trainer.record_behavior_logprobs(sampled)["mismatch"] < 0.05
+    question = "Tom has 9 fish and loses 2. How many fish does Tom have left? Answer in one short sentence."
+    observation, again, episodes = Observation(question), Observation("Wrong. " + question), []
+    for reward, texts in enumerate([("Tom has 9 + 2 = 11 fish.", "I do not know."), ("He has 2 fish.", "9 - 2 = 7")]):
+        first, second = ([*policy.tokenizer.encode(text), policy.eos_id] for text in texts)
+        parts = policy.user_turn(observation), first, policy.bridge(again, closed=True), second
+        mask = np.repeat([False, True, False, True], [len(part) for part in parts])
+        arrays = np.concatenate(parts).astype(np.int32), mask, np.zeros(len(mask), dtype=np.float32)
+        episodes.append(Episode(*arrays, float(reward), np.array([0.0, reward], dtype=np.float32)))
+    trainer.record_behavior_logprobs(episodes)
+    found, batch = [], collate(episodes)
     episodes[0].behavior_logprobs -= 0.1  # away from rho = 1
-    found = []
     for mixed in (True, False):
         policy.mixed, trainer.step = mixed, 0
+        logprobs = trainer.logprobs(batch)[batch.action_mask]
         loss = trainer.update(episodes).stats["loss"]
-        found.append((loss, torch.cat([p.grad.flatten() for p in policy.model.parameters()]).double()))
-    (loss, gradient), (expected_loss, expected) = found
-    assert loss == pytest.approx(expected_loss, abs=0.005)
+        found.append((logprobs, loss, torch.cat([p.grad.flatten() for p in policy.model.parameters()]).double()))
+    (logprobs, loss, gradient), (expected_logprobs, expected_loss, expected) = found
+    rounding = float(abs(logprobs - expected_logprobs).mean())
+    assert 0.0 < rounding < 0.05
+    assert abs(loss - expected_loss) < rounding  # the two advantages are about -1 and 1
     assert 0.0 < (gradient - expected).norm() < 0.1 * expected.norm()
     state = trainer.optimizer.state_dict()["state"][0]
     assert {p.dtype for p in (*policy.model.parameters(), state["exp_avg"], state["exp_avg_sq"])} == {torch.float32}
