@@ -66,31 +66,41 @@ def load(config: Config, seeds: list[int]) -> Policy:
     # plain torch keeps float32 master weights and computes in --dtype; DeepSpeed keeps its own
     mixed = config.dtype == "bfloat16" and config.trainer == "torch"
     dtype = torch.float32 if mixed else getattr(torch, config.dtype)
-    try:
+    with refused(name):
         policy = load_policy(name, config.device, dtype, freeze_vision=config.tiny)
         known, vocabulary = len(policy.tokenizer), policy.model.get_input_embeddings().num_embeddings
         if not policy.tokenizer.encode("text", add_special_tokens=False) or known > vocabulary:
             raise ValueError(f"its tokenizer, of {known} tokens, does not belong to it ({vocabulary})")
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, TemplateError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"--model is {name}, but must be a chat model that can be loaded: {reason}") from error
     positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None) or config.max_tokens
     if config.max_tokens > positions:
         raise ValueError(f"--max_tokens is {config.max_tokens}, but must be at most {positions} with --model {name}")
     if any(o.images for o in observations) and not policy.image_processor:
         raise ValueError(f"--model is {name}, which reads text only, but --env {config.env} shows images")
+    with refused(name):
+        check(policy, config)
     policy.mixed = mixed
-    check(policy, config)
     longest = max(len(policy.user_turn(o)) for o in observations)
     if (needed := longest + config.max_new_tokens) > config.max_tokens:
         raise ValueError(f"--max_tokens is {config.max_tokens}, but must be at least {needed} for the first turn")
     return policy
 
 
+@contextlib.contextmanager
+def refused(name: str) -> Iterator[None]:
+    """Make one ValueError of what transformers, or a model of another build, may raise in the block."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, ImportError, RuntimeError,
+            SafetensorError, TemplateError, StrictDataclassError) as error:  # fmt: skip
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(f"--model is {name}, but must be a chat model that can be loaded: {reason}") from error
+
+
 @torch.no_grad()
 def check(policy: Policy, config: Config) -> None:
-    """Compare trainer and engine with the model's own forward, on a text beyond any window of its attention that a
-    conversation may reach. Raises ValueError if logits differ: the engine knows no sliding windows."""
+    """Compare trainer and engine with the model's own forward, in the precision of its weights, on a text beyond any
+    window of its attention that a conversation may reach. Raises ValueError if logits differ: the engine knows no
+    sliding windows."""
     window = getattr(policy.model.config.get_text_config(), "sliding_window", 0) or 0
     length = min(config.max_tokens, max(512, 2 * window))
     text = policy.user_turn(Observation("Is this computed right? " * length))[:length]
@@ -102,9 +112,9 @@ def check(policy: Policy, config: Config) -> None:
         found["the embedded engine"] = HFEngine(policy, Sampling(), seed=0).logits(Conversation(text))
     for name, logits in found.items():
         difference = (own - logits)[logits.isfinite()].abs().max().item()
-        if not difference <= TOLERANCE[config.dtype]:
+        if not difference <= TOLERANCE["float32" if policy.model.dtype == torch.float32 else "bfloat16"]:
             other = f"other logits than a {type(policy.model).__name__} itself, by {difference:.2g}"
-            raise ValueError(f"--model is {config.model}, but {name} computes {other}; try a smaller --max_tokens")
+            raise ValueError(f"{name} computes {other}; try a smaller --max_tokens")
 
 
 def make_trainer(policy: Policy, config: Config) -> Any:

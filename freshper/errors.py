@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import torch
+
 TIMEOUT = float(os.environ.get("FRESHPER_TIMEOUT", "1800"))  # seconds: the longest wait for vLLM or another rank
 
 
@@ -57,6 +59,8 @@ def watched(phase: str, processes: Mapping[int, str] = {}, errors: type[Exceptio
     threading.Thread(target=watch, daemon=True).start()
     try:
         yield
+    except torch.OutOfMemoryError:  # the report knows what to lower
+        raise
     except errors as error:
         time.sleep(1.0)  # a process that ends closes its connections first
         reason = " ".join(str(error).split())[:300]

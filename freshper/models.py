@@ -164,13 +164,19 @@ class Policy:
 
 def load_policy(name: str, device: str, dtype: torch.dtype, freeze_vision: bool = False) -> Policy:
     """Load a policy from a hub id or a folder. Pickled weights are not read. Raises OSError if there is no model there,
-    ValueError if weights are missing (transformers would make random ones)."""
+    ValueError if weights are missing (transformers would make random ones) or have no place, or if it reads images in
+    another way than Qwen2-VL and Qwen2.5-VL."""
+    transformers.logging.set_verbosity_error()  # instead of its report of missing weights: one sentence
     options = {"dtype": dtype, "attn_implementation": "sdpa", "output_loading_info": True, "use_safetensors": True}
-    vision = hasattr(transformers.AutoConfig.from_pretrained(name), "vision_config")
+    config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+    vision = hasattr(config, "vision_config")
+    if vision and config.model_type not in ("qwen2_vl", "qwen2_5_vl"):
+        raise ValueError(f"it is a {config.model_type}; of models that read images, qwen2_vl and qwen2_5_vl are known")
     kind = transformers.AutoModelForImageTextToText if vision else transformers.AutoModelForCausalLM
-    model, loaded = kind.from_pretrained(name, **options)
-    if loaded["missing_keys"]:
-        raise ValueError(f"its weights lack {len(loaded['missing_keys'])}, such as {min(loaded['missing_keys'])}")
+    model, loaded = kind.from_pretrained(name, trust_remote_code=False, **options)
+    for problem, keys in (("lack", loaded["missing_keys"]), ("have no place for", loaded["unexpected_keys"])):
+        if keys:
+            raise ValueError(f"its weights {problem} {len(keys)}, such as {min(keys)}")
     for parameter in model.parameters():  # out of the file's mapping, whose alignment can show in a last bit
         parameter.data = parameter.data.clone()
     image_processor = transformers.AutoImageProcessor.from_pretrained(name) if vision else None

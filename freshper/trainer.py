@@ -28,6 +28,7 @@ from freshper.priority import advantage_priority, reward_priority
 from freshper.reinforce import policy_loss, training_batch
 
 DRIFT = ("log_ratio", "ratio", "ratio_sq", "kl", "clipped")  # sums of each row from `policy_loss`
+ACTIVATIONS = 5 * 2**30  # bytes that the backward pass may find; above, it computes each layer's once more
 LOGITS_AT_ONCE = 2**27  # numbers: 0.5 GB in float32, 883 tokens with Qwen2.5's vocabulary of 151,936
 WARMUP_STEPS, MAX_GRAD_NORM = 10, 1.0  # appendix F; Table 3
 
@@ -69,6 +70,10 @@ class TorchTrainer:
 
     def __init__(self, policy: Policy, config: Config, total_updates: int):
         self.policy, self.config, self.total_updates, self.step = policy, config, total_updates, 0
+        text = policy.model.config.get_text_config()
+        units = config.micro_batch_size * config.max_tokens * text.num_hidden_layers * text.hidden_size
+        if 34 * units > ACTIVATIONS:  # bytes: Korthikanti et al., arXiv 2205.05198, without the attention's
+            policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         trainable = [p for p in policy.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trainable, lr=config.lr, weight_decay=0.0)
         self.reference: Any = copy.deepcopy(policy) if config.kl_reward_coef or config.kl_loss_coef else None  # pi_ref

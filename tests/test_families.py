@@ -7,7 +7,7 @@ import transformers
 from conftest import make_episode
 
 from envs import ENVS
-from freshper.backends import check
+from freshper.backends import check, load
 from freshper.engine_hf import HFEngine, Sampling
 from freshper.episode import collate
 from freshper.flags import parse_args
@@ -63,6 +63,13 @@ def test_a_family_is_computed_right_or_refused(family, length):
     else:
         np.testing.assert_allclose(logits, expected[-1], atol=1e-4)
     check(policy, config)
+
+
+def test_a_family_of_another_build_is_refused_in_one_sentence(tmp_path):
+    config = transformers.GPT2Config(vocab_size=len(TOKENIZER), n_positions=512, n_embd=64, n_layer=1, n_head=4)
+    Policy(transformers.GPT2LMHeadModel(config), TOKENIZER).save(str(tmp_path))
+    with pytest.raises(ValueError, match="a chat model that can be loaded: 'GPT2LMHeadModel' object has no"):
+        load(parse_args(["--model", str(tmp_path), "--max_tokens", "500", "--backend", "hf+torch"]), [0])
 
 
 def test_the_end_of_a_turn_is_the_template_s_whatever_the_tokenizer_s_eos(text_policy):

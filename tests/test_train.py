@@ -1,5 +1,6 @@
 """The real train.py, end to end on a CPU: Algorithm 1 in its order, every method and option, and how it fails."""
 
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -8,6 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from conftest import speakable_episodes
 from safetensors.torch import load_file
 
 import train
@@ -15,6 +17,7 @@ from freshper.buffer import ReplayBuffer
 from freshper.diagnostics import read
 from freshper.engine_hf import HFEngine
 from freshper.episode import collate
+from freshper.errors import watched
 from freshper.flags import parse_args
 from freshper.models import load_policy
 from freshper.rollout import rollout
@@ -179,8 +182,13 @@ def test_numbers_that_stop_being_finite_and_a_full_gpu_end_the_run(kind, sentenc
     full = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
     if kind == "rollout":
         monkeypatch.setattr(HFEngine, "generate", full)
-    if kind == "update":
-        monkeypatch.setattr(TorchTrainer, "update", full)
+    if kind == "update":  # as with DeepSpeed
+
+        def update(*_):
+            with watched("`update`"):
+                full()
+
+        monkeypatch.setattr(TorchTrainer, "update", update)
     if kind == "model":
         policy = load_policy(str(tiny_model("frozenlake")), "cpu", torch.float32)
         with torch.no_grad():
@@ -205,7 +213,22 @@ def test_a_first_batch_without_a_readable_reply_is_announced_and_cut_replies_are
     assert f"{cut:.0%} were cut by --max_new_tokens" in out
 
 
+@pytest.mark.parametrize("family", ["text", "vision"])
+def test_activations_that_are_computed_again_give_the_same_update(family, model_folder, monkeypatch):
+    found = []
+    for most in (2**40, 0):
+        monkeypatch.setattr("freshper.trainer.ACTIVATIONS", most)
+        policy = load_policy(model_folder[family], "cpu", torch.float32)
+        trainer = TorchTrainer(policy, parse_args([]), total_updates=20)
+        assert policy.model.is_gradient_checkpointing is (most == 0)
+        trainer.update(speakable_episodes(policy, 4))
+        found.append([parameter.grad for parameter in policy.model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    assert all(gradient.abs().max() > 0 for gradient in found[1])
+
+
 INDEX = b'{"metadata": {}, "weight_map": {"lm_head.weight": "model-2.safetensors"}}'
+QUANTIZED = b'"quantization_config": {"quant_method": "gptq", "bits": 4}, '
 MODELS = {  # what is wrong with a model folder: file, what becomes of it (None: it is deleted), part of the sentence
     "no image processor": ("preprocessor_config.json", None, "Can't load image processor"),
     "no chat template": ("chat_template.jinja", None, "the tokenizer has no chat template; choose a chat"),
@@ -216,17 +239,20 @@ MODELS = {  # what is wrong with a model folder: file, what becomes of it (None:
     "sizes of another model": ("config.json", (b'"hidden_size": 64', b'"hidden_size": 128'), "ignore_mismatched_sizes"),
     "missing weights": ("model.safetensors", (b"model.norm", b"model.gone"), "lack 1, such as model.norm"),
     "pickled weights": ("model.safetensors", None, "no file named model.safetensors"),
+    "weights of a relative": ("config.json", (b'"qwen2"', b'"llama"'), "have no place for 6, such as model.layers.0."),
+    "quantized": ("config.json", (b'"model_type"', QUANTIZED + b'"model_type"'), "quantized model requires optimum"),
     "truncated weights": ("model.safetensors", bytes(99), "Error while deserializing header"),
     "half a download": ("model.safetensors.index.json", INDEX, "model-2.safetensors"),
 }
 
 
 def refusal(capsys, text):
-    """The last line on stderr, with exit status 2 and nothing written. Above it stands only what transformers says."""
+    """The only line on stderr, with exit status 2 and nothing written."""
     before = sorted(Path().rglob("*"))
     assert train.main([*text.split(), *"--iterations 1 --eval_episodes 1 --out run".split()]) == 2
     assert sorted(Path().rglob("*")) == before
-    return capsys.readouterr().err.splitlines()[-1].removeprefix("train.py: error: ")
+    (line,) = [x for x in re.split("[\r\n]+", capsys.readouterr().err) if x and "Loading weights" not in x]
+    return line.removeprefix("train.py: error: ")
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from pretrained import smollm2
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from envs.base import Observation
@@ -35,6 +36,9 @@ TASKS = {
     "frozenlake": "--max_turns 1 --max_tokens 240".split(),
     "nq_search": "--max_turns 2 --max_tokens 400".split(),
     "sokoban_simple": "--max_turns 1 --max_tokens 280".split(),
+    "aime": "--data= --max_turns 1 --max_tokens 240".split(),
+    "cliffwalking": "--max_turns 1 --max_tokens 280".split(),
+    "sokoban_hard": "--max_turns 1 --max_tokens 360".split(),
 }
 
 
@@ -78,6 +82,20 @@ def test_two_iterations_with_replay(env, run):
     assert np.isfinite(table["replay_loss"][1:]).all()
     assert not any(np.isinf(column).any() for column in table.values())
     assert (table["mismatch"][1:] < 1e-4).all()
+
+
+def test_a_resumed_run_is_the_run_that_never_stopped(folder):
+    """In bfloat16, from the checkpoint after the first of two iterations."""
+    out, again = folder / "plain", folder / "again"
+    train_py(flags("gsm8k", out, *TORCH, "--dtype", "bfloat16", "--save_every", "1"))
+    shutil.copytree(out, again, ignore=shutil.ignore_patterns("checkpoint", "checkpoint-best"))
+    train_py(["--resume", str(again)])
+    assert filecmp.cmp(*(path / "checkpoint/model.safetensors" for path in (out, again)), shallow=False)
+    states = [torch.load(path / "checkpoint/state.pt", weights_only=True) for path in (out, again)]
+    for state in states:
+        del state["report"]  # with times
+    for one, two in zip(*map(tree_leaves, states), strict=True):
+        assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
 
 
 def test_vllm_and_deepspeed_train_the_checkpoint(run, folder):

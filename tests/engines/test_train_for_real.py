@@ -25,7 +25,7 @@ from freshper.tiny import build_policy
 ROOT = Path(__file__).parents[2]
 SHORT = """--rollout_batch_size 4 --batch_size 5 --micro_batch_size 2 --eval_episodes 4 --eval_every 2 --max_turns 2
 --max_tokens 1600 --max_new_tokens 16 --dtype float32 --lr 0.01 --save_every 1 --truncated_is 2""".split()
-SHORT += ["--baseline", "batch"]  # failures that are alike train, too
+SHORT += ["--entropy_coef", "0.01"]  # failures that are alike train, too
 FOREVER = ["--iterations", "100000"]
 
 
