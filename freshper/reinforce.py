@@ -16,8 +16,9 @@ turns belong to one episode. The paper is silent on these points (docs/differenc
   REINFORCE++. A replay batch can hold nothing but successes; whitened over itself its advantage would be zero, so it is
   measured against the last WINDOW episodes collected. `recompute`: it is whitened over itself (the authors' code).
 - `turn`: as `batch`, but against the mean of the returns from the same turn on, which leaves the gradient unbiased. If
-  turns have a cost, one mean for all pushes early replies down and late ones up, whatever they say: replies lose their
-  form, and a batch of equal failures has a gradient.
+  turns have a cost, one mean for all pushes early replies down and late ones up, whatever they say, and replies lose
+  their form. Episodes that all have the same return (failures, above all) are measured so whatever the flag says: one
+  mean for all would train on them.
 - The KL penalty in the reward is that of the policy that acted, on both sides of a replay advantage.
 - If A_t < 0, one stale failure whose tokens have become likely since can dominate the batch: rho_t A_t has no lower
   bound. Dual clip (Ye et al., AAAI 2020) bounds it by `dual_clip` * A_t; 0 switches it off.
@@ -83,9 +84,15 @@ def turn_returns(episodes: list[Episode], rewards: Tensor) -> list[list[float]]:
     return [row[e.turn_ends()].tolist() for e, row in zip(episodes, returns_to_go(rewards), strict=True)]
 
 
+def equal_returns(returns: list[list[float]]) -> bool:
+    """Return whether all episodes, of several, have the same return up to rounding: then nothing tells them apart."""
+    return len(returns) > 1 and bool(np.ptp([row[0] for row in returns]) < 1e-3)
+
+
 def moments_of(returns: list[list[float]], by_turn: bool) -> Tensor:
     """Return mean and std of the returns of episodes [n] as float32 [2, K]: for each turn up to the longest episode's,
     or (K = 1) for all turns, in which every episode counts once. The std is one for all turns."""
+    by_turn = by_turn or equal_returns(returns)
     g = np.concatenate(returns)  # [turns of all]
     turn = np.concatenate([np.arange(len(row)) * by_turn for row in returns])
     weight = np.concatenate([np.full(len(row), 1.0 if by_turn else 1.0 / len(row)) for row in returns])
@@ -125,7 +132,7 @@ def training_batch(
     (None: 1); `moments` [2, K]: those of `ReplayBaseline`, or [2, B, T] (None: the batch's own)."""
     batch = collate(episodes)
     mask, rewards = batch.action_mask, shaped(batch, config.kl_reward_coef)
-    if moments is None and config.baseline == "turn":
+    if moments is None and (config.baseline == "turn" or equal_returns(turn_returns(episodes, rewards))):
         moments = moments_of(turn_returns(episodes, rewards), by_turn=True)
     if moments is not None and moments.dim() == 2:
         turn = (mask & ~mask.roll(1, -1)).cumsum(-1) - 1  # number of each action token's turn, [B, T]
