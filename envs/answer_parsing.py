@@ -21,7 +21,9 @@ from envs.base import outside_think, split_tags
 MAX_ANSWER = 100  # characters of an answer and the words around it
 
 _BOX = re.compile(r"\\boxed(?:\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*+\})*+\})*+)\})?")  # "" if it is not closed
-_ANNOUNCED = re.compile(r"(?:####|\banswer\b[^\n.]{0,60}?(?:\bis\b|\bbe\b|\bwas\b|[:=]))[\s*:]*([^\n]*)", re.I)
+_ANNOUNCED = re.compile(  # to the end of the line, or to the next one
+    r"(?i)(?:####|\banswer\b[^\n.]{0,60}?(?:\bis\b|\bbe\b|\bwas\b|[:=]))[\s*:]*((?:(?!\banswer\b)[^\n])*)"
+)
 
 
 def final_answer(reply: str, untagged: bool, given: frozenset[str] = frozenset()) -> str:
@@ -39,7 +41,7 @@ def final_answer(reply: str, untagged: bool, given: frozenset[str] = frozenset()
     elif not given and (announced := _ANNOUNCED.findall(spoken)):
         texts = re.split(r"(?<!\b[A-F])[.!](?:\s|$)", announced[-1])[:1]  # to the end of the sentence
     else:
-        alone = re.match("(?:[^0-9=]{0,20}=)?[^A-Za-z=]*[0-9][^=]*$", spoken.strip()) and read_number(spoken)
+        alone = read_number(spoken) and re.match("(?:[^0-9=]{0,20}=)?[^A-Za-z=]*[0-9][^=]*$", spoken.strip())
         texts = [spoken if alone or read_choice(spoken) else ""]
     found = {answer.strip() for text in texts for answer in (_BOX.findall(text) if "\\boxed" in text else [text])}
     answer = found.pop() if len(found) == 1 else ""
@@ -78,22 +80,27 @@ _ARITHMETIC = r"[-0-9\s\0.,+*/x()²³√π%°]*"
 _WORK = re.compile(rf"{_ARITHMETIC}(?:[√π]|[0-9)²³%°][\s\0]*[-+*/x][\s\0]*[-(0-9.]){_ARITHMETIC}|[^0-9]*")
 _BEFORE = re.compile(r"((?:[A-Za-z',:∠△\s\0]|\.(?![0-9]))*)(.*)", re.S)  # words before a number, and the rest
 _DENIED = re.compile(  # beside a number: words that deny it or offer another
-    r"(?i)≠|n't|\b(?:not|cannot|never|none|neither|n?or|if|unless|but|except|either|maybe|perhaps|possibly|vs|wrong)\b"
+    r"(?i)≠|n't|\b(?:not|cannot|never|none|neither|n?or|if|unless|but|except|either|maybe|perhaps|possibly|vs|wrong|incorrect|wait|"
+    r"actually)\b"
+)
+_WORDS = (  # of numbers
+    r"two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
 )
 _SCALES = (
     r"k|[mbt]n|mil|bil|grand|hundred|thousand|[mbtr]+illion|dozen|lakh|crore|gross|half|third|quarter|fold|itself|"
-    r"(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)th|halve|twice|double|triple|root|power|factorial"
+    r"(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|\w+tie|hundred|thousand|[mbtr]+illion)th|tens|halve|twice|double|"
+    r"triple|root|power|factorial"
 )
 _SCALED_BEFORE = re.compile(
-    rf"\b(?:{_SCALES}|(?<!total )of|than|at least|at most|up to|over|under|above|below|between|no|log|ln)[\s\0]*$", re.I
-)
+    rf"\b(?:{_SCALES}|{_WORDS}|(?<!total )of|than|at least|at most|up to|over|under|above|below|between|no|log|ln|plus|"
+    r"times|by)[\s\0]*$", re.I
+)  # fmt: skip
 _SCALED_BEHIND = re.compile(
-    rf"(?i)^\W*(?:squared|cubed)|\bso\W*$|\b(?:(?:{_SCALES})[ds]?|at least|at most|plus|minus|divided|multiplied|rads?|"
-    r"radians?|pi|nan|inf|(?:times|over|by) (?:one|two|three|four|five|six|seven|eight|nine|ten|itself|[xyn]))\b"
+    rf"(?i)^\W*(?:squared|cubed)|\bso\W*$|\b(?:(?:{_SCALES})[ds]?|{_WORDS}|at least|at most|plus|minus|divided|"
+    r"multiplied|rads?|radians?|pi|nan|inf|point|(?:times|over|by) (?:one|itself|[xyn]))\b"
 )
 _OTHER_VALUE = re.compile(  # in a sentence: words that change a value or are one, and a minus sign
-    rf"(?i)\b(?:{_SCALES}|than|least|most|up to|about|no|false|squared|cubed|two|three|four|five|six|seven|eight|nine|"
-    r"ten|eleven|twelve|\w+teen|\w*enty)\b|(?:=\s*|[a-z]\s)[-−–][0-9]"
+    rf"(?i)\b(?:{_SCALES}|{_WORDS}|than|least|most|up to|about|no|false|squared|cubed)\b|(?:=\s*|[a-z]\s)[-−–][0-9]"
 )
 _UNIT = re.compile(r"(?<![A-Za-z])[cdkm]?m[23]|[A-Za-z]+[²³]?")
 _LETTERS = frozenset("mglLshtAVWNJCFpcd")  # units of one letter

@@ -126,6 +126,8 @@ def parse_answer(reply: str) -> str | None:
 
 
 def parse_action(reply: str, actions: Sequence[str]) -> int | None:
-    """Return the index of the action between `<answer>` tags, read in any case, or None if it is none of them."""
-    answer = (parse_answer(reply) or "").lower()
+    """Return the index of the action between `<answer>` tags, or None if it is none of them. Case, marks around it and
+    a verb before it do not count: **Right**, "move right"."""
+    answer = (parse_answer(reply) or "").lower().strip(" \n.,;:!*_`'\"()[]")
+    answer = re.sub(r"^(?:move|go|push)\s+", "", answer)
     return next((k for k, action in enumerate(actions) if action.lower() == answer), None)

@@ -31,7 +31,7 @@ _ _ _ _ _ _ _ _ _ _ _ _
 _ _ _ _ _ _ _ _ _ _ _ _
 P C C C C C C C C C C G
 Every step costs 1. Stepping over the cliff costs 100 and leads back to the start. At the edge of the grid you stay \
-where you are. Reach the goal at the lowest cost; you have {{turns}} actions.
+where you are. Reach the goal at the lowest cost; you have {{budget}}.
 Actions: Left, Down, Right, Up.
 {FORM}"""
 
@@ -84,4 +84,4 @@ class CliffWalking(GridWorld):
         row, col = divmod(int(self.cliff.s), COLUMNS)
         if self.style == "terse":
             return Observation(f" {cell_name(row, col)} {' '.join(mark for _, mark in self.around())}")
-        return Observation(self.prompt(RULES.format(turns=self.max_turns), f"You: row {row + 1}, column {col + 1}."))
+        return Observation(self.prompt(RULES.format(budget=self.budget()), f"You: row {row + 1}, column {col + 1}."))

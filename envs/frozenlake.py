@@ -23,7 +23,7 @@ PLAYER_ON = {"S": "P", "F": "P", "H": "X", "G": "√"}  # symbols of the player,
 
 RULES = """\
 You are walking on a frozen lake, seen from above as a grid of 4 x 4 cells. Reach the goal without \
-falling into a hole; you have {turns} actions.{slippery}
+falling into a hole; you have {budget}.{slippery}
 {legend}
 Actions: Left, Down, Right, Up."""
 LEGEND = "Symbols: P you, _ ice, O hole, G goal, X you in a hole, √ you on the goal."
@@ -109,7 +109,7 @@ class FrozenLake(GridWorld):
             return Observation("" if self.image else grid, images)
         state = "The image shows the lake." if self.image else f"State:\n{grid}"
         slippery, legend = SLIPPERY if self.slippery else "", IMAGE_LEGEND if self.image else LEGEND
-        rules = RULES.format(turns=self.max_turns, slippery=slippery, legend=legend)
+        rules = RULES.format(budget=self.budget(), slippery=slippery, legend=legend)
         return Observation(self.prompt(rules, f"{state}\n{FORM}"), images)
 
 

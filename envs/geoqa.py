@@ -154,7 +154,7 @@ class GeoQA(QuestionAnswering):
         if choice and gold_choice:
             return choice == gold_choice
         if a is None or b is None:
-            return text == gold_text
+            return a is b and text == gold_text
         if len({a.unit, b.unit} & {"mm", "cm", "dm", "m", "km"}) == 2:
             return False
         digits = [places for places in (a.decimals, b.decimals * (b.decimals > 1)) if places]

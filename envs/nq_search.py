@@ -25,7 +25,7 @@ MAX_PASSAGE = 2000  # characters; Wikipedia's passages have about 600
 
 RULES = f"""\
 Answer the question. An encyclopaedia can be searched: <search> query </search> returns its {TOPK} best passages \
-between <information> and </information>. You have {{turns}} replies; each holds one search or the answer, and the \
+between <information> and </information>. You have {{budget}}; a reply holds one search or the answer, and the \
 answer ends the episode. Only the shortest form of the answer counts: a name, a date or a few words, no sentence.
 """
 FORM = "Reply with <search> query </search> or <answer> answer </answer>; you may think first in <think> </think>."
@@ -128,7 +128,8 @@ class NQSearch(TextEnv):
         if self.style == "terse":
             shown = "\n".join(self.passages).replace("\n", "\n ")
             return Observation((f"<information> {shown}</information>" if self.passages else "") + self.question)
-        opening = RULES.format(turns=self.max_turns) if self.turn == 0 else ""
+        budget = "one reply" if self.max_turns == 1 else f"{self.max_turns} replies"
+        opening = RULES.format(budget=budget) if self.turn == 0 else ""
         if not self.readable:
             opening = "Your last reply could not be read.\n"
         if self.searches:

@@ -21,7 +21,7 @@ LONGEST = 10  # turns of the longest solution: Max Actions of Table 2
 RULES = """\
 You are in a warehouse, seen from above as a grid of {side} x {side} cells. Push every box onto a target: walk \
 against a box and it moves one cell, if the cell behind it is free. You cannot pull, and you cannot push two boxes \
-at once. You have {turns} actions.
+at once. You have {budget}.
 Symbols: # wall, _ floor, O target, √ box on target, X box, P you, S you on a target.
 Actions: Left, Down, Right, Up."""
 
@@ -129,5 +129,5 @@ class Sokoban(GridWorld):
         rows = self.grid()
         if self.style == "terse":
             return Observation("\n".join(row[1:-1] for row in rows[1:-1]))
-        rules, grid = RULES.format(side=self.side, turns=self.max_turns), "\n".join(map(" ".join, rows))
+        rules, grid = RULES.format(side=self.side, budget=self.budget()), "\n".join(map(" ".join, rows))
         return Observation(self.prompt(rules, f"State:\n{grid}\n{FORM}"))

@@ -5,7 +5,8 @@ Paper: Algorithm 1 line 2 ("roll out pi_mu in E to collect episodes"); section 3
     conversation   <prompt o_0> | <reply a_0> | <bridge o_1> | <reply a_1> | ...
                                   \\_ sampled _/               \\_ sampled _/
 
-A conversation is a growing list of token ids. Nothing is decoded and encoded again: what was sampled is trained on. All
+A conversation is a growing list of token ids. Nothing is decoded and encoded again: what was sampled is trained on. The
+environment sees text; that of a reply which the limit cut ends in "…", for its last number may lack digits. All
 live episodes advance together, until the environment ends one or its next turn would not fit `max_tokens` (truncated).
 """
 
@@ -61,6 +62,7 @@ def rollout(
     while live:
         replies = engine.generate([conversations[i] for i in live], max_new_tokens)
         texts = [policy.tokenizer.decode([t for t in reply.tokens if t != policy.eos_id]) for reply in replies]
+        texts = [text + "…" * (reply.tokens[-1] != policy.eos_id) for text, reply in zip(texts, replies, strict=True)]
         steps = type(envs[0]).step_many([envs[i] for i in live], texts)
         still_live = []
         for i, reply, (observation, reward, terminated, truncated, info) in zip(live, replies, steps, strict=True):

@@ -132,7 +132,7 @@ PIECES += ["1\n2 3", "٧", "<answer>1", "\\text{", "\\frac{1}", "√{", "answer:
 def test_huge_replies_are_read_in_no_time_and_earn_nothing(task):
     for piece in PIECES:
         text = piece * (100_000 // len(piece))
-        for reply in (text, f"<answer>{text}</answer>", f"The answer is {text}.", f"\\boxed{{{text}}}"):
+        for reply in (text, text + "=", f"<answer>{text}</answer>", f"The answer is {text}.", f"\\boxed{{{text}}}"):
             began = time.perf_counter()
             assert reward(task, "72", reply, "full") <= 0
             assert time.perf_counter() - began < 1.0, reply[:50]
