@@ -27,12 +27,14 @@ LIMIT = 420  # seconds for a part of PLAN
 SHARED = "--backend vllm+deepspeed --zero_stage 2 --engine_memory 0.4"
 PLAN = {  # name: model, flags of train.py
     "0.5B, paper": ("0.5B", f"--env frozenlake {SHARED}"),
+    "0.5B, paper, ZeRO-3": ("0.5B", f"--env frozenlake {SHARED} --zero_stage 3"),
     "0.5B, paper, plain torch trains": ("0.5B", "--env frozenlake --backend vllm+torch --engine_memory 0.4"),
     "0.5B, small, embedded engine": ("0.5B", "--env frozenlake --backend hf+torch --rollout_batch_size 32"),
     "3B-VL, paper": ("3B-VL", f"--env frozenlake_vlm {SHARED} --rollout_batch_size 32"),
     "tiny": ("tiny", "--env frozenlake --backend hf+torch --rollout_batch_size 4 --batch_size 4 --max_turns 2"),
 }
 COMMON = "--iterations 4 --eval_every 4 --eval_episodes 8 --save_every 0 --max_new_tokens 64".split()
+PEAK = 989e12  # FLOP/s of an H100 or H200 in bfloat16 without sparsity (NVIDIA's data sheet)
 PHASES = ("rollout_s", "logprobs_s", "update_s", "replay_s", "sync_s")
 
 # of Qwen2.5-0.5B-Instruct and Qwen2.5-VL-3B-Instruct
@@ -81,6 +83,7 @@ def build(size: str, folder: str) -> None:
 def run(out: str, flags: list[str]) -> int:
     """Run train.py with these flags and print its times, without the first iteration, which warms up."""
     import torch
+    import transformers
 
     import train
 
@@ -101,6 +104,14 @@ def run(out: str, flags: list[str]) -> int:
         count = {"rollout_s": sampled, "logprobs_s": tokens, "update_s": tokens}.get(phase, 0)
         speed = f"{count / seconds:10,.0f} tokens/s" if count else ""
         print(f"{phase.removesuffix('_s'):10s} {seconds:9.3f} s {seconds / sum(mean.values()):7.1%} {speed}")
+    with torch.device("meta"):
+        config = transformers.AutoConfig.from_pretrained(f"{out}/checkpoint")
+        kind = "ImageTextToText" if hasattr(config, "vision_config") else "CausalLM"
+        size = getattr(transformers, f"AutoModelFor{kind}").from_config(config).num_parameters()
+    flops = 6 * size * tokens / mean["update_s"]  # of a forward and a backward pass, without the attention's
+    print(f"update: {flops:.2e} FLOP/s, {flops / PEAK:.1%} of {PEAK:.3g} (H200, bfloat16)")
+    if mean["sync_s"] > 1e-3:
+        print(f"sync: {2 * size / 1e9 / mean['sync_s']:.1f} GB/s, at 2 bytes a parameter, its proof included")
     for name in ("mismatch", "mismatch_p01", "mismatch_p99", "sync_error"):
         print(f"{name} {max((row[name] for row in rows), key=lambda value: float(value or 0)) or '-'}")
     if torch.cuda.is_available():

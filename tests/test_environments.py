@@ -19,11 +19,13 @@ READABLE = [
     "<answer>Right</answer>", "<answer>right</answer>", "<Answer> RIGHT </Answer>", "<ANSWER>\n\tRight\n</answer>",
     "The hole is Down, so I go Right: <answer> Right </answer>. Then Up!", "1 < 2 <b><answer>Right</answer></b>",
     "<THINK>Left? <answer>Left</answer> no.</Think>\n<answer>Right</answer>",
-    "<think>What is <think> for?</think><answer>Right</answer>",
+    "<think>What is <think> for?</think><answer>Right</answer>", "<answer>go Right</answer>",
+    "<answer>**Right**</answer>", '<answer>"Move right."</answer>', "<answer>[Right]</answer>",
 ]  # fmt: skip
 NO_ACTION = [
     "I go Right.", "<search>Right</search>", "<answer>Right", "</answer>Right<answer>", "<answer> </answer>",
-    "<answer>go Right</answer>", "<answer>Rights</answer>", "<answer>Ri ght</answer>", "<anſwer>Right</anſwer>",
+    "<answer>not Right</answer>", "<answer>go</answer>", "<answer>Right or Left</answer>",
+    "<answer>Rights</answer>", "<answer>Ri ght</answer>", "<anſwer>Right</anſwer>",
     "<answer>Right</answer><answer>Left</answer>", "<answer><answer>Right</answer></answer>", "\x00\ud800",
     "<think><think><answer>Right</answer>", "<think><answer>Right</answer></think>", "</think><answer>Right</answer>",
     "<think>a</think><think>b</think><answer>Right</answer>", "< answer>Right</ answer>",
