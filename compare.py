@@ -143,7 +143,7 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
 
 def figure(path: Path, runs: dict[str, list[dict]], title: str, known: dict[str, float], metric: str) -> None:
     """Draw the metric on held-out seeds against episodes: the mean over seeds, and each seed as a thin line."""
-    lines, others, column = [], (f"C{k}" for k in count(4)), f"eval_{metric}"  # matplotlib's, none of them like ours
+    lines, others, column = [], (f"C{k}" for k in count(4)), f"eval_{metric}"  # matplotlib's, unlike METHOD_COLORS
     for arm, tables in runs.items():
         color, x = METHOD_COLORS.get(arm) or next(others), max((table["episodes"] for table in tables), key=len)
         lines += [(table, column, {"color": color, "alpha": 0.3, "linewidth": 1}) for table in tables]

@@ -15,7 +15,7 @@ if __name__ == "__main__":
     parse_args()  # before torch is imported: --help and a wrong flag answer at once
 
 import torch
-from transformers import set_seed
+from transformers import logging, set_seed
 
 from freshper.backends import backends, choose_backend, join_ranks, load, make_trainer
 from freshper.buffer import ReplayBuffer
@@ -80,6 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     """Return the exit status: 0 done, 1 something failed on the way, 2 bad input, 130 Ctrl-C, 143 SIGTERM."""
     config = parse_args(argv)
     keep_freed_memory()
+    logging.set_verbosity_error()  # its report of weights that do not fit becomes one sentence
     if config.tiny:
         torch.set_num_threads(1)  # a tiny model gains nothing from more
     set_seed(config.seed)  # Python's, numpy's and torch's generators

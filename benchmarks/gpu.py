@@ -6,7 +6,7 @@
     python benchmarks/gpu.py --build 3B-VL out/v         a model of a real size with random weights, to be used as in
     torchrun --nproc_per_node 2 benchmarks/gpu.py --run out/run --model out/v --env frozenlake_vlm    (4 GPUs)
 
-Paper: section 4.1, appendix F ("GPU Layout"). Run on a CPU only so far. PLAN takes at most half an hour: a part of it
+Paper: section 4.1, appendix F ("GPU Layout"). Run on a CPU only so far. PLAN takes at most 42 minutes: a part of it
 that needs more than LIMIT seconds is stopped, and one that fails does not stop the others.
 
 Random weights write replies as long as allowed, so there are as many tokens as there can be; nothing is learned from

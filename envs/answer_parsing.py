@@ -39,7 +39,10 @@ def final_answer(reply: str, untagged: bool, given: frozenset[str] = frozenset()
     elif given and (new := _new_number(spoken.strip(), given)):
         texts = [new]
     elif not given and (announced := _ANNOUNCED.findall(spoken)):
-        texts = re.split(r"(?<!\b[A-F])[.!](?:\s|$)", announced[-1])[:1]  # to the end of the sentence
+        announced = [re.split(r"(?<!\b[A-F])[.!](?:\s|$)", text)[0] for text in announced]  # to the end of the sentence
+        offered = any(re.search(r"(?i)\bor(?: the| my)?\s*$", text) for text in announced)
+        values = [text for text in announced if re.search("[0-9]", text) or read_choice(text)]
+        texts = [] if offered else (values or announced)[-1:]
     else:
         alone = read_number(spoken) and re.match("(?:[^0-9=]{0,20}=)?[^A-Za-z=]*[0-9][^=]*$", spoken.strip())
         texts = [spoken if alone or read_choice(spoken) else ""]
@@ -80,11 +83,12 @@ _ARITHMETIC = r"[-0-9\s\0.,+*/x()²³√π%°]*"
 _WORK = re.compile(rf"{_ARITHMETIC}(?:[√π]|[0-9)²³%°][\s\0]*[-+*/x][\s\0]*[-(0-9.]){_ARITHMETIC}|[^0-9]*")
 _BEFORE = re.compile(r"((?:[A-Za-z',:∠△\s\0]|\.(?![0-9]))*)(.*)", re.S)  # words before a number, and the rest
 _DENIED = re.compile(  # beside a number: words that deny it or offer another
-    r"(?i)≠|n't|\b(?:not|cannot|never|none|neither|n?or|if|unless|but|except|either|maybe|perhaps|possibly|vs|wrong|incorrect|wait|"
-    r"actually)\b"
+    r"(?i)≠|n't|\b(?:not|cannot|never|none|neither|n?or|if|unless|but|except|either|maybe|perhaps|possibly|vs|wrong|"
+    r"incorrect|no,? wait)\b"
 )
 _WORDS = (  # of numbers
-    r"two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
+    r"two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen|"
+    r"(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
 )
 _SCALES = (
     r"k|[mbt]n|mil|bil|grand|hundred|thousand|[mbtr]+illion|dozen|lakh|crore|gross|half|third|quarter|fold|itself|"
@@ -93,11 +97,12 @@ _SCALES = (
 )
 _SCALED_BEFORE = re.compile(
     rf"\b(?:{_SCALES}|{_WORDS}|(?<!total )of|than|at least|at most|up to|over|under|above|below|between|no|log|ln|plus|"
-    r"times|by)[\s\0]*$", re.I
+    r"times|(?:multiplied|divided) by)[\s\0]*$", re.I
 )  # fmt: skip
 _SCALED_BEHIND = re.compile(
-    rf"(?i)^\W*(?:squared|cubed)|\bso\W*$|\b(?:(?:{_SCALES})[ds]?|{_WORDS}|at least|at most|plus|minus|divided|"
-    r"multiplied|rads?|radians?|pi|nan|inf|point|(?:times|over|by) (?:one|itself|[xyn]))\b"
+    rf"(?i)^\W*(?:squared|cubed)|^\W*(?:(?:and|wait|actually|more|less|than|point)\W+)*(?:{_WORDS})\b|\bso\W*$|"
+    rf"\b(?:(?:{_SCALES})[ds]?|at least|at most|plus|minus|divided|multiplied|rads?|radians?|pi|nan|inf|"
+    rf"(?:times|over|by) (?:one|{_WORDS}|itself|[xyn]))\b"
 )
 _OTHER_VALUE = re.compile(  # in a sentence: words that change a value or are one, and a minus sign
     rf"(?i)\b(?:{_SCALES}|{_WORDS}|than|least|most|up to|about|no|false|squared|cubed)\b|(?:=\s*|[a-z]\s)[-−–][0-9]"

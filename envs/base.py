@@ -126,8 +126,9 @@ def parse_answer(reply: str) -> str | None:
 
 
 def parse_action(reply: str, actions: Sequence[str]) -> int | None:
-    """Return the index of the action between `<answer>` tags, or None if it is none of them. Case, marks around it and
-    a verb before it do not count: **Right**, "move right"."""
-    answer = (parse_answer(reply) or "").lower().strip(" \n.,;:!*_`'\"()[]")
-    answer = re.sub(r"^(?:move|go|push)\s+", "", answer)
-    return next((k for k, action in enumerate(actions) if action.lower() == answer), None)
+    """Return the index of the action between `<answer>` tags, or None if it is none of them. Case does not count, nor,
+    if no action is written so, marks around it and a verb before it: **Right**, "move right"."""
+    marks, answer = " \n.,;:!*_`'\"()[]", (parse_answer(reply) or "").lower()
+    bare = re.sub(r"^(?:move|go|push)\s+", "", answer.strip(marks)).strip(marks)
+    known = [action.lower() for action in actions]
+    return next((known.index(text) for text in (answer, bare) if text in known), None)

@@ -148,8 +148,8 @@ class GeoQA(QuestionAnswering):
 
     @staticmethod
     def right(value: tuple[str, Number | None, str], gold: tuple[str, Number | None, str]) -> bool:
-        """Return whether letters, numbers or texts are the same. Decimals of a number that is no integer may be off by
-        less than 1 in the last digit and by TOLERANCE."""
+        """Return whether letters, numbers or texts are the same. A decimal may differ by less than 1 in the last digit
+        of the shorter one, and by at most TOLERANCE of the gold value."""
         (choice, a, text), (gold_choice, b, gold_text) = value, gold
         if choice and gold_choice:
             return choice == gold_choice

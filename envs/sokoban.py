@@ -77,7 +77,8 @@ def random_room(seed: int, side: int, boxes: int, longest: int) -> tuple[Cells, 
 
 
 class Sokoban(GridWorld):
-    """`style` "terse" shows the grid alone, without its outer walls. Raises ValueError for another size."""
+    """`style` "terse" shows the grid alone, without its outer walls. Raises ValueError unless `side` is 6
+    to 8 and `boxes` 1 or 2."""
 
     metrics = ("score",)
     turn_reward = -0.1

@@ -66,7 +66,7 @@ def load(config: Config, seeds: list[int]) -> Policy:
     # plain torch keeps float32 master weights and computes in --dtype; DeepSpeed keeps its own
     mixed = config.dtype == "bfloat16" and config.trainer == "torch"
     dtype = torch.float32 if mixed else getattr(torch, config.dtype)
-    with refused(name):
+    with refused(name, "loaded"):
         policy = load_policy(name, config.device, dtype, freeze_vision=config.tiny)
         known, vocabulary = len(policy.tokenizer), policy.model.get_input_embeddings().num_embeddings
         if not policy.tokenizer.encode("text", add_special_tokens=False) or known > vocabulary:
@@ -76,7 +76,7 @@ def load(config: Config, seeds: list[int]) -> Policy:
         raise ValueError(f"--max_tokens is {config.max_tokens}, but must be at most {positions} with --model {name}")
     if any(o.images for o in observations) and not policy.image_processor:
         raise ValueError(f"--model is {name}, which reads text only, but --env {config.env} shows images")
-    with refused(name):
+    with refused(name, "computed"):
         check(policy, config)
     policy.mixed = mixed
     longest = max(len(policy.user_turn(o)) for o in observations)
@@ -86,14 +86,16 @@ def load(config: Config, seeds: list[int]) -> Policy:
 
 
 @contextlib.contextmanager
-def refused(name: str) -> Iterator[None]:
+def refused(name: str, how: str) -> Iterator[None]:
     """Make one ValueError of what transformers, or a model of another build, may raise in the block."""
     try:
         yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"--model is {name}, but the GPU's memory is too small for it: see docs/gpus.md") from error
     except (OSError, ValueError, KeyError, AttributeError, TypeError, ImportError, RuntimeError,
             SafetensorError, TemplateError, StrictDataclassError) as error:  # fmt: skip
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ValueError(f"--model is {name}, but must be a chat model that can be loaded: {reason}") from error
+        raise ValueError(f"--model is {name}, but must be a chat model that can be {how}: {reason}") from error
 
 
 @torch.no_grad()

@@ -166,7 +166,6 @@ def load_policy(name: str, device: str, dtype: torch.dtype, freeze_vision: bool 
     """Load a policy from a hub id or a folder. Pickled weights are not read. Raises OSError if there is no model there,
     ValueError if weights are missing (transformers would make random ones) or have no place, or if it reads images in
     another way than Qwen2-VL and Qwen2.5-VL."""
-    transformers.logging.set_verbosity_error()  # instead of its report of missing weights: one sentence
     options = {"dtype": dtype, "attn_implementation": "sdpa", "output_loading_info": True, "use_safetensors": True}
     config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     vision = hasattr(config, "vision_config")
@@ -179,6 +178,6 @@ def load_policy(name: str, device: str, dtype: torch.dtype, freeze_vision: bool 
             raise ValueError(f"its weights {problem} {len(keys)}, such as {min(keys)}")
     for parameter in model.parameters():  # out of the file's mapping, whose alignment can show in a last bit
         parameter.data = parameter.data.clone()
-    image_processor = transformers.AutoImageProcessor.from_pretrained(name) if vision else None
-    tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    image_processor = transformers.AutoImageProcessor.from_pretrained(name, trust_remote_code=False) if vision else None
+    tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     return Policy(model.to(device), tokenizer, image_processor, freeze_vision)

@@ -17,8 +17,8 @@ turns belong to one episode. The paper is silent on these points (docs/differenc
   measured against the last WINDOW episodes collected. `recompute`: it is whitened over itself (the authors' code).
 - `turn`: as `batch`, but against the mean of the returns from the same turn on, which leaves the gradient unbiased. If
   turns have a cost, one mean for all pushes early replies down and late ones up, whatever they say, and replies lose
-  their form. Episodes that all have the same return (failures, above all) are measured so whatever the flag says: one
-  mean for all would train on them.
+  their form. Episodes that all have the same return (failures, above all; the KL term counts) are always measured so:
+  one mean for all would train on them.
 - The KL penalty in the reward is that of the policy that acted, on both sides of a replay advantage.
 - If A_t < 0, one stale failure whose tokens have become likely since can dominate the batch: rho_t A_t has no lower
   bound. Dual clip (Ye et al., AAAI 2020) bounds it by `dual_clip` * A_t; 0 switches it off.
@@ -86,7 +86,8 @@ def turn_returns(episodes: list[Episode], rewards: Tensor) -> list[list[float]]:
 
 def equal_returns(returns: list[list[float]]) -> bool:
     """Return whether all episodes, of several, have the same return up to rounding: then nothing tells them apart."""
-    return len(returns) > 1 and bool(np.ptp([row[0] for row in returns]) < 1e-3)
+    first = [row[0] for row in returns]
+    return len(first) > 1 and bool(np.ptp(first) <= 1e-5 * np.abs(first).max())
 
 
 def moments_of(returns: list[list[float]], by_turn: bool) -> Tensor:

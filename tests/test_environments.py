@@ -20,7 +20,7 @@ READABLE = [
     "The hole is Down, so I go Right: <answer> Right </answer>. Then Up!", "1 < 2 <b><answer>Right</answer></b>",
     "<THINK>Left? <answer>Left</answer> no.</Think>\n<answer>Right</answer>",
     "<think>What is <think> for?</think><answer>Right</answer>", "<answer>go Right</answer>",
-    "<answer>**Right**</answer>", '<answer>"Move right."</answer>', "<answer>[Right]</answer>",
+    "<answer>**Right**</answer>", '<answer>"Move right."</answer>', "<answer>go **Right**</answer>",
 ]  # fmt: skip
 NO_ACTION = [
     "I go Right.", "<search>Right</search>", "<answer>Right", "</answer>Right<answer>", "<answer> </answer>",
@@ -34,6 +34,7 @@ NO_ACTION = [
 
 def test_a_reply_holds_one_action_or_none():
     assert {reply: parse_action(reply, ACTIONS) for reply in READABLE} == dict.fromkeys(READABLE, 2)
+    assert parse_action("<answer>Move left</answer>", ("Left!", "Move left")) == 1
     assert {reply: parse_action(reply, ACTIONS) for reply in NO_ACTION} == dict.fromkeys(NO_ACTION)
 
 

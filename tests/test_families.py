@@ -68,7 +68,7 @@ def test_a_family_is_computed_right_or_refused(family, length):
 def test_a_family_of_another_build_is_refused_in_one_sentence(tmp_path):
     config = transformers.GPT2Config(vocab_size=len(TOKENIZER), n_positions=512, n_embd=64, n_layer=1, n_head=4)
     Policy(transformers.GPT2LMHeadModel(config), TOKENIZER).save(str(tmp_path))
-    with pytest.raises(ValueError, match="a chat model that can be loaded: 'GPT2LMHeadModel' object has no"):
+    with pytest.raises(ValueError, match="a chat model that can be computed: 'GPT2LMHeadModel' object has no"):
         load(parse_args(["--model", str(tmp_path), "--max_tokens", "500", "--backend", "hf+torch"]), [0])
 
 

@@ -13,6 +13,7 @@ from conftest import speakable_episodes
 from safetensors.torch import load_file
 
 import train
+from envs.frozenlake import FrozenLake
 from freshper.buffer import ReplayBuffer
 from freshper.diagnostics import read
 from freshper.engine_hf import HFEngine
@@ -176,13 +177,16 @@ OUT_OF_MEMORY = "the GPU's memory ran out in"
     ("kind", "sentence"),
     [("learning rate", "update met numbers that are not finite: loss nan"), ("model", "and a reply of log-prob nan"),
      ("reward", "the rollout met a reward nan"), ("rollout", f"{OUT_OF_MEMORY} rollout; lower --rollout_batch_size"),
-     ("update", f"{OUT_OF_MEMORY} training; lower --micro_batch_size")],
+     ("update", f"{OUT_OF_MEMORY} training; lower --micro_batch_size"),
+     ("update with DeepSpeed", f"{OUT_OF_MEMORY} training; lower --micro_batch_size")],
 )  # fmt: skip
 def test_numbers_that_stop_being_finite_and_a_full_gpu_end_the_run(kind, sentence, tmp_path, monkeypatch, capsys):
     full = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
     if kind == "rollout":
         monkeypatch.setattr(HFEngine, "generate", full)
-    if kind == "update":  # as with DeepSpeed
+    if kind == "update":
+        monkeypatch.setattr(TorchTrainer, "update", full)
+    if kind == "update with DeepSpeed":
 
         def update(*_):
             with watched("`update`"):
@@ -204,12 +208,15 @@ def test_numbers_that_stop_being_finite_and_a_full_gpu_end_the_run(kind, sentenc
     assert ("episode seed" in line) is (OUT_OF_MEMORY not in line)
 
 
-def test_a_first_batch_without_a_readable_reply_is_announced_and_cut_replies_are_counted(tmp_path, capsys):
+def test_a_first_batch_without_a_readable_reply_is_announced_and_cut_replies_are_marked(tmp_path, monkeypatch, capsys):
+    seen, step = [], FrozenLake.step
+    monkeypatch.setattr(FrozenLake, "step", lambda env, reply: seen.append(reply) or step(env, reply))
     assert train.main(flags("--max_new_tokens 1", tmp_path / "run")) == 0  # too short for a reply
     out = capsys.readouterr().out
     assert out.count("no reply of the first batch could be read") == 1
     cut = read(tmp_path / "run", "metrics.csv")["cut"][1]
     assert cut > 0.9
+    assert all(reply.endswith("…") for reply in seen if reply)  # one token, or none and the end
     assert f"{cut:.0%} were cut by --max_new_tokens" in out
 
 
@@ -220,11 +227,15 @@ def test_activations_that_are_computed_again_give_the_same_update(family, model_
         monkeypatch.setattr("freshper.trainer.ACTIVATIONS", most)
         policy = load_policy(model_folder[family], "cpu", torch.float32)
         trainer = TorchTrainer(policy, parse_args([]), total_updates=20)
-        assert policy.model.is_gradient_checkpointing is (most == 0)
+        calls = []
+        layers = (policy.model.model.language_model if family == "vision" else policy.model.model).layers
+        layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         trainer.update(speakable_episodes(policy, 4))
-        found.append([parameter.grad for parameter in policy.model.parameters()])
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
-    assert all(gradient.abs().max() > 0 for gradient in found[1])
+        found.append((len(calls), [parameter.grad for parameter in policy.model.parameters()]))
+    (once, gradients), (again, same) = found
+    assert again == 2 * once
+    assert all(torch.equal(*pair) for pair in zip(gradients, same, strict=True))
+    assert all(gradient.abs().max() > 0 for gradient in gradients)
 
 
 INDEX = b'{"metadata": {}, "weight_map": {"lm_head.weight": "model-2.safetensors"}}'
