@@ -37,9 +37,7 @@ class NearOptimalEngine(RandomEngine):
         replies = super().generate(conversations, max_new_tokens)
         for k, conversation in enumerate(conversations):
             if self.rng.random() >= self.mistakes:
-                text = self.env_of[conversation.seed].optimal_reply()
-                tokens = self.policy.tokenizer.encode(text, add_special_tokens=False)
-                replies[k] = Reply([*tokens, self.policy.eos_id], [0.0] * (len(tokens) + 1))
+                replies[k] = self.reply(self.env_of[conversation.seed].optimal_reply())
         return replies
 
 

@@ -54,7 +54,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--out", type=Path, default=Path("out/tasks"))
     args = parser.parse_args()
-    args.out.mkdir(parents=True)  # an old run must not stand in the table
+    if args.out.exists():  # an old run must not stand in the table
+        parser.error(f"--out is {args.out}, but must be a folder that does not exist yet")
     print("| task | random | before | after, per seed | mean | optimum | goal | reached | score |", end="")
     print(" unreadable | episodes | seconds |\n" + "|---" * 12 + "|", flush=True)
     for env in args.env:

@@ -21,7 +21,7 @@ from envs.base import outside_think, split_tags
 MAX_ANSWER = 100  # characters of an answer and the words around it
 
 _BOX = re.compile(r"\\boxed(?:\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*+\})*+\})*+)\})?")  # "" if it is not closed
-_ANNOUNCED = re.compile(  # to the end of the line, or to the next one
+_ANNOUNCED = re.compile(  # what follows, up to the next "answer" or the end of the line
     r"(?i)(?:####|\banswer\b[^\n.]{0,60}?(?:\bis\b|\bbe\b|\bwas\b|[:=]))[\s*:]*((?:(?!\banswer\b)[^\n])*)"
 )
 
@@ -96,9 +96,9 @@ _SCALES = (
     r"triple|root|power|factorial"
 )
 _SCALED_BEFORE = re.compile(
-    rf"\b(?:{_SCALES}|{_WORDS}|(?<!total )of|than|at least|at most|up to|over|under|above|below|between|no|log|ln|plus|"
-    r"times|(?:multiplied|divided) by)[\s\0]*$", re.I
-)  # fmt: skip
+    rf"(?i)\b(?:{_SCALES}|{_WORDS}|(?<!total )of|than|at least|at most|up to|over|under|above|below|between|no|log|ln|"
+    r"plus|times|(?:multiplied|divided) by)[\s\0]*$"
+)
 _SCALED_BEHIND = re.compile(
     rf"(?i)^\W*(?:squared|cubed)|^\W*(?:(?:and|wait|actually|more|less|than|point)\W+)*(?:{_WORDS})\b|\bso\W*$|"
     rf"\b(?:(?:{_SCALES})[ds]?|at least|at most|plus|minus|divided|multiplied|rads?|radians?|pi|nan|inf|"

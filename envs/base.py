@@ -77,6 +77,10 @@ class TextEnv(gymnasium.Env):
         """Step each environment with its reply. Tasks that query a service override this to send one request."""
         return (env.step(reply) for env, reply in zip(envs, replies, strict=True))
 
+    def budget(self, one: str = "action", several: str = "actions") -> str:
+        """Return how many replies an episode has, in words."""
+        return f"one {one}" if self.max_turns == 1 else f"{self.max_turns} {several}"
+
     def random_reply(self, rng: np.random.Generator) -> str:
         """Return the reply of the random policy: one of `actions`, drawn uniformly."""
         return f"<answer>{self.actions[rng.integers(len(self.actions))]}</answer>"
@@ -126,8 +130,8 @@ def parse_answer(reply: str) -> str | None:
 
 
 def parse_action(reply: str, actions: Sequence[str]) -> int | None:
-    """Return the index of the action between `<answer>` tags, or None if it is none of them. Case does not count, nor,
-    if no action is written so, marks around it and a verb before it: **Right**, "move right"."""
+    """Return the index of the action between `<answer>` tags, or None if it is none of them. Case is
+    ignored. So are marks around the action and a verb before it, unless an action has them: **Right**, "move right"."""
     marks, answer = " \n.,;:!*_`'\"()[]", (parse_answer(reply) or "").lower()
     bare = re.sub(r"^(?:move|go|push)\s+", "", answer.strip(marks)).strip(marks)
     known = [action.lower() for action in actions]

@@ -40,10 +40,6 @@ class GridWorld(TextEnv):
         info = {"success": success, "valid": valid, "metrics": dict.fromkeys(self.metrics, self.score)}
         return self.observe(), reward, ended, self.turn >= self.max_turns, info
 
-    def budget(self) -> str:
-        """Return how many actions an episode has, in words."""
-        return "one action" if self.max_turns == 1 else f"{self.max_turns} actions"
-
     def prompt(self, rules: str, state: str) -> str:
         """Return the text of the "full" style: rules, or feedback in later turns, then the turn and the state."""
         opening = self.feedback if self.turn else rules

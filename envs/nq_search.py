@@ -128,8 +128,7 @@ class NQSearch(TextEnv):
         if self.style == "terse":
             shown = "\n".join(self.passages).replace("\n", "\n ")
             return Observation((f"<information> {shown}</information>" if self.passages else "") + self.question)
-        budget = "one reply" if self.max_turns == 1 else f"{self.max_turns} replies"
-        opening = RULES.format(budget=budget) if self.turn == 0 else ""
+        opening = RULES.format(budget=self.budget("reply", "replies")) if self.turn == 0 else ""
         if not self.readable:
             opening = "Your last reply could not be read.\n"
         if self.searches:

@@ -17,8 +17,8 @@ turns belong to one episode. The paper is silent on these points (docs/differenc
   measured against the last WINDOW episodes collected. `recompute`: it is whitened over itself (the authors' code).
 - `turn`: as `batch`, but against the mean of the returns from the same turn on, which leaves the gradient unbiased. If
   turns have a cost, one mean for all pushes early replies down and late ones up, whatever they say, and replies lose
-  their form. Episodes that all have the same return (failures, above all; the KL term counts) are always measured so:
-  one mean for all would train on them.
+  their form. If all episodes have the same return after the KL term, such as failures, they are always measured so:
+  against one mean for all they would have a gradient.
 - The KL penalty in the reward is that of the policy that acted, on both sides of a replay advantage.
 - If A_t < 0, one stale failure whose tokens have become likely since can dominate the batch: rho_t A_t has no lower
   bound. Dual clip (Ye et al., AAAI 2020) bounds it by `dual_clip` * A_t; 0 switches it off.
@@ -133,8 +133,10 @@ def training_batch(
     (None: 1); `moments` [2, K]: those of `ReplayBaseline`, or [2, B, T] (None: the batch's own)."""
     batch = collate(episodes)
     mask, rewards = batch.action_mask, shaped(batch, config.kl_reward_coef)
-    if moments is None and (config.baseline == "turn" or equal_returns(turn_returns(episodes, rewards))):
-        moments = moments_of(turn_returns(episodes, rewards), by_turn=True)
+    if moments is None:
+        returns = turn_returns(episodes, rewards)
+        if config.baseline == "turn" or equal_returns(returns):
+            moments = moments_of(returns, by_turn=True)
     if moments is not None and moments.dim() == 2:
         turn = (mask & ~mask.roll(1, -1)).cumsum(-1) - 1  # number of each action token's turn, [B, T]
         moments = moments[:, turn.clamp(0, moments.shape[1] - 1)]  # [2, B, T]

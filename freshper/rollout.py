@@ -6,7 +6,7 @@ Paper: Algorithm 1 line 2 ("roll out pi_mu in E to collect episodes"); section 3
                                   \\_ sampled _/               \\_ sampled _/
 
 A conversation is a growing list of token ids. Nothing is decoded and encoded again: what was sampled is trained on. The
-environment sees text; that of a reply which the limit cut ends in "…", for its last number may lack digits. All
+environment reads text. If the limit cut a reply, its text ends in "…": the last number may lack digits. All
 live episodes advance together, until the environment ends one or its next turn would not fit `max_tokens` (truncated).
 """
 

@@ -115,9 +115,12 @@ class RandomEngine:
         self.env_of = dict(zip(seeds, envs, strict=True))
 
     def generate(self, conversations: list[Conversation], max_new_tokens: int) -> list[Reply]:
-        texts = [self.env_of[conversation.seed].random_reply(self.rng) for conversation in conversations]
-        encoded = [self.policy.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        return [Reply([*tokens, self.policy.eos_id], [0.0] * (len(tokens) + 1)) for tokens in encoded]
+        return [self.reply(self.env_of[conversation.seed].random_reply(self.rng)) for conversation in conversations]
+
+    def reply(self, text: str) -> Reply:
+        """Return the reply of this text, with an eos."""
+        tokens = self.policy.tokenizer.encode(text, add_special_tokens=False)
+        return Reply([*tokens, self.policy.eos_id], [0.0] * (len(tokens) + 1))
 
 
 def transcripts(policy: Policy, envs: list[TextEnv], seeds: list[int]) -> list[Episode]:

@@ -28,7 +28,7 @@ from freshper.priority import advantage_priority, reward_priority
 from freshper.reinforce import policy_loss, training_batch
 
 DRIFT = ("log_ratio", "ratio", "ratio_sq", "kl", "clipped")  # sums of each row from `policy_loss`
-ACTIVATIONS = 5 * 2**30  # bytes that the backward pass may find; above, it computes each layer's once more
+ACTIVATIONS = 5 * 2**30  # bytes kept for the backward pass; if there may be more, it computes each layer again
 LOGITS_AT_ONCE = 2**27  # numbers: 0.5 GB in float32, 883 tokens with Qwen2.5's vocabulary of 151,936
 WARMUP_STEPS, MAX_GRAD_NORM = 10, 1.0  # appendix F; Table 3
 

@@ -218,6 +218,9 @@ def test_a_first_batch_without_a_readable_reply_is_announced_and_cut_replies_are
     assert cut > 0.9
     assert all(reply.endswith("…") for reply in seen if reply)  # one token, or none and the end
     assert f"{cut:.0%} were cut by --max_new_tokens" in out
+    seen.clear()
+    assert train.main(flags("", tmp_path / "whole")) == 0
+    assert any(reply.endswith("</answer>") for reply in seen)
 
 
 @pytest.mark.parametrize("family", ["text", "vision"])
