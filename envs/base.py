@@ -4,8 +4,9 @@ Paper: section 3.1 (the turn MDP) and appendix D. A turn is one reply; the envir
 and a reward. An episode ends after `max_turns` turns at the latest. docs/own_environment.md explains how to add one.
 """
 
+import hashlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 import gymnasium
@@ -19,6 +20,11 @@ EVAL_SEEDS, WARM_START_SEEDS = 1_000_000_000, 2_000_000_000
 def held_out(seed: int) -> bool:
     """Return whether a seed belongs to evaluation."""
     return EVAL_SEEDS <= seed < WARM_START_SEEDS
+
+
+def tenth(key: Hashable) -> int:
+    """Return to which of ten parts, 0 to 9, the instance with this key belongs, by a hash. Part 0 is held out."""
+    return hashlib.sha256(repr(key).encode()).digest()[0] % 10
 
 
 class Observation(NamedTuple):

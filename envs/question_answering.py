@@ -10,7 +10,6 @@ full prompts have no warm start and hold these 2 out, too. Problems that differ 
 have the same figure) share their key.
 """
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from functools import cache
@@ -19,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from envs.answer_parsing import final_answer, read_number
-from envs.base import WARM_START_SEEDS, Observation, TextEnv, held_out
+from envs.base import WARM_START_SEEDS, Observation, TextEnv, held_out, tenth
 from envs.data import load_rows, row_for
 
 FEEDBACK = WRONG, RIGHT = "Wrong. ", "Right. "
@@ -81,8 +80,7 @@ class QuestionAnswering(TextEnv):
         contents: dict = defaultdict(lambda: defaultdict(list))
         tenths = "held_out", SPARE[style], SPARE[style], *["train"] * 7
         for answer, kind, key, content in cls.problems(style):
-            split = tenths[hashlib.sha256(repr(key).encode()).digest()[0] % 10]
-            contents[split, answer][kind].append(content)
+            contents[tenths[tenth(key)], answer][kind].append(content)
         return contents
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Observation, dict]:

@@ -5,7 +5,8 @@ the authors' symbols and rewards: -0.1 a turn, +1 for a box pushed onto a target
 last one is in place. `score`, the paper's number, is their sum. One of two boxes in place has |r| = 0: raise epsilon.
 
 Where we differ: a seed gives random walls, and a start whose shortest solution takes exactly n turns, n uniform from
-the number of boxes to `longest`: 10 turns, or 5 in the tiny preset. The authors' rooms may need more than 10.
+the number of boxes to `longest`: 10 turns, or 5 in the tiny preset. The authors' rooms may need more than 10. Rooms with
+the same walls and targets are all held out, or none is.
 """
 
 from functools import lru_cache
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from envs.base import Observation
+from envs.base import Observation, held_out, tenth
 from envs.grid_world import FORM, GridWorld, cell_name
 
 LONGEST = 10  # turns of the longest solution: Max Actions of Table 2
@@ -69,6 +70,8 @@ def random_room(seed: int, side: int, boxes: int, longest: int) -> tuple[Cells, 
         if len(cells) <= 2 * boxes:
             continue
         floor, targets = frozenset(cells), frozenset(cells[k] for k in rng.permutation(len(cells))[:boxes])
+        if (tenth((cells, sorted(targets))) == 0) != held_out(seed):
+            continue
         turns = turns_to_solve(floor, targets, shortest)
         starts = sorted((sorted(b), player) for (b, player), n in turns.items() if n == shortest and not b & targets)
         if starts:

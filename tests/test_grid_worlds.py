@@ -12,6 +12,7 @@ import pytest
 from envs import ENVS
 from envs.base import EVAL_SEEDS, WARM_START_SEEDS, play_out
 from envs.frozenlake import random_map, solve
+from envs.sokoban import random_room
 
 STEPS = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
 
@@ -77,6 +78,21 @@ def test_frozenlake_maps_and_exact_bounds():
             assert known[seed] == pytest.approx(exact)
 
 
+@pytest.mark.parametrize("name", ["frozenlake", "sokoban_simple", "sokoban_hard"])
+def test_held_out_maps_and_rooms_are_never_seen_in_training_or_warm_start(name):
+    """No two share holes and goal, or walls and targets. There are at least 10,000 different ones for training."""
+    env, grounds = ENVS[name](), {}
+    movers = {"P": "_"} if name == "frozenlake" else {"P": "_", "X": "_", "S": "O"}
+    for first in (0, EVAL_SEEDS, WARM_START_SEEDS):
+        shown = (env.reset(seed=first + k)[0].text for k in range(1000))
+        grounds[first] = {text.translate(str.maketrans(movers)) for text in shown}
+    seen, held_out = grounds[0] | grounds[WARM_START_SEEDS], grounds[EVAL_SEEDS]
+    assert (len(seen & held_out), len(held_out) > 300) == (0, True)
+    sampled = range(25_000) if name == "sokoban_simple" else range(12_000)
+    size = SIZES.get(name)
+    assert len({random_room(k, *size, 5)[:3] if size else "".join(random_map(k)) for k in sampled}) >= 10_000
+
+
 def test_cliffwalking_is_gymnasium_s():
     """A long random walk beside the original."""
     twin, rng = gymnasium.make("CliffWalking-v1").unwrapped, np.random.default_rng(0)
@@ -130,7 +146,7 @@ def test_cliffwalking_s_exact_bounds():
 SIZES = {"sokoban_simple": (6, 1), "sokoban_hard": (8, 2)}
 ROOMS = {  # of seed 7, made once and written down
     "sokoban_simple": "____\nO#__\nP_X_\n____",
-    "sokoban_hard": "_S___#\n_X____\n______\n_X#_##\n__O___\n_##___",
+    "sokoban_hard": "#_____\n__#X_P\n#__O__\n_#_X__\n##_O#_\n_____#",
 }
 
 
@@ -171,7 +187,7 @@ class Moves(dict):
 def test_sokoban_follows_the_rules(name):
     """Random episodes; state and text as the reference sees them, rewards counted from its symbols."""
     env, rng, seen = ENVS[name](max_turns=60, style="full"), np.random.default_rng(0), Counter()
-    for seed in range(30):
+    for seed in range(60):
         env.reset(seed=seed)
         rows, score, over = tuple(env.grid()), 0.0, False
         while not over:
