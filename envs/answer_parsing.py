@@ -66,9 +66,9 @@ _SPELLINGS = {
     **dict.fromkeys(r"\$ $ € £ ¥ ₹ ** __ ` \( \) \[ \]".split(), _MARK),
     **dict.fromkeys(("\\,", "\\;", "\\:", "\\ ", "~", "\u00a0", "\u2009", "\u202f"), " "),
     "\\!": "", "\\left": "", "\\right": "", "{,}": ",", "\\%": "%", "−": "-", "–": "-", "^{\\circ}": "°",
-    "^\\circ": "°", "\\circ": "°", "\\degree": "°", "^°": "°", "˚": "°", "º": "°", "^{2}": "²", "^{3}": "³",
-    "^2": "²", "^3": "³", "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cdot": "*", "\\times": "*", "×": "*",
-    "·": "*", "÷": "/", "\\angle": "∠", "\\approx": "=", "≈": "=", "\\pi": "π", "\\sqrt": "√", "sqrt": "√",
+    "^\\circ": "°", "^{o}": "°", "^o": "°", "\\circ": "°", "\\degree": "°", "^°": "°", "˚": "°", "º": "°", "^{2}": "²",
+    "^{3}": "³", "^2": "²", "^3": "³", "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cdot": "*", "\\times": "*",
+    "×": "*", "·": "*", "÷": "/", "\\angle": "∠", "\\approx": "=", "≈": "=", "\\pi": "π", "\\sqrt": "√", "sqrt": "√",
     "½": "\\frac12", "¼": "\\frac14", "¾": "\\frac34", "⅓": "\\frac13",
 }  # fmt: skip
 _SPELLING = re.compile("|".join(re.escape(written) for written in sorted(_SPELLINGS, key=len, reverse=True)))
@@ -91,14 +91,17 @@ _WORDS = (  # of numbers
     r"(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
 )
 _SCALES = (
-    r"k|[mbt]n|mil|bil|grand|hundred|thousand|[mbtr]+illion|dozen|lakh|crore|gross|half|third|quarter|fold|itself|"
+    r"k|[mbt]n|mil|bil|mio|mrd|grand|hundred|thousand|[mbtr]+illion|dozen|lakh|crore|gross|half|third|quarter|fold|itself|"
     r"(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|\w+tie|hundred|thousand|[mbtr]+illion)th|tens|halve|twice|double|"
     r"triple|root|power|factorial"
 )
 _SCALED_BEFORE = re.compile(
-    rf"(?i)\b(?:{_SCALES}|{_WORDS}|(?<!total )of|than|at least|at most|up to|over|under|above|below|between|no|log|ln|"
-    r"plus|times|(?:multiplied|divided) by)[\s\0]*$"
+    rf"(?i)\b(?:{_SCALES}|(?:{_WORDS}),?|(?<!total )of|than|at least|at most|up to|over|under|above|below|between|no|"
+    r"log|ln|plus|times|(?:multiplied|divided) by)[\s\0]*$"
 )
+_TIMES = {"thousand": 10**3, "million": 10**6, "billion": 10**9}
+_SCALE = re.compile(rf"(?i)[\s\0]*({'|'.join(_TIMES)})\b")
+_TERM = re.compile(r"(?i)(?<![\w'])[a-z][\s\0]*[-+]|[a-z][\s\0]*\+[\s\0]")  # x + 7
 _SCALED_BEHIND = re.compile(
     rf"(?i)^\W*(?:squared|cubed)|^\W*(?:(?:and|wait|actually|more|less|than|point)\W+)*(?:{_WORDS})\b|\bso\W*$|"
     rf"\b(?:(?:{_SCALES})[ds]?|at least|at most|plus|minus|divided|multiplied|rads?|radians?|pi|nan|inf|"
@@ -110,7 +113,8 @@ _OTHER_VALUE = re.compile(  # in a sentence: words that change a value or are on
 _UNIT = re.compile(r"(?<![A-Za-z])[cdkm]?m[23]|[A-Za-z]+[²³]?")
 _LETTERS = frozenset("mglLshtAVWNJCFpcd")  # units of one letter
 _CHOICE = re.compile(  # letter, delimiter, remainder
-    r"(?is)(?:[^0-9]*\b(?:is|be|answer|option|choice)[\s\0:]+)?[(\[]?([A-F])(?![A-Z])[)\]]?[\s\0]*([.:)]?)[\s\0]*(.*)"
+    r"(?is)(?:[^0-9]*\b(?:is|be|answer|option|choice)[\s\0:]+)?[(\[]?([A-F])(?![A-Z])[)\]]?(?: is (?:correct|right))?"
+    r"[\s\0]*([.:)]?)[\s\0]*(.*)"
 )
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
@@ -128,6 +132,7 @@ def plain(text: str) -> str:
         top, bottom = found[1] or found[2], found[3] or found[4]
         return f" {top}/{bottom}{_MARK}" if f"{top}{bottom}".lstrip("-").isdigit() else f"(({top})/({bottom}))"
 
+    text = re.sub("<<[^<>]*>>", "", text)  # GSM8K's own: 48 + 24 = <<48+24=72>>72
     text = re.sub(r"\\(?:text|math|mbox)[a-z]*\s*\{([^{}]*)\}", rf"{_MARK}\1{_MARK}", text)
     text = _SPELLING.sub(lambda found: _SPELLINGS[found[0]], text.replace(f"{_MARK}^", "^"))
     for _ in range(3):  # from the inside out
@@ -147,17 +152,19 @@ def read_number(text: str) -> Number | None:
     decimals, fractions (7/2, \frac72), mixed numbers (3 1/2), roots and multiples of π (\frac{2\sqrt3}{3}, 9π), with a
     sign, a currency or unit, and words or an equation that lead to them."""
     left, _, right = plain(text).rpartition("=") if len(text) <= MAX_ANSWER else ("", "", "")
-    *names, work = re.sub(r"(?:_\{?|∠)\s*[0-9A-Za-z]{1,3}\}?", "", left).split("=")
+    *names, work = re.sub(r"(?:_\{?|∠)\s*[0-9A-Za-z]{1,3}\}?|(?<=[0-9])(?:\s+[A-Za-z]{2,})+", "", left).split("=")
     if re.search("[0-9]", "".join(names)) or not _WORK.fullmatch(work):
         return None
     words, body = _BEFORE.match(_bare(right)).groups()  # type: ignore[union-attr]
     surd = re.search("[√π]", body)
     found = (_SURD if surd else _NUMBER).match(body)
-    if not found or _DENIED.search(f"{left} {words}") or _SCALED_BEFORE.search(words):
+    if not found or _DENIED.search(f"{left} {words}") or _SCALED_BEFORE.search(words) or _TERM.search(words + body[:2]):
         return None
-    value, unit = _evaluate(found[0]), _unit(body[found.end() :])
+    scale = _SCALE.match(body, found.end())
+    value, unit = _evaluate(found[0]), _unit(body[scale.end() if scale else found.end() :])
     if value is None or unit is None:
         return None
+    value *= _TIMES[scale[1].lower()] if scale else 1
     if surd and math.isclose(value, Fraction(value).limit_denominator(1000), rel_tol=1e-12):
         return None  # √1600 is work left undone
     decimals = "" if surd or "/" in found[0] else found[0].partition(".")[2]

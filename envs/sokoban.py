@@ -5,8 +5,8 @@ the authors' symbols and rewards: -0.1 a turn, +1 for a box pushed onto a target
 last one is in place. `score`, the paper's number, is their sum. One of two boxes in place has |r| = 0: raise epsilon.
 
 Where we differ: a seed gives random walls, and a start whose shortest solution takes exactly n turns, n uniform from
-the number of boxes to `longest`: 10 turns, or 5 in the tiny preset. The authors' rooms may need more than 10. Rooms with
-the same walls and targets are all held out, or none is.
+the number of boxes to `longest`: 10 turns, or 5 in the tiny preset. The authors' rooms may need more than 10. Rooms
+with the same walls and targets are all held out, or none is.
 """
 
 from functools import lru_cache
