@@ -34,7 +34,7 @@ def run(tmp_path_factory):
 
 
 def test_low_ess_of_ten_iterations_is_said_once_every_ten(tmp_path, monkeypatch):
-    lines, flags = [], ["--model", "tiny", *"--iterations 12 --rollout_batch_size 4 --batch_size 4".split()]
+    lines, flags = [], ["--model", "tiny", *"--seed 1 --iterations 12 --rollout_batch_size 4 --batch_size 4".split()]
     monkeypatch.setattr(Report, "say", staticmethod(lines.append))
     monkeypatch.setattr("freshper.report.LEAST_ESS", 1.0)  # healthy batches are just below it
     assert train.main([*flags, "--max_turns", "2", "--eval_episodes", "2", "--out", str(tmp_path / "run")]) == 0

@@ -28,7 +28,7 @@ from freshper.trainer import TorchTrainer
 
 def flags(text, out):
     """The flags of a short run."""
-    short = "--model tiny --iterations 2 --rollout_batch_size 4 --eval_episodes 4".split()
+    short = "--model tiny --seed 1 --iterations 2 --rollout_batch_size 4 --eval_episodes 4".split()
     return [*short, *text.split(), *([] if "on_policy" in text else ["--batch_size", "4"]), "--out", str(out)]
 
 
