@@ -6,7 +6,7 @@ and a reward. An episode ends after `max_turns` turns at the latest. docs/own_en
 
 import hashlib
 import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 import gymnasium
@@ -22,7 +22,7 @@ def held_out(seed: int) -> bool:
     return EVAL_SEEDS <= seed < WARM_START_SEEDS
 
 
-def tenth(key: Hashable) -> int:
+def tenth(key: object) -> int:
     """Return to which of ten parts, 0 to 9, the instance with this key belongs, by a hash. Part 0 is held out."""
     return hashlib.sha256(repr(key).encode()).digest()[0] % 10
 
