@@ -99,8 +99,8 @@ _SCALED_BEFORE = re.compile(
     rf"(?i)\b(?:{_SCALES}|(?:{_WORDS}),?|(?<!total )of|than|at least|at most|up to|over|under|above|below|between|no|"
     r"log|ln|plus|times|(?:multiplied|divided) by)[\s\0]*$"
 )
-_TIMES = {"thousand": 10**3, "million": 10**6, "billion": 10**9}
-_SCALE = re.compile(rf"(?i)[\s\0]*({'|'.join(_TIMES)})\b")
+_THOUSANDS = {"thousand": 10**3, "million": 10**6, "billion": 10**9}
+_MULTIPLIED = re.compile(rf"(?i)[\s\0]*({'|'.join(_THOUSANDS)})\b")
 _TERM = re.compile(r"(?i)(?<![\w'])[a-z][\s\0]*[-+]|[a-z][\s\0]*\+[\s\0]")  # x + 7
 _SCALED_BEHIND = re.compile(
     rf"(?i)^\W*(?:squared|cubed)|^\W*(?:(?:and|wait|actually|more|less|than|point)\W+)*(?:{_WORDS})\b|\bso\W*$|"
@@ -160,11 +160,11 @@ def read_number(text: str) -> Number | None:
     found = (_SURD if surd else _NUMBER).match(body)
     if not found or _DENIED.search(f"{left} {words}") or _SCALED_BEFORE.search(words) or _TERM.search(words + body[:2]):
         return None
-    scale = _SCALE.match(body, found.end())
+    scale = _MULTIPLIED.match(body, found.end())
     value, unit = _evaluate(found[0]), _unit(body[scale.end() if scale else found.end() :])
     if value is None or unit is None:
         return None
-    value *= _TIMES[scale[1].lower()] if scale else 1
+    value *= _THOUSANDS[scale[1].lower()] if scale else 1
     if surd and math.isclose(value, Fraction(value).limit_denominator(1000), rel_tol=1e-12):
         return None  # √1600 is work left undone
     decimals = "" if surd or "/" in found[0] else found[0].partition(".")[2]

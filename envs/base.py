@@ -27,6 +27,11 @@ def tenth(key: object) -> int:
     return hashlib.sha256(repr(key).encode()).digest()[0] % 10
 
 
+def fits(key: object, seed: int) -> bool:
+    """Return whether a seed may have the instance with this key: evaluation has one part of ten, training the rest."""
+    return (tenth(key) == 0) == held_out(seed)
+
+
 class Observation(NamedTuple):
     """Hold one user turn: images (uint8 [H, W, 3]) first, then text."""
 

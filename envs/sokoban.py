@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from envs.base import Observation, held_out, tenth
+from envs.base import Observation, fits
 from envs.grid_world import FORM, GridWorld, cell_name
 
 LONGEST = 10  # turns of the longest solution: Max Actions of Table 2
@@ -70,7 +70,7 @@ def random_room(seed: int, side: int, boxes: int, longest: int) -> tuple[Cells, 
         if len(cells) <= 2 * boxes:
             continue
         floor, targets = frozenset(cells), frozenset(cells[k] for k in rng.permutation(len(cells))[:boxes])
-        if (tenth((cells, sorted(targets))) == 0) != held_out(seed):
+        if not fits((cells, sorted(targets)), seed):
             continue
         turns = turns_to_solve(floor, targets, shortest)
         starts = sorted((sorted(b), player) for (b, player), n in turns.items() if n == shortest and not b & targets)

@@ -80,7 +80,7 @@ def test_frozenlake_maps_and_exact_bounds():
 
 @pytest.mark.parametrize("name", ["frozenlake", "sokoban_simple", "sokoban_hard"])
 def test_held_out_maps_and_rooms_are_never_seen_in_training_or_warm_start(name):
-    """No two share holes and goal, or walls and targets. There are at least 10,000 different ones for training."""
+    """None shares holes and goal, or walls and targets, with a held-out one; training has at least 10,000 of them."""
     env, grounds = ENVS[name](), {}
     movers = {"P": "_"} if name == "frozenlake" else {"P": "_", "X": "_", "S": "O"}
     for first in (0, EVAL_SEEDS, WARM_START_SEEDS):
