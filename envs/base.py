@@ -64,8 +64,9 @@ class TextEnv(gymnasium.Env):
     max_turns: int = 10  # H of section 3.1
     metrics: ClassVar[tuple[str, ...]] = ()
     actions: tuple[str, ...] = ()  # of the random policy; tasks without override `random_reply`
-    # for the tiny models: words that are one token each, and the warm start's (batches, turns of their episodes)
-    words: ClassVar[tuple[str, ...]] = ()
+    # for the tiny models: layers, words of one token each, and the warm start's (batches, turns of their episodes)
+    layers: int = 2
+    words: tuple[str, ...] = ()
     warm_start: tuple[tuple[int, int], ...] = ((300, 10),)
     data, rows = "", dict[str, list]()  # of tasks with questions: where they come from (envs/data.py), rows by split
     action_space, observation_space = Instances(str), Instances(Observation)

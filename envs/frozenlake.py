@@ -65,14 +65,17 @@ def solve(transitions: dict, horizon: int) -> np.ndarray:
 
 
 class FrozenLake(GridWorld):
-    """`image` draws the grid instead of writing it. `style` "terse" shows the grid alone."""
+    """`image` draws the grid instead of writing it. `style` "terse" shows the grid alone; as text, then also what is
+    left, below, right and above of the player, # the edge."""
 
-    words = (*GridWorld.actions, "√", " G", " O", " a", " b", " c", " d")  # captions name a cell by column and row
+    words: tuple[str, ...] = (*GridWorld.actions, "√", " G", " O", " a", " b", " c", " d")  # captions: column, row
 
     def __init__(self, slippery: bool = False, image: bool = False, **common: Any):
         super().__init__(**common)
         self.slippery, self.image = slippery, image
         self.warm_start = ((250, 1), (150, 10)) if image else ((400, 1), (200, 10))
+        if not image:  # detours need depth
+            self.layers, self.words = 4, (*self.actions, " _", " #", *self.words[4:])
 
     def start(self, seed: int) -> None:
         self.lake = gymnasium.make("FrozenLake-v1", desc=random_map(seed), is_slippery=self.slippery).unwrapped
@@ -110,7 +113,9 @@ class FrozenLake(GridWorld):
         cells[here] = PLAYER_ON[cells[here]]
         grid = "\n".join(map(("" if self.style == "terse" else " ").join, cells)).translate(SYMBOLS)
         if self.style == "terse":
-            return Observation("" if self.image else grid, images)
+            walled, (row, col) = np.pad(self.cells, 1, constant_values="#"), np.add(here, 1)
+            beside = walled[[row, row + 1, row, row - 1], [col - 1, col, col + 1, col]]
+            return Observation("" if self.image else f"{grid}\n {' '.join(beside).translate(SYMBOLS)}", images)
         state = "The image shows the lake." if self.image else f"State:\n{grid}"
         slippery, legend = SLIPPERY if self.slippery else "", IMAGE_LEGEND if self.image else LEGEND
         rules = RULES.format(budget=self.budget(), slippery=slippery, legend=legend)

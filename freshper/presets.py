@@ -51,7 +51,8 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "geoqa": _PAPER_3B | {"data": "leonardPKU/GEOQA_R1V_Train_8K", "max_new_tokens": 512},
     },
     "tiny": {
-        "frozenlake": _TEXT,
+        # a KL term to the warm start, the random policy, keeps all directions in play until the detours are found
+        "frozenlake": _TINY | {"iterations": 400, "kl_loss_coef": 0.03},
         "frozenlake_vlm": _TINY,
         "sokoban_simple": _TEXT | _SOKOBAN,
         # one of two boxes in place is a return of 0: only a large epsilon replays it like a failure, |r| = 1

@@ -82,8 +82,9 @@ def build_policy(env: TextEnv, seed: int = 0, heads: int = 4) -> Policy:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 100.0}
     # at transformers' initializer_range of 0.02 so small a model hardly starts to learn
     shared: dict[str, Any] = {"initializer_range": 0.1, "tie_word_embeddings": False}
-    language = {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "num_hidden_layers": 2, "rope_parameters": rope}
-    language |= {"num_attention_heads": heads, "num_key_value_heads": heads, "max_position_embeddings": 4096} | shared
+    language: dict[str, Any] = {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN} | shared
+    language |= {"num_hidden_layers": env.layers, "rope_parameters": rope}
+    language |= {"num_attention_heads": heads, "num_key_value_heads": heads, "max_position_embeddings": 4096}
     language |= {"vocab_size": len(tokenizer), "bos_token_id": None}
     language |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     processor = None

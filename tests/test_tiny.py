@@ -51,10 +51,11 @@ def caption_accuracy(policy, name, n=100):
     """The share of tokens of captions of held-out states that the model predicts right, given those before."""
     envs = [ENVS[name](max_turns=1) for _ in range(n)]
     first = WARM_START_SEEDS + 10**8 if name == "cliffwalking" else EVAL_SEEDS  # held-out ones have one start
-    batch = collate(transcripts(policy, envs, [first + k for k in range(n)]))
+    batch = collate(episodes := transcripts(policy, envs, [first + k for k in range(n)]))
+    replied = torch.tensor([episode.turn_ends()[0] for episode in episodes])[:, None]  # the last token of the reply
     with torch.no_grad():
         predicted = policy.model.lm_head(policy.batch_hidden(batch)).argmax(-1)  # [B, T]
-    told = batch.action_mask & (batch.action_mask.cumsum(1) > 4)  # after the reply: <answer>, action, </answer>, eos
+    told = batch.action_mask & (torch.arange(batch.tokens.shape[1]) > replied)
     return (predicted[:, :-1] == batch.tokens[:, 1:])[told[:, 1:]].float().mean()
 
 
