@@ -65,17 +65,16 @@ def solve(transitions: dict, horizon: int) -> np.ndarray:
 
 
 class FrozenLake(GridWorld):
-    """`image` draws the grid instead of writing it. `style` "terse" shows the grid alone; as text, then also what is
+    """`image` draws the grid instead of writing it. `style` "terse" shows the grid alone, and in a fifth row what is
     left, below, right and above of the player, # the edge."""
 
-    words: tuple[str, ...] = (*GridWorld.actions, "√", " G", " O", " a", " b", " c", " d")  # captions: column, row
+    layers = 4  # detours need depth
+    words = (*GridWorld.actions, " _", " #", "√", " G", " O", " a", " b", " c", " d")  # captions name column and row
 
     def __init__(self, slippery: bool = False, image: bool = False, **common: Any):
         super().__init__(**common)
         self.slippery, self.image = slippery, image
         self.warm_start = ((250, 1), (150, 10)) if image else ((400, 1), (200, 10))
-        if not image:  # detours need depth
-            self.layers, self.words = 4, (*self.actions, " _", " #", *self.words[4:])
 
     def start(self, seed: int) -> None:
         self.lake = gymnasium.make("FrozenLake-v1", desc=random_map(seed), is_slippery=self.slippery).unwrapped
@@ -101,21 +100,27 @@ class FrozenLake(GridWorld):
         """Return row and column of the player."""
         return divmod(int(self.lake.s), SIDE)
 
+    def beside(self) -> np.ndarray:
+        """Return the cells left, below, right and above of the player, [4] of S, G, F, H and, for the edge, #."""
+        walled, (row, col) = np.pad(self.cells, 1, constant_values="#"), np.add(self.position(), 1)
+        return walled[[row, row + 1, row, row - 1], [col - 1, col, col + 1, col]]
+
     def caption(self) -> str:
-        """Return the cells of player, goal and holes, such as `P b1 G d3 O a2 c4`."""
+        """Return the cells of player, goal and holes, such as `P b1 G d3 O a2 c4`; of an image also its fifth row."""
         here = self.position()
         goal, holes = ("".join(f" {cell_name(*at)}" for at in np.argwhere(self.cells == cell)) for cell in "GH")
-        return f"{PLAYER_ON[self.cells[here]]} {cell_name(*here)} G{goal}" + (f" O{holes}" if holes else "")
+        beside = f" {' '.join(self.beside())}".translate(SYMBOLS) if self.image else ""
+        return f"{PLAYER_ON[self.cells[here]]} {cell_name(*here)} G{goal}" + (f" O{holes}" if holes else "") + beside
 
     def observe(self) -> Observation:
         here, cells = self.position(), self.cells.copy()
-        images = (draw(self.cells, here, self.cell_size),) if self.image else ()
+        shown = np.vstack([cells, self.beside()]) if self.style == "terse" else cells
+        images = (draw(shown, here, self.cell_size),) if self.image else ()
         cells[here] = PLAYER_ON[cells[here]]
         grid = "\n".join(map(("" if self.style == "terse" else " ").join, cells)).translate(SYMBOLS)
         if self.style == "terse":
-            walled, (row, col) = np.pad(self.cells, 1, constant_values="#"), np.add(here, 1)
-            beside = walled[[row, row + 1, row, row - 1], [col - 1, col, col + 1, col]]
-            return Observation("" if self.image else f"{grid}\n {' '.join(beside).translate(SYMBOLS)}", images)
+            beside = f" {' '.join(self.beside())}".translate(SYMBOLS)
+            return Observation("" if self.image else f"{grid}\n{beside}", images)
         state = "The image shows the lake." if self.image else f"State:\n{grid}"
         slippery, legend = SLIPPERY if self.slippery else "", IMAGE_LEGEND if self.image else LEGEND
         rules = RULES.format(budget=self.budget(), slippery=slippery, legend=legend)
@@ -124,6 +129,7 @@ class FrozenLake(GridWorld):
 
 ICE, LINE, RED = (214, 238, 255), (130, 170, 210), (224, 24, 40)
 SHAPES = [  # on which cells, shape, colour, corners x, y, x, y, ... as shares of the cell
+    ("#", "rectangle", (90, 90, 90), (0, 0, 1, 1)),
     ("H", "ellipse", (16, 32, 96), (0.04, 0.04, 0.96, 0.96)),
     ("G", "rectangle", (70, 50, 30), (0.18, 0.08, 0.28, 0.94)),  # pole
     ("G", "polygon", (0, 168, 72), (0.28, 0.08, 0.95, 0.33, 0.28, 0.6)),  # flag
@@ -133,21 +139,21 @@ SHAPES = [  # on which cells, shape, colour, corners x, y, x, y, ... as shares o
 
 
 def draw(cells: np.ndarray, player: tuple[int, int], cell_size: int) -> np.ndarray:
-    """Return the lake from above, uint8 [4 cell_size, 4 cell_size, 3], drawn at four times its size and scaled down.
+    """Return cells [R, 4] from above, uint8 [R cell_size, 4 cell_size, 3], drawn four times as large and scaled down.
     A ruler along the left and the top edge of each cell shades from dark to light, so that the image itself shows row
     and column: a tiny vision tower cannot yet tell them from positions alone."""
-    big, side = 4 * cell_size, SIDE * cell_size
-    canvas = Image.new("RGB", (4 * side, 4 * side), ICE)
+    (rows, columns), big = cells.shape, 4 * cell_size
+    canvas = Image.new("RGB", (columns * big, rows * big), ICE)
     pen = ImageDraw.Draw(canvas)
-    for row, col in np.ndindex(SIDE, SIDE):
+    for row, col in np.ndindex(rows, columns):
         for on, shape, color, corners in SHAPES:
             if on == cells[row, col] or (on == "player" and (row, col) == player):
                 places = [big * (at + share) for at, share in zip((col, row) * 3, corners, strict=False)]
                 getattr(pen, shape)(places, fill=color)
         pen.rectangle((big * col, big * row, big * (col + 1) - 1, big * (row + 1) - 1), outline=LINE, width=big // 28)
-    image = np.array(canvas.resize((side, side), Image.Resampling.BOX))
-    tiles, ruler = image.reshape(SIDE, cell_size, SIDE, cell_size, 3), cell_size // 7  # row, y, column, x
-    shades = np.arange(40, 40 + 60 * SIDE, 60, dtype=np.uint8)
-    tiles[:, :, :, :ruler] = shades[:, None, None, None, None]
-    tiles[:, :ruler] = shades[:, None, None]
+    image = np.array(canvas.reduce(4))
+    tiles, ruler = image.reshape(rows, cell_size, columns, cell_size, 3), cell_size // 7  # row, y, column, x
+    shades = np.arange(40, 250, 50, dtype=np.uint8)
+    tiles[:, :, :, :ruler] = shades[:rows, None, None, None, None]
+    tiles[:, :ruler] = shades[:columns, None, None]
     return image

@@ -256,15 +256,17 @@ def test_captions_name_the_cells(name):
 
 @pytest.mark.parametrize(("style", "size"), [("terse", 14), ("full", 56)])
 def test_images_show_the_state(style, size):
-    """Red only in the player's cell, green only on the goal, dark blue only in holes, plain ice elsewhere."""
+    """Red only in the player's cell, green on the goal, dark blue in holes, grey beyond the edge, else plain ice."""
     for seed in range(20):
         env, text = ENVS["frozenlake_vlm"](style=style), ENVS["frozenlake"]()
         for (observation, caption), (twin, same) in zip(wander(env, seed), wander(text, seed), strict=True):
             assert style == "full" or observation.text == ""  # the image alone says where things are
-            assert caption == same
-            image = observation.images[0].astype(int)
-            assert image.shape == (4 * size, 4 * size, 3)
-            for at, symbol in enumerate(twin.text.split("\n ")[0].replace("\n", "")):
+            grid, beside = twin.text.split("\n ")
+            assert caption == f"{same} {beside}"
+            image, rows = observation.images[0].astype(int), grid.split("\n") + [beside.replace(" ", "")]
+            rows = rows if style == "terse" else rows[:4]
+            assert image.shape == (len(rows) * size, 4 * size, 3)
+            for at, symbol in enumerate("".join(rows)):
                 row, col = divmod(at, 4)
                 cell = image[size * row : size * (row + 1), size * col : size * (col + 1)]
                 cell = cell[2 * size // 7 : -1, 2 * size // 7 : -1].reshape(-1, 3)
@@ -273,4 +275,5 @@ def test_images_show_the_state(style, size):
                 assert (red.mean() > 0.1) == (symbol in "PX√")
                 assert symbol == "√" or (green.mean() > 0.1) == (symbol == "G")  # the player hides the flag
                 assert (dark.mean() > 0.2) == (symbol in "OX")
+                assert (np.ptp(cell, axis=1).max() < 5) == (symbol == "#")
                 assert symbol != "_" or np.ptp(cell, axis=0).max() < 90
