@@ -80,16 +80,20 @@ _NUMBER = re.compile(rf"[-+]?[\s\0]*(?:{_MIXED}|{_DECIMAL}(?: */ *{_DECIMAL})?)(
 _SURD = re.compile(r"(?:[-+*/().0-9√π]|[\s\0](?=[\s\0]*[-+*/(.0-9√π]))*")
 _ARITHMETIC = r"[-0-9\s\0.,+*/x()²³√π%°]*"
 # what may stand before the = of an equation: a name or the work that leads to a value, but no other number
-_WORK = re.compile(rf"{_ARITHMETIC}(?:[√π]|[0-9)²³%°][\s\0]*[-+*/x][\s\0]*[-(0-9.]){_ARITHMETIC}|[^0-9]*")
+_UNDONE = re.compile(rf"{_ARITHMETIC}(?:[√π]|[0-9)²³%°][\s\0]*[-+*/x][\s\0]*[-(0-9.]){_ARITHMETIC}")
+_WORK = re.compile(rf"{_UNDONE.pattern}|[^0-9]*")
 _BEFORE = re.compile(r"((?:[A-Za-z',:∠△\s\0]|\.(?![0-9]))*)(.*)", re.S)  # words before a number, and the rest
 _DENIED = re.compile(  # beside a number: words that deny it or offer another
     r"(?i)≠|n't|\b(?:not|cannot|never|none|neither|n?or|if|unless|but|except|either|maybe|perhaps|possibly|vs|wrong|"
     r"incorrect|no,? wait)\b"
 )
-_WORDS = (  # of numbers
-    r"two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen|"
-    r"(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
-)
+_ONES = "one two three four five six seven eight nine".split()
+_TEENS = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+_SAYINGS = ["zero", *_ONES, *_TEENS, *(ten + end for ten in _TENS for end in ("", *(f"-{one}" for one in _ONES)))]
+_SPOKEN = {saying: str(value) for value, saying in enumerate(_SAYINGS)}
+_SAID = re.compile(rf"(?i)\b(?:(?:{'|'.join(_TENS)})[ -](?:{'|'.join(_ONES)})|{'|'.join(_SPOKEN)})\b")
+_WORDS = "|".join((*_ONES[1:], *_TEENS, *_TENS))
 _SCALES = (
     r"k|[mbt]n|mil|bil|mio|mrd|grand|hundred|thousand|[mbtr]+illion|dozen|lakh|crore|gross|half|third|quarter|fold|itself|"
     r"(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|\w+tie|hundred|thousand|[mbtr]+illion)th|tens|halve|twice|double|"
@@ -150,8 +154,13 @@ def _bare(text: str) -> str:
 def read_number(text: str) -> Number | None:
     r"""Return the number that a text states, or None if it is not one number. Read are integers (1,250 or 1 250),
     decimals, fractions (7/2, \frac72), mixed numbers (3 1/2), roots and multiples of π (\frac{2\sqrt3}{3}, 9π), with a
-    sign, a currency or unit, and words or an equation that lead to them."""
-    left, _, right = plain(text).rpartition("=") if len(text) <= MAX_ANSWER else ("", "", "")
+    sign, a currency or unit, and words or an equation that lead to them, and words up to ninety-nine."""
+    text = text if len(text) <= MAX_ANSWER else ""
+    if not re.search("[0-9]", text):  # seventy-two
+        text = _SAID.sub(lambda found: _SPOKEN[found[0].lower().replace(" ", "-")], text)
+    left, _, right = plain(text).rpartition("=")
+    if _NUMBER.match(left) and _UNDONE.fullmatch(right) and not _UNDONE.fullmatch(left):  # 72 = 48 + 24
+        left, right = right, left
     *names, work = re.sub(r"(?:_\{?|∠)\s*[0-9A-Za-z]{1,3}\}?|(?<=[0-9])(?:\s+[A-Za-z]{2,})+", "", left).split("=")
     if re.search("[0-9]", "".join(names)) or not _WORK.fullmatch(work):
         return None
