@@ -32,7 +32,7 @@ OUT = Path(os.environ.get("TOUR_OUT", "out/tour"))
 # ## 1. Two runs that differ in one thing
 #
 # Everything is the same but the decay: `p_i = |r_i| + epsilon` and `p_i = (|r_i| + epsilon) exp(-age / tau)`. Standard
-# PER and FreshPER of Table 5 differ in IS correction as well; here neither run has it. One seed and a third of the
+# PER and FreshPER of Table 5 differ in IS correction as well; here neither run has it. One seed and a seventh of the
 # usual length do not show which learns better (RESULTS.md does); they show what happens to the priorities.
 
 # %%

@@ -33,7 +33,7 @@ _LAKE = {"iterations": 300, "kl_loss_coef": 0.03}
 _SOKOBAN = {"format_penalty": 1.5, "max_tokens": 768}  # beside 10 for a solved room 0.15 is nothing
 # |r| alone would prefer the worst episodes; at -5 an unreadable reply would be a cheap way to avoid a fall (-100)
 _CLIFF = {"epsilon": 1000.0, "format_penalty": 30.0, "max_turns": 30, "max_tokens": 1024, "rollout_batch_size": 64}
-_CLIFF |= {"kl_loss_coef": 0.05, "lr": 7e-4, "advantage_clip": 2.0, "eval_episodes": 64}
+_CLIFF |= {"kl_loss_coef": 0.03, "lr": 7e-4, "advantage_clip": 2.0, "eval_episodes": 64, "iterations": 250}
 
 # a pretrained model of 0.1 B parameters on one CPU core; the search is in docs/log.md
 _SMALL = _TINY | {"model": "HuggingFaceTB/SmolLM2-135M-Instruct", "dtype": "bfloat16", "max_new_tokens": 24}
@@ -58,7 +58,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "sokoban_simple": _TEXT | _SOKOBAN,
         # one of two boxes in place is a return of 0: only a large epsilon replays it like a failure, |r| = 1
         "sokoban_hard": _TINY | _SOKOBAN | {"epsilon": 1.0},
-        "cliffwalking": _TEXT | _CLIFF,
+        "cliffwalking": _TINY | _CLIFF,
         # without a KL term the policy soon guesses one kind of question for good, and never learns to search for it
         "nq_search": _TEXT | {"rollout_batch_size": 64, "kl_loss_coef": 0.1, "lr": 5e-4, "iterations": 400},
         "gsm8k": _TEXT | {"iterations": 600, "eval_every": 40},
