@@ -1,6 +1,6 @@
 """Tiny Qwen2 and Qwen2.5-VL models, built from scratch for machines without pretrained weights.
 
-Paper: appendix D (Qwen2.5-0.5B-Instruct, Qwen2.5-VL-3B-Instruct). Same transformers classes, 0.1 to 0.2 M parameters,
+Paper: appendix D (Qwen2.5-0.5B-Instruct, Qwen2.5-VL-3B-Instruct). Same transformers classes, 0.1 to 0.3 M parameters,
 and a tokenizer with Qwen's special tokens and chat template over bytes and a few whole words. Those of our tasks are
 in freshper/weights (delete a task's folder after changing the task); your own environment's is built at first use.
 
