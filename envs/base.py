@@ -66,7 +66,7 @@ class TextEnv(gymnasium.Env):
     actions: tuple[str, ...] = ()  # of the random policy; tasks without override `random_reply`
     # for the tiny models: layers, words of one token each, and the warm start's (batches, turns of their episodes)
     layers: int = 2
-    words: tuple[str, ...] = ()
+    words: ClassVar[tuple[str, ...]] = ()
     warm_start: tuple[tuple[int, int], ...] = ((300, 10),)
     data, rows = "", dict[str, list]()  # of tasks with questions: where they come from (envs/data.py), rows by split
     action_space, observation_space = Instances(str), Instances(Observation)
