@@ -145,6 +145,8 @@ class VLLMEngine:
             requests.append({"prompt_token_ids": tokens[~repeated].tolist(), **shown})
         with watched(phase, self.processes, Exception):  # what its workers raise arrives as `Exception`
             outputs = self.llm.generate(requests, params, use_tqdm=False)
+            if any(output.outputs[0].finish_reason == "abort" for output in outputs):
+                time.sleep(10)  # vLLM is ending; `watched` says so as soon as its process is gone
         for c, output in zip(conversations, outputs, strict=True):
             reason = output.outputs[0].finish_reason
             if list(output.prompt_token_ids) != c.tokens or reason not in ("stop", "length"):  # also "error", "abort"
