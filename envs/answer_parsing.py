@@ -63,7 +63,7 @@ def _new_number(sentence: str, given: frozenset[str]) -> str:
 
 _MARK = "\x00"  # of LaTeX, Markdown or a currency; no number goes on behind it: 12$50 is not 1250
 _SPELLINGS = {
-    **dict.fromkeys(r"\$ $ € £ ¥ ₹ ** __ ` \( \) \[ \]".split(), _MARK),
+    **dict.fromkeys(r"\$ $ € £ ¥ ₹ ¢ ** __ ` \( \) \[ \]".split(), _MARK),
     **dict.fromkeys(("\\,", "\\;", "\\:", "\\ ", "~", "\u00a0", "\u2009", "\u202f"), " "),
     "\\!": "", "\\left": "", "\\right": "", "{,}": ",", "\\%": "%", "−": "-", "–": "-", "^{\\circ}": "°",
     "^\\circ": "°", "^{o}": "°", "^o": "°", "\\circ": "°", "\\degree": "°", "^°": "°", "˚": "°", "º": "°", "^{2}": "²",
@@ -137,7 +137,7 @@ def plain(text: str) -> str:
         return f" {top}/{bottom}{_MARK}" if f"{top}{bottom}".lstrip("-").isdigit() else f"(({top})/({bottom}))"
 
     text = re.sub("<<[^<>]*>>", "", text)  # GSM8K's own: 48 + 24 = <<48+24=72>>72
-    text = re.sub(r"\\(?:text|math|mbox)[a-z]*\s*\{([^{}]*)\}", rf"{_MARK}\1{_MARK}", text)
+    text = re.sub(r"\\(?:text|math|mbox|fbox)[a-z]*\s*\{([^{}]*)\}", rf"{_MARK}\1{_MARK}", text)
     text = _SPELLING.sub(lambda found: _SPELLINGS[found[0]], text.replace(f"{_MARK}^", "^"))
     for _ in range(3):  # from the inside out
         text = _FRACTION.sub(fraction, re.sub(r"√\s*\{([^{}]*)\}", r"√(\1)", text))
