@@ -92,14 +92,14 @@ def checked(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> li
     return flags
 
 
-def run(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> None:
+def run(env: str, arm: str, seed: int, folder: Path, flags: list[str], threads: int = 1) -> None:
     """Train one run in a process of its own, or the rest of an interrupted one. Exits with a sentence if it fails."""
     flags, where = checked(env, arm, seed, folder, flags), str(folder.resolve())
     done = read(folder, "metrics.csv")["iteration"][-1] if (folder / "metrics.csv").exists() else 0
     if (folder / "stopped.txt").exists() or (done and done == config_of(folder).iterations):
         return
     command = [sys.executable, "train.py", *(["--resume", where] if folder.exists() else [*flags, "--out", where])]
-    variables = os.environ | {"OMP_NUM_THREADS": "1"}
+    variables = os.environ | {"OMP_NUM_THREADS": str(threads)}
     ended = subprocess.run(command, cwd=Path(__file__).parent, env=variables, capture_output=True, text=True)
     if ended.returncode == 1 and re.search("^stopped after iteration .*finite", ended.stdout, re.MULTILINE):
         (folder / "stopped.txt").write_text(ended.stdout)

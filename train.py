@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     keep_freed_memory()
     logging.set_verbosity_error()  # its report of weights that do not fit becomes one sentence
     if config.tiny:
-        torch.set_num_threads(1)  # a tiny model gains nothing from more
+        torch.set_num_threads(min(2, torch.get_num_threads()))  # a tiny model gains little from more
     set_seed(config.seed)  # Python's, numpy's and torch's generators
     try:
         choose_backend(config)

@@ -29,7 +29,7 @@ _TINY |= {"iterations": 200, "rollout_batch_size": 32, "batch_size": 32, "eval_e
 _TINY |= {"baseline": "turn"}
 _TEXT = _TINY | {"batch_size": 64}
 # a KL term to the warm start, the random policy, keeps all directions in play until the detours are found
-_LAKE = {"iterations": 300, "kl_loss_coef": 0.03}
+_LAKE = {"iterations": 240, "kl_loss_coef": 0.03}
 _SOKOBAN = {"format_penalty": 1.5, "max_tokens": 768}  # beside 10 for a solved room 0.15 is nothing
 # |r| alone would prefer the worst episodes; at -5 an unreadable reply would be a cheap way to avoid a fall (-100)
 _CLIFF = {"epsilon": 1000.0, "format_penalty": 30.0, "max_turns": 30, "max_tokens": 1024, "rollout_batch_size": 64}
@@ -53,7 +53,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "geoqa": _PAPER_3B | {"data": "leonardPKU/GEOQA_R1V_Train_8K", "max_new_tokens": 512},
     },
     "tiny": {
-        "frozenlake": _TINY | _LAKE | {"iterations": 400},
+        "frozenlake": _TINY | _LAKE | {"iterations": 360},
         "frozenlake_vlm": _TINY | _LAKE,
         "sokoban_simple": _TEXT | _SOKOBAN,
         # one of two boxes in place is a return of 0: only a large epsilon replays it like a failure, |r| = 1
