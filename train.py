@@ -24,7 +24,7 @@ from freshper.engine_hf import HFEngine
 from freshper.errors import BackendError, Interrupted, NonFiniteError
 from freshper.is_weights import importance_weights
 from freshper.models import Policy
-from freshper.reinforce import ReplayBaseline
+from freshper.reinforce import Baseline
 from freshper.report import Report
 from freshper.rollout import rollout, training_seeds
 from freshper.tiny import keep_freed_memory
@@ -38,7 +38,7 @@ def train(
     numbers, OSError if the disk fails, BackendError if vLLM or DeepSpeed does, Interrupted after a signal."""
     envs = [config.make_env() for _ in range(max(config.rollout_batch_size, config.eval_episodes))]
     buffer = ReplayBuffer(config.capacity, config.alpha, config.decay_function(), config.eviction, config.seed)
-    baseline = ReplayBaseline(config)
+    baseline = Baseline(config.baseline, config.kl_reward_coef)
     run = RunState(config, policy, report, signals, trainer=trainer, engine=engine, buffer=buffer, baseline=baseline)
     run.restore()
     report.evaluate_if_due(engine, policy, envs)
@@ -49,13 +49,15 @@ def train(
         # 3: compute behavior log-probs log pi_mu(e_j), before training
         mismatch = trainer.record_behavior_logprobs(episodes)
         baseline.observe(episodes)
-        moments = baseline.moments()
-        # 4: store each e_j into B with base priority p_j^base and log pi_mu
-        buffer.add(episodes, trainer.base_priorities(episodes, moments), step=trainer.step)
-        # 6: refresh priorities p_i <- p_i^base * exp(-Delta_i / tau), on a CPU thread while line 5 trains
-        buffer.refresh_async(step=trainer.step + config.ppo_epochs)
+        if config.replay_ratio:  # on-policy training keeps no episodes
+            # 4: store each e_j into B with base priority p_j^base and log pi_mu
+            base_priorities = trainer.base_priorities(episodes, baseline)
+            buffer.add(episodes, base_priorities, step=trainer.step)
+            # 6: refresh priorities p_i <- p_i^base * exp(-Delta_i / tau), on a CPU thread while line 5 trains
+            buffer.refresh_async(step=trainer.step + config.ppo_epochs)
         # 5: train pi_theta on the fresh batch {e_j}
-        fresh = [trainer.update(episodes) for _ in range(config.ppo_epochs)]
+        advantages = baseline.advantages(episodes)
+        fresh = [trainer.update(episodes, advantages) for _ in range(config.ppo_epochs)]
         # 7: for k = 1, ..., K
         replays = []
         for _ in range(config.replay_ratio):
@@ -64,9 +66,11 @@ def train(
             # 9: compute IS weights w_i (beta = 0: all 1)
             weights = importance_weights(drawn.probabilities, len(buffer), config.beta_at(iteration))
             # 10: train pi_theta on S with the IS-weighted policy gradient
-            replayed = trainer.update(drawn.episodes, weights, moments)
+            advantages = baseline.advantages(drawn.episodes)
+            replayed = trainer.update(drawn.episodes, advantages, weights)
             # section 3.5, "Priority Update": a base priority that depends on the policy or the baseline is recomputed
-            buffer.update_base_priorities(drawn.indices, trainer.base_priorities(drawn.episodes, moments))
+            base_priorities = trainer.base_priorities(drawn.episodes, baseline)
+            buffer.update_base_priorities(drawn.indices, base_priorities)
             buffer.observe_drift(drawn, replayed.drift["kl"])
             replays.append((drawn, replayed))
         # 12: sync the inference engine, pi_mu <- pi_theta

@@ -14,8 +14,10 @@ import numpy as np
 
 
 def importance_weights(probabilities: np.ndarray, size: int, beta: float, smallest: float | None = None) -> np.ndarray:
-    """Return w_i in (0, 1], float64 [B], from P(i) of the drawn entries [B], N = `size` and beta (eq. 3). w_i is 1 if
-    P(i) = `smallest`; None: the batch's. Raises ValueError unless 0 < smallest <= P(i) <= 1 and 0 <= beta <= 1."""
+    """Return w_i in (0, 1], float64 [B], from P(i) of the drawn entries [B], N = `size` and beta
+    (eq. 3). N cancels in the quotient by the maximum: `size` is there to be read beside eq. 3. w_i is
+    1 if P(i) = `smallest`; None: the batch's smallest. Raises ValueError unless
+    0 < smallest <= P(i) <= 1 and 0 <= beta <= 1."""
     probabilities = np.asarray(probabilities, dtype=np.float64)
     least, most = probabilities.min(), probabilities.max()
     smallest = least if smallest is None else smallest
@@ -23,7 +25,7 @@ def importance_weights(probabilities: np.ndarray, size: int, beta: float, smalle
         raise ValueError(f"probabilities must lie in [{smallest}, 1] and above 0, got {least} to {most}")
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"beta must lie in [0, 1], got {beta}")
-    return (smallest / probabilities) ** beta  # the quotient inside the power: N cancels and nothing overflows
+    return (smallest / probabilities) ** beta  # the quotient inside the power: nothing overflows
 
 
 def annealed_beta(beta0: float, progress: float) -> float:

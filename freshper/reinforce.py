@@ -10,15 +10,19 @@ itself: Hu et al., arXiv 2501.03262, as in OpenRLHF.
                        l_i   = -sum_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t) / C
                        L     = 1/B sum_i w_i l_i                 eq. 16
 
-All tensors are [B, T]. Environment tokens carry no reward and no loss, but reward flows back across them, since all
-turns belong to one episode. The paper is silent on these points (docs/differences.md):
-- What a return is measured against, `--baseline`. `batch`: a fresh batch is whitened over all its action tokens, as in
-  REINFORCE++. A replay batch can hold nothing but successes; whitened over itself its advantage would be zero, so it is
-  measured against the last WINDOW episodes collected. `recompute`: it is whitened over itself (the authors' code).
-- `turn`: as `batch`, but against the mean of the returns from the same turn on, which leaves the gradient unbiased. If
-  turns have a cost, one mean for all pushes early replies down and late ones up, whatever they say, and replies lose
-  their form. If all episodes have the same return after the KL term, such as failures, they are always measured so:
-  against one mean for all they would have a gradient.
+All tensors are [B, T]. Environment tokens carry no reward and no loss, but reward flows back across
+them, since all turns belong to one episode. The paper is silent on these points
+(docs/differences.md):
+- What a return is measured against, `--baseline`. Fresh and replayed episodes (lines 5 and 10) are
+  measured alike, over action tokens. `batch`: against the newest collected batch, which whitens a
+  fresh batch over its action tokens, as in REINFORCE++. A replay batch can hold nothing but
+  successes; whitened over itself its advantage would be zero. `recompute` does that (the authors'
+  code).
+- `turn`: against the mean of the returns from the same turn on, over the last WINDOW collected
+  episodes, which leaves the gradient unbiased. If turns have a cost, one mean for all pushes early
+  replies down and late ones up, whatever they say, and replies lose their form.
+- A batch of equal returns after the KL term, such as failures, has no spread. It is measured by
+  turn, so that it has no gradient, and the std before it stays in force for replay.
 - The KL penalty in the reward is that of the policy that acted, on both sides of a replay advantage.
 - If A_t < 0, one stale failure whose tokens have become likely since can dominate the batch: rho_t A_t has no lower
   bound. Dual clip (Ye et al., AAAI 2020) bounds it by `dual_clip` * A_t; 0 switches it off.
@@ -26,6 +30,8 @@ turns belong to one episode. The paper is silent on these points (docs/differenc
 
 Exercise: set `--baseline recompute` and watch `replay_success` and `replay_grad_norm`.
 """
+
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,14 +68,17 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return (log_ratio.exp() - log_ratio - 1.0).clamp(max=10.0)
 
 
-def advantages(rewards: Tensor, action_mask: Tensor, clip: float, moments: Tensor | None = None) -> Tensor:
+def advantages(
+    rewards: Tensor, action_mask: Tensor, clip: float, moments: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
     """Return A_t from token rewards. [B, T], [B, T] -> [B, T], 0 off the mask. Measured against `moments`, a mean and
     a std [2, B, T] or broadcast to it, or None: those of this batch. `clip` is eps_clip of Table 3."""
     returns = returns_to_go(rewards)  # [B, T]
     if moments is None:
         return whiten(returns, action_mask).clamp(-clip, clip)
     mean, std = moments
-    return torch.where(action_mask, (returns - mean) / (std + EPS), 0.0).clamp(-clip, clip)
+    measured = torch.where(action_mask, (returns.double() - mean) / (std + EPS), 0.0)
+    return measured.to(returns.dtype).clamp(-clip, clip)
 
 
 def shaped(batch: Batch, kl_reward_coef: float) -> Tensor:
@@ -79,72 +88,90 @@ def shaped(batch: Batch, kl_reward_coef: float) -> Tensor:
     return batch.rewards - kl_reward_coef * kl_k1(batch.behavior_logprobs, batch.ref_logprobs) * batch.action_mask
 
 
-def turn_returns(episodes: list[Episode], rewards: Tensor) -> list[list[float]]:
-    """Return G_t at the last token of each turn, for each of the B episodes, from token rewards [B, T]."""
-    return [row[e.turn_ends()].tolist() for e, row in zip(episodes, returns_to_go(rewards), strict=True)]
+def turn_numbers(action_mask: Tensor) -> Tensor:
+    """Return the number of each action token's turn, counted from 0. [B, T] -> int64 [B, T]."""
+    starts_turn = action_mask & ~action_mask.roll(1, -1)
+    return (starts_turn.cumsum(-1) - 1).clamp(min=0)
 
 
-def equal_returns(returns: list[list[float]]) -> bool:
-    """Return whether all episodes, of several, have the same return up to rounding: then nothing tells them apart."""
-    first = [row[0] for row in returns]
-    return len(first) > 1 and bool(np.ptp(first) <= 1e-5 * np.abs(first).max())
+class Baseline:
+    """What a return is measured against, fresh or replayed: the mean of collected returns, of each
+    turn or of all, and their std. `kind` is --baseline."""
 
-
-def moments_of(returns: list[list[float]], by_turn: bool) -> Tensor:
-    """Return mean and std of the returns of episodes [n] as float32 [2, K]: for each turn up to the longest episode's,
-    or (K = 1) for all turns, in which every episode counts once. The std is one for all turns."""
-    by_turn = by_turn or equal_returns(returns)
-    g = np.concatenate(returns)  # [turns of all]
-    turn = np.concatenate([np.arange(len(row)) * by_turn for row in returns])
-    weight = np.concatenate([np.full(len(row), 1.0 if by_turn else 1.0 / len(row)) for row in returns])
-    mean = np.bincount(turn, weight * g) / np.bincount(turn, weight)  # [K]
-    variance = np.average((g - mean[turn]) ** 2, weights=weight)
-    # returns that differ by rounding alone (ten times -0.1 in another order) must not become advantages
-    return torch.tensor(np.stack([mean, np.full(len(mean), max(variance, 1e-6) ** 0.5)]), dtype=torch.float32)
-
-
-class ReplayBaseline:
-    """What a replayed return is measured against."""
-
-    def __init__(self, config: Config):
-        self.config, self.returns = config, list[list[float]]()  # of each turn of the last WINDOW episodes
+    def __init__(self, kind: str, kl_reward_coef: float):
+        self.kind = kind
+        self.kl_reward_coef = kl_reward_coef
+        self.window: list[Tensor] = []  # per collected episode, [2, n]: turn and G_t of its n action tokens
+        self.means = torch.zeros(1, dtype=torch.float64)  # [K]: of each turn, or K = 1
+        self.std = 1.0
 
     def observe(self, episodes: list[Episode]) -> None:
-        """Add the returns of freshly collected episodes."""
-        rewards = shaped(collate(episodes), self.config.kl_reward_coef)
-        self.returns = [*self.returns, *turn_returns(episodes, rewards)][-WINDOW:]
+        """Take mean and std over freshly collected episodes; with `turn`, over the last WINDOW."""
+        batch = collate(episodes)
+        returns = returns_to_go(shaped(batch, self.kl_reward_coef))
+        table = torch.stack([turn_numbers(batch.action_mask), returns]).double()  # [2, B, T]
+        collected = [table[:, row, mask] for row, mask in enumerate(batch.action_mask)]
+        if self.kind == "turn":
+            kept = max(WINDOW, len(collected))
+            self.window = [*self.window, *collected][-kept:]
+        else:
+            self.window = collected
 
-    def moments(self) -> Tensor | None:
-        """Return those of `moments_of`, [2, K], or None: those of the replay batch itself."""
-        kind = self.config.baseline
-        return None if kind == "recompute" else moments_of(self.returns, by_turn=kind == "turn")
+        episode_returns = torch.stack([episode[1, 0] for episode in self.window])
+        spread = episode_returns.max() - episode_returns.min()
+        several = len(self.window) > 1
+        equal = several and bool(spread <= 1e-5 * episode_returns.abs().max())  # up to rounding
 
-    def state_dict(self) -> dict[str, list[list[float]]]:
-        return {"returns": self.returns}
+        turns, returns = torch.cat(self.window, dim=1)  # [action tokens of all]
+        turns = turns.long() if self.kind == "turn" or equal else torch.zeros_like(turns).long()
+        self.means = torch.bincount(turns, returns) / torch.bincount(turns)
+        if not equal:
+            self.std = (returns - self.means[turns]).square().mean().sqrt().item()
 
-    def load_state_dict(self, state: dict[str, list[list[float]]]) -> None:
-        self.returns = state["returns"]
+    def measured(self, episodes: list[Episode]) -> Tensor:
+        """Return A_t against the collected episodes, before any clip, float32 [B, T]."""
+        batch = collate(episodes)
+        turns = turn_numbers(batch.action_mask).clamp(max=len(self.means) - 1)
+        moments = self.means[turns], torch.tensor(self.std)
+        return advantages(shaped(batch, self.kl_reward_coef), batch.action_mask, torch.inf, moments)
+
+    def advantages(self, episodes: list[Episode]) -> Tensor:
+        """Return A_t of line 5 or 10, before any clip, float32 [B, T]: `measured`, or against these
+        episodes themselves with `recompute`."""
+        return own_advantages(episodes, self.kl_reward_coef) if self.kind == "recompute" else self.measured(episodes)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"window": self.window, "means": self.means, "std": self.std}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.window, self.means, self.std = state["window"], state["means"], state["std"]
+
+
+def own_advantages(episodes: list[Episode], kl_reward_coef: float) -> Tensor:
+    """Return A_t against these very episodes, before any clip, float32 [B, T]."""
+    baseline = Baseline("batch", kl_reward_coef)
+    baseline.observe(episodes)
+    return baseline.measured(episodes)
 
 
 def training_batch(
-    episodes: list[Episode], config: Config, weights: np.ndarray | None = None, moments: Tensor | None = None
+    episodes: list[Episode],
+    config: Config,
+    advantages: Tensor | None = None,
+    weights: np.ndarray | None = None,
 ) -> Batch:
-    """Return the padded batch with A_t and w_i: all that the loss needs but log pi_theta. `weights` [B]: IS weights
-    (None: 1); `moments` [2, K]: those of `ReplayBaseline`, or [2, B, T] (None: the batch's own)."""
+    """Return the padded batch with A_t and w_i: all that the loss needs but log pi_theta.
+
+    `advantages` [B, T]: those of `Baseline` (None: of this batch against itself), clipped here.
+    `weights` [B]: IS weights (None: all 1)."""
     batch = collate(episodes)
-    mask, rewards = batch.action_mask, shaped(batch, config.kl_reward_coef)
-    if moments is None:
-        returns = turn_returns(episodes, rewards)
-        if config.baseline == "turn" or equal_returns(returns):
-            moments = moments_of(returns, by_turn=True)
-    if moments is not None and moments.dim() == 2:
-        turn = (mask & ~mask.roll(1, -1)).cumsum(-1) - 1  # number of each action token's turn, [B, T]
-        moments = moments[:, turn.clamp(0, moments.shape[1] - 1)]  # [2, B, T]
-    found = advantages(rewards, mask, config.advantage_clip, moments)
-    if batch.engine_weights is not None:  # weighs the policy gradient of a token: its objective is proportional to A_t
-        found = found * batch.engine_weights
+    if advantages is None:
+        advantages = own_advantages(episodes, config.kl_reward_coef)
+    advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
+    if batch.engine_weights is not None:  # a token's objective is proportional to A_t, so this weighs it
+        advantages = advantages * batch.engine_weights
     w = torch.ones(len(episodes)) if weights is None else torch.as_tensor(weights, dtype=torch.float32)
-    return batch._replace(advantages=found, weights=w)
+    return batch._replace(advantages=advantages, weights=w)
 
 
 def policy_loss(

@@ -58,6 +58,7 @@ class Report:
         self.done, self.rows = 0, list[dict[str, Any]]()  # completed iterations, rows of metrics.csv
         self.row: dict[str, Any] = {"iteration": 0, "step": 0, "episodes": 0, "wall_s": 0.0}  # the next of them
         self.shown: list[Episode] = []  # of the last evaluation
+        self.features: dict[bytes, torch.Tensor] = {}  # of held-out images
         try:
             self.folder.mkdir(parents=True, exist_ok=bool(config.resume))
             self.lock = os.open(self.folder, os.O_RDONLY)
@@ -109,12 +110,14 @@ class Report:
         return {row["iteration"]: row["eval_success"] for row in self.rows if "eval_success" in row}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rows": self.rows, "replayed": self.config.replay_ratio and os.path.getsize(self.folder / "replay.csv")}
+        replayed = self.config.replay_ratio and os.path.getsize(self.folder / "replay.csv")
+        return {"rows": self.rows, "replayed": replayed, "features": self.features}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["replayed"]:  # cut off what came after the checkpoint
             os.truncate(self.folder / "replay.csv", state["replayed"])
         self.rows, self.row, self.done = state["rows"], {}, state["rows"][-1]["iteration"]
+        self.features = state["features"]
 
     def iterations(self) -> Iterator[int]:
         """Yield the numbers of the iterations to come, with a progress bar."""
@@ -166,10 +169,11 @@ class Report:
             return
         if row["iteration"] % config.eval_every == 0 or row["iteration"] == config.iterations:
             seeds = [EVAL_SEEDS + k for k in range(config.eval_episodes)]
-            state = engine.state_dict()
+            state = engine.state_dict()  # an evaluation takes no random number and no image feature from training
+            policy._features, self.features = self.features, policy._features
             self.shown = rollout(engine, policy, envs, seeds, config.max_tokens, config.max_new_tokens)
-            if not self.rows:  # the evaluation before training takes none of its random numbers
-                engine.load_state_dict(state)
+            policy._features, self.features = self.features, policy._features
+            engine.load_state_dict(state)
             row |= {f"eval_{name}": mean for name, mean in summarize(self.shown).items()}
         if self.rows:
             row["wall_s"] = time.perf_counter() - self.began

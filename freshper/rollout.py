@@ -15,17 +15,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from envs.base import TextEnv
+from envs.base import EVAL_SEEDS, TextEnv
 from freshper.config import Config
 from freshper.episode import Episode
 from freshper.errors import NonFiniteError
 from freshper.models import Policy
 
+GOLDEN_RATIO = 618_033_989  # 0.618 EVAL_SEEDS, without a common divisor: every seed has its own start
+
 
 def training_seeds(config: Config, iteration: int) -> list[int]:
-    """Return the environment seeds of an iteration, [rollout_batch_size]: each comes `group_size` times."""
-    n, first = config.rollout_batch_size // config.group_size, config.seed % 900 * 1_000_000
-    return [first + (iteration * n + k) % 1_000_000 for k in range(n) for _ in range(config.group_size)]
+    """Return the environment seeds of an iteration, [rollout_batch_size]: each comes `group_size` times.
+
+    A run counts upwards from a start of its own, so that it goes through all rows of a data set. The
+    golden ratio keeps the starts of different runs apart: N runs are at least 0.38 EVAL_SEEDS / N apart.
+    """
+    n = config.rollout_batch_size // config.group_size
+    first = config.seed * GOLDEN_RATIO + iteration * n
+    return [(first + k) % EVAL_SEEDS for k in range(n) for _ in range(config.group_size)]
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ from freshper.episode import Batch, Episode, collate
 from freshper.errors import NonFiniteError
 from freshper.models import Policy
 from freshper.priority import advantage_priority, reward_priority
-from freshper.reinforce import policy_loss, training_batch
+from freshper.reinforce import Baseline, policy_loss, training_batch
 
 DRIFT = ("log_ratio", "ratio", "ratio_sq", "kl", "clipped")  # sums of each row from `policy_loss`
 ACTIVATIONS = 5 * 2**30  # bytes kept for the backward pass; if there may be more, it computes each layer again
@@ -109,12 +109,12 @@ class TorchTrainer:
         return self._sum(out)
 
     def update(
-        self, episodes: list[Episode], weights: np.ndarray | None = None, moments: Tensor | None = None
+        self, episodes: list[Episode], advantages: Tensor | None = None, weights: np.ndarray | None = None
     ) -> Update:
-        """Make an optimizer step: line 5, or line 10 with w_i [B] and the moments [2, K] of `ReplayBaseline`. Raises
-        NonFiniteError, without a step, if the loss or the gradient is not finite."""
+        """Make an optimizer step: line 5, or line 10 with w_i [B]. `advantages` [B, T]: those of `Baseline` (None:
+        whitened over this batch). Raises NonFiniteError, without a step, if the loss or the gradient is not finite."""
         began, config = time.perf_counter(), self.config
-        batch = training_batch(episodes, config, weights, moments)
+        batch = training_batch(episodes, config, advantages, weights)
         tokens = batch.action_mask.sum(-1).double()  # [B]
         self.policy.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -146,13 +146,14 @@ class TorchTrainer:
         stats = {name: float(count.sum() / tokens.sum()) for name, count in counts.items()}
         return Update(stats | {"loss": mean_loss, "grad_norm": norm, "seconds": time.perf_counter() - began}, moved)
 
-    def base_priorities(self, episodes: list[Episode], moments: Tensor | None) -> np.ndarray:
-        """Return p_i^base, float64 [n]: |r_i| + epsilon, or |A_i| + epsilon with A_i the mean A_t (section 3.4)."""
+    def base_priorities(self, episodes: list[Episode], baseline: Baseline) -> np.ndarray:
+        """Return p_i^base, float64 [n]: |r_i| + epsilon, or |A_i| + epsilon with A_i the mean A_t of its action tokens
+        (section 3.4). A_t is unclipped: under Config A's clip of 0.2 all priorities would be equal."""
         if self.config.base_priority == "reward":
             return reward_priority(np.array([e.reward for e in episodes]), self.config.epsilon)
-        batch = training_batch(episodes, self.config, moments=moments)
-        means = batch.advantages.double().sum(-1) / batch.action_mask.sum(-1)
-        return advantage_priority(means.numpy(), self.config.epsilon)
+        tokens = np.array([e.action_mask.sum() for e in episodes])
+        totals = baseline.measured(episodes).double().sum(-1).numpy()
+        return advantage_priority(totals / tokens, self.config.epsilon)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything but the weights of the policy, which is saved as a model."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from freshper.config import Config
 from freshper.episode import PADDING, alike, collate
-from freshper.reinforce import WINDOW, ReplayBaseline, kl_k3, policy_loss, training_batch, whiten
+from freshper.reinforce import WINDOW, Baseline, kl_k3, policy_loss, training_batch, whiten
 from freshper.trainer import TorchTrainer
 
 
@@ -35,39 +35,39 @@ def slow_returns(episode, kl_coef=0.0):
     return returns
 
 
-def slow_moments(episodes, kl_coef, by_turn):
-    """The mean of each turn (of all turns, every episode once) and the std of all deviations from it."""
-    last = [[g for t, g in zip(np.flatnonzero(e.action_mask), slow_returns(e, kl_coef), strict=True)
-             if t in e.turn_ends()] for e in episodes]  # fmt: skip
-    if not by_turn:
-        mean = np.mean([np.mean(row) for row in last])
-        return [mean], math.sqrt(np.mean([np.mean([(g - mean) ** 2 for g in row]) for row in last]))
-    means = [np.mean([row[k] for row in last if len(row) > k]) for k in range(max(map(len, last)))]
-    return means, math.sqrt(np.mean([(g - means[k]) ** 2 for row in last for k, g in enumerate(row)]))
+def turns_of(episode):
+    """The number of the turn of each action token."""
+    return [int((episode.turn_ends() < t).sum()) for t in np.flatnonzero(episode.action_mask)]
 
 
-def slow_advantages(episodes, config, moments=None):
-    """A_t of each action token of each episode. `moments`: the mean of each turn, the last one's also later; a std."""
-    returns = [slow_returns(e, config.kl_reward_coef) for e in episodes]
-    flat = sum(returns, [])
-    if moments is None and config.baseline == "turn":
-        moments = slow_moments(episodes, config.kl_reward_coef, by_turn=True)
-    means, std = moments or ([sum(flat) / len(flat)], np.std(flat))
+def slow_statistics(collected, kl_coef, by_turn):
+    """The mean of each turn (or of all turns) and the std of all deviations from it, over action tokens."""
+    table = [(turn if by_turn else 0, g) for e in collected
+             for turn, g in zip(turns_of(e), slow_returns(e, kl_coef), strict=True)]  # fmt: skip
+    means = [np.mean([g for t, g in table if t == turn]) for turn in range(1 + max(t for t, _ in table))]
+    return means, math.sqrt(np.mean([(g - means[t]) ** 2 for t, g in table]))
+
+
+def slow_advantages(episodes, config, collected=None):
+    """A_t of each action token of each episode against `collected`, or against these episodes; the mean of the last
+    turn also counts for later ones."""
+    kl_coef = config.kl_reward_coef
+    means, std = slow_statistics(collected or episodes, kl_coef, config.baseline == "turn")
     found = []
-    for row, e in zip(returns, episodes, strict=True):
-        turns = [int((e.turn_ends() < t).sum()) for t in np.flatnonzero(e.action_mask)]
-        g_and_mean = [(g, means[min(k, len(means) - 1)]) for g, k in zip(row, turns, strict=True)]
-        found.append([bounded((g - mean) / (std + 1e-8), config.advantage_clip) for g, mean in g_and_mean])
+    for e in episodes:
+        expected = [means[min(turn, len(means) - 1)] for turn in turns_of(e)]
+        row = [(g - mean) / (std + 1e-8) for g, mean in zip(slow_returns(e, kl_coef), expected, strict=True)]
+        found.append([bounded(a, config.advantage_clip) for a in row])
         if e.engine_weights is not None:
             found[-1] = [a * float(w) for a, w in zip(found[-1], e.engine_weights[e.action_mask], strict=True)]
     return found
 
 
-def slow_loss(episodes, logprobs, entropies, weights, config, moments=None):
+def slow_loss(episodes, logprobs, entropies, weights, config, collected=None):
     """1/B sum_i w_i l_i of eq. 16, with l_i divided by the mean number of action tokens."""
     scale = sum(int(e.action_mask.sum()) for e in episodes) / len(episodes)
     total = 0.0
-    for n, (e, row) in enumerate(zip(episodes, slow_advantages(episodes, config, moments), strict=True)):
+    for n, (e, row) in enumerate(zip(episodes, slow_advantages(episodes, config, collected), strict=True)):
         for a, t in zip(row, np.flatnonzero(e.action_mask), strict=True):
             rho = math.exp(bounded(logprobs[n][t] - float(e.behavior_logprobs[t]), 20))
             objective = min(rho * a, max(1 - config.ratio_clip, min(1 + config.ratio_clip, rho)) * a)
@@ -86,9 +86,10 @@ CASES = {
     "Config A": {"advantage_clip": 0.2},
     "dual clip": {"dual_clip": 1.5},
     "KL and entropy": {"kl_reward_coef": 0.1, "kl_loss_coef": 0.05, "entropy_coef": 0.01},
-    "running baseline": {"moments": ([0.3], 0.7)},
+    "replayed": {"replayed": True},
     "baseline by turn": {"baseline": "turn"},
-    "running baseline by turn": {"baseline": "turn", "moments": ([0.3, -0.2, 0.1], 0.7), "kl_reward_coef": 0.1},
+    "replayed, by turn": {"baseline": "turn", "replayed": True, "kl_reward_coef": 0.1},
+    "replayed, recomputed": {"baseline": "recompute", "replayed": True},
     "truncated IS": {"engine": True, "ratio_clip": 0.1},
 }
 
@@ -98,18 +99,20 @@ CASES = {
 def test_loss_and_gradient_are_those_of_the_slow_loop(case, seed):
     """The gradient against central differences of the slow loop; whole, and in micro-batches that add up."""
     settings = CASES[case].copy()
-    moments, engine = settings.pop("moments", None), settings.pop("engine", False)
+    replayed, engine = settings.pop("replayed", False), settings.pop("engine", False)
     config = Config(**{"advantage_clip": 20.0} | settings)
     rng = np.random.default_rng(seed)
     episodes = [make_episode(rng, turns=int(rng.integers(2, 5))) for _ in range(1 + seed % 6)]
-    for e in episodes:
+    collected = [make_episode(rng, turns=int(rng.integers(1, 4))) for _ in range(5)] if replayed else episodes
+    for e in {id(e): e for e in episodes + collected}.values():
         away = rng.standard_cauchy(len(e.tokens)) * e.action_mask / 3
         e.ref_logprobs = (e.behavior_logprobs + away).astype(np.float32)
         e.engine_weights = (2 * rng.random(len(e.tokens))).astype(np.float32) if engine else None
     weights = rng.random(len(episodes)) + 0.1
-    tensor = torch.tensor([moments[0], [moments[1]] * len(moments[0])]) if moments else None
-    batch = training_batch(episodes, config, weights, tensor)
-    expected = slow_advantages(episodes, config, moments)
+    (baseline := Baseline(config.baseline, config.kl_reward_coef)).observe(collected)
+    collected = episodes if config.baseline == "recompute" else collected
+    batch = training_batch(episodes, config, baseline.advantages(episodes), weights)
+    expected = slow_advantages(episodes, config, collected)
     np.testing.assert_allclose(batch.advantages[batch.action_mask], sum(expected, []), rtol=1e-4, atol=1e-4)
     assert (batch.advantages[~batch.action_mask] == 0).all()
     logprobs = batch.behavior_logprobs.double() + torch.from_numpy(rng.normal(0, 0.3, batch.tokens.shape))
@@ -135,7 +138,7 @@ def test_loss_and_gradient_are_those_of_the_slow_loop(case, seed):
     total.backward()
 
     def slow(values):
-        return slow_loss(episodes, values.tolist(), entropies.tolist(), weights, config, moments)
+        return slow_loss(episodes, values.tolist(), entropies.tolist(), weights, config, collected)
 
     assert counted == len(episodes)
     assert total.item() == pytest.approx(slow(logprobs), rel=1e-4, abs=1e-5)
@@ -170,45 +173,68 @@ def test_k3_and_its_gradient_are_bounded(x):
     assert (k3.item(), logprob.grad.item()) == pytest.approx((exact, 1 - math.exp(x)) if exact < 10 else (10.0, 0.0))
 
 
+@pytest.mark.parametrize("kind", ["batch", "turn", "recompute"])
+def test_a_fresh_and_a_replayed_episode_have_one_measure(kind):
+    """Lines 5 and 10: equal statistics give an episode equal A_t, whatever stands beside it in the batch. One-turn
+    successes and three-turn failures, half and half, were +1.73 and -0.58 in line 5 and +1 and -1 in line 10."""
+    episodes = [make_episode(np.random.default_rng(k), turns=1 + 2 * (k % 2)) for k in range(8)]
+    for k, e in enumerate(episodes):
+        e.turn_rewards = np.array([0.0, 0.0, 0.0] if k % 2 else [1.0], dtype=np.float32)
+    (baseline := Baseline(kind, 0.0)).observe(episodes)
+    fresh = baseline.advantages(episodes)
+    drawn = episodes if kind == "recompute" else episodes[3:6]
+    replayed = baseline.advantages(drawn)
+    for e, row in zip(drawn, replayed, strict=True):
+        np.testing.assert_array_equal(row[: len(e.tokens)], fresh[episodes.index(e), : len(e.tokens)])
+    if kind != "turn":  # REINFORCE++'s own measure
+        torch.testing.assert_close(fresh, training_batch(episodes, Config(advantage_clip=20.0)).advantages)
+
+
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
 @pytest.mark.parametrize("kind", ["batch", "turn"])
-def test_the_running_baseline_is_of_the_window(kind, kl_coef):
+def test_the_baseline_is_of_the_newest_batch_or_of_the_window(kind, kl_coef):
     rng = np.random.default_rng(0)
     collected = [make_episode(rng, turns=1 + k % 4) for k in range(WINDOW + 44)]
     for e in collected:
         e.ref_logprobs = (e.behavior_logprobs - rng.random(len(e.tokens)) * e.action_mask).astype(np.float32)
-    config = Config(kl_reward_coef=kl_coef, baseline=kind)
-    baseline, restored = ReplayBaseline(config), ReplayBaseline(config)
+    baseline, restored = Baseline(kind, kl_coef), Baseline(kind, kl_coef)
     for k in range(0, len(collected), 100):
         baseline.observe(collected[k : k + 100])
-    means, std = slow_moments(collected[-WINDOW:], kl_coef, kind == "turn")
-    np.testing.assert_allclose(baseline.moments(), [means, [std] * len(means)], rtol=1e-4, atol=1e-6)
+    latest = collected[-WINDOW:] if kind == "turn" else collected[-100:]
+    config = Config(kl_reward_coef=kl_coef, baseline=kind, advantage_clip=1e9)
     restored.load_state_dict(baseline.state_dict())
-    assert torch.equal(restored.moments(), baseline.moments())
+    expected = sum(slow_advantages(collected[:9], config, latest), [])
+    for each in (baseline, restored):
+        batch = training_batch(collected[:9], config, each.advantages(collected[:9]))
+        np.testing.assert_allclose(batch.advantages[batch.action_mask], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["batch", "turn", "recompute"])
-def test_what_each_baseline_makes_of_equal_failures_successes_and_rounding(kind):
-    config = Config(baseline=kind, advantage_clip=20.0)
+def test_equal_failures_successes_and_rounding_under_each_baseline(kind):
+    baseline = Baseline(kind, 0.0)
 
-    def advantages(observed, drawn):
-        """Of the action tokens of a fresh batch and of a replay batch."""
-        (baseline := ReplayBaseline(config)).observe(observed)
-        batches = [training_batch(drawn, config, moments=moments) for moments in (None, baseline.moments())]
-        return [batch.advantages[batch.action_mask] for batch in batches]
+    def advantages(collected, drawn):
+        """Of the action tokens of a fresh batch, and of a replay batch after it."""
+        baseline.observe(collected)
+        return [baseline.advantages(batch)[collate(batch).action_mask] for batch in (collected, drawn)]
 
     def episodes(turn_rewards, n):
         rewards = np.asarray(turn_rewards, dtype=np.float32)
         made = [make_episode(np.random.default_rng(k), turns=len(rewards)) for k in range(n)]
         return [dataclasses.replace(e, turn_rewards=rewards) for e in made]
 
-    failures = episodes(4 * [-0.1], 6)  # returns-to-go differ by turn alone, and that is no reason to train
-    assert all((found == 0).all() for found in advantages(failures, failures))
-    _, replayed = advantages(episodes([1.0], 4) + episodes([0.0], 4), episodes([1.0], 4))
+    failures, successes = episodes(4 * [-0.1], 6), episodes([1.0], 4)
+    fresh, replayed = advantages(failures, successes)
+    if kind != "recompute":  # returns-to-go differ by turn alone, and that is no reason to train
+        assert fresh.abs().max() < 1e-6
+    _, replayed = advantages(successes + episodes([0.0], 4), successes)
     assert (replayed == 0).all() if kind == "recompute" else (replayed > 0.5).all()
+    if kind == "batch":  # the newest batch has no spread: the std before it stays
+        _, replayed = advantages(failures, successes)
+        assert ((replayed > 0.5) & (replayed < 5.0)).all()
     rounded = episodes([10.0], 32) + episodes([np.nextafter(np.float32(10.0), np.float32(11.0))], 32)
-    if kind != "recompute":  # equal returns, summed in another order
-        assert advantages(rounded, rounded)[1].abs().max() < 1e-2
+    if kind == "batch":  # equal returns, summed in another order
+        assert max(found.abs().max() for found in advantages(rounded, rounded)) < 1e-2
 
 
 @pytest.mark.parametrize("equal", [1.0, 0.1, -0.85])
@@ -217,15 +243,19 @@ def test_equal_values_are_whitened_to_zero(equal):
     assert (whiten(torch.full((1, 3), equal), torch.ones(1, 3, dtype=torch.bool)) == 0).all()
 
 
-@pytest.mark.parametrize("moments", [None, ([0.2], 0.8)])
-def test_a_base_priority_is_of_the_return_or_of_the_mean_advantage_of_the_tokens(moments):
-    episodes = [make_episode(np.random.default_rng(k), turns=1 + k) for k in range(4)]
-    config, tensor = Config(advantage_clip=1.0, epsilon=0.1), torch.tensor([[0.2], [0.8]]) if moments else None
-    means = np.array([np.mean(row) for row in slow_advantages(episodes, config, moments)])
-    for kind, expected in (("advantage", means), ("reward", [e.reward for e in episodes])):
-        trainer = SimpleNamespace(config=dataclasses.replace(config, base_priority=kind))
-        found = TorchTrainer.base_priorities(trainer, episodes, tensor)
-        np.testing.assert_allclose(found, np.abs(expected) + 0.1, rtol=1e-4)
+@pytest.mark.parametrize("kind", ["batch", "turn", "recompute"])
+def test_a_base_priority_is_of_the_return_or_of_the_unclipped_advantage(kind):
+    """Never against the replay batch: four successes would then have the priority epsilon."""
+    episodes = [make_episode(np.random.default_rng(k), turns=1 + k % 3) for k in range(8)]
+    config = Config(advantage_clip=0.2, epsilon=0.1, baseline=kind)
+    unclipped = dataclasses.replace(config, advantage_clip=1e9)
+    (baseline := Baseline(kind, 0.0)).observe(episodes)
+    for drawn in (episodes, episodes[:2], episodes[:1]):
+        means = [np.mean(row) for row in slow_advantages(drawn, unclipped, episodes)]
+        for source, expected in (("advantage", means), ("reward", [e.reward for e in drawn])):
+            trainer = SimpleNamespace(config=dataclasses.replace(config, base_priority=source))
+            priorities = TorchTrainer.base_priorities(trainer, drawn, baseline)
+            np.testing.assert_allclose(priorities, np.abs(expected) + 0.1, rtol=1e-4)
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=200), st.integers(1, 40))

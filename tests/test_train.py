@@ -28,7 +28,7 @@ from freshper.trainer import TorchTrainer
 
 def flags(text, out):
     """The flags of a short run."""
-    short = "--model tiny --seed 1 --iterations 2 --rollout_batch_size 4 --eval_episodes 4".split()
+    short = "--model tiny --seed 2 --iterations 2 --rollout_batch_size 4 --eval_episodes 4".split()
     return [*short, *text.split(), *([] if "on_policy" in text else ["--batch_size", "4"]), "--out", str(out)]
 
 
@@ -74,11 +74,10 @@ def test_algorithm_1_line_by_line(tmp_path, monkeypatch):
         assert threading.current_thread() is not threading.main_thread()
         refreshed.append(step)
 
-    def lines_5_and_10(update, trainer, episodes, weights=None, moments=None):
+    def lines_5_and_10(update, trainer, episodes, advantages, weights=None):
         calls.append("5 train" if weights is None else "10 replay")
         if weights is not None:
             assert (episodes, weights) == (noted["drawn"].episodes, noted["weights"])
-            assert moments is not None
         elif calls[-2] == "6 refresh":  # the first update is on-policy: rho = 1
             assert np.abs(update.drift["log_ratio"]).max() < 1e-4
 
@@ -107,7 +106,7 @@ def test_algorithm_1_line_by_line(tmp_path, monkeypatch):
     record(TorchTrainer, "update", lines_5_and_10)
     record(ReplayBuffer, "sample", line_8)
     record(train, "importance_weights", line_9)
-    record(train.ReplayBaseline, "observe", returns)
+    record(train.Baseline, "observe", returns)
     record(HFEngine, "sync", lambda _, engine, trainer=None: calls.append("12 sync") if trainer else None)
     assert train.main(flags("--iterations 3 --replay_ratio 2 --ppo_epochs 2 --beta 0.4", tmp_path / "run")) == 0
     replay = ["8 sample", "9 weights", "10 replay"]
@@ -118,6 +117,20 @@ def test_algorithm_1_line_by_line(tmp_path, monkeypatch):
         np.testing.assert_array_equal(e.behavior_logprobs, before)
 
 
+@pytest.mark.parametrize("env", ["frozenlake", "frozenlake_vlm"])
+def test_evaluations_do_not_change_training(env, tmp_path):
+    """An evaluation draws no random number of training's, and computes no image feature for it."""
+    tables = []
+    for every in (1, 3):
+        assert train.main(flags(f"--env {env} --iterations 3 --eval_every {every}", tmp_path / str(every))) == 0
+        tables.append(read(tmp_path / str(every), "metrics.csv"))
+    often, seldom = tables
+    assert np.isnan(seldom["eval_success"]).sum() == 2
+    for name in often:
+        if not name.startswith("eval_") and not name.endswith("_s"):
+            np.testing.assert_array_equal(often[name], seldom[name], err_msg=name)
+
+
 @pytest.mark.parametrize("text", ["--method freshper --env frozenlake_vlm", "--method per", "--method on_policy"])
 def test_every_method_runs_and_engine_and_trainer_agree(text, tmp_path):
     out, name, k = tmp_path / "run", "frozenlake_vlm" if "vlm" in text else "frozenlake", 0 if "on_" in text else 2
@@ -125,7 +138,7 @@ def test_every_method_runs_and_engine_and_trainer_agree(text, tmp_path):
     table = read(out, "metrics.csv")
     assert table["step"].tolist() == [0, 1 + k, 2 + 2 * k]
     assert table["episodes"].tolist() == [0, 4, 8]
-    assert table["buffer_size"][1:].tolist() == [4, 8]
+    assert table["buffer_size"][1:].tolist() == ([4, 8] if k else [0, 0])  # on-policy training keeps no episodes
     assert np.isnan(table["eval_success"]).tolist() == [False, True, False]
     assert (np.isnan(table["replay_loss"][1:]) == (k == 0)).all()
     assert (table["mismatch"][1:] < 1e-4).all()

@@ -22,6 +22,7 @@ from freshper.backends import join_ranks, make_trainer
 from freshper.episode import collate
 from freshper.flags import parse_args
 from freshper.models import load_policy
+from freshper.reinforce import Baseline
 from freshper.tiny import build_policy
 from freshper.trainer import TorchTrainer
 
@@ -36,8 +37,11 @@ def numbers(trainer, episodes, first=0, folder=None):
     """Log-probs, the updates number `first` to 2, log-probs and weights again. Saves the state before the last."""
     found = {"mismatch": trainer.record_behavior_logprobs(episodes)["mismatch"]} if first == 0 else {}
     found["before"] = trainer.logprobs(collate(episodes))
-    weights, moments = np.linspace(0.2, 1.0, len(episodes)), torch.tensor([[0.1], [0.9]])
-    arguments = [(episodes,), (episodes[:3], weights[:3], moments), (episodes, weights, moments)]
+    baseline = Baseline("turn", trainer.config.kl_reward_coef)
+    weights = np.linspace(0.2, 1.0, len(episodes))
+    baseline.observe(episodes[2:])
+    replays = [(batch, baseline.advantages(batch), weights[: len(batch)]) for batch in (episodes[:3], episodes)]
+    arguments = [(episodes,), *replays]
     found["updates"] = []
     for k in range(first, 3):
         if k == 2 and folder:
