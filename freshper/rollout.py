@@ -1,27 +1,31 @@
 """The multi-turn rollout: policy and environments take turns until every episode has ended.
 
-Paper: Algorithm 1 line 2 ("roll out pi_mu in E to collect episodes"); section 3.1 (s_{t+1} = s_t + a_t + o_t).
+Paper: Algorithm 1 line 2 ("roll out pi_mu in E to collect episodes"); section 3.1
+(s_{t+1} = s_t + a_t + o_t).
 
     conversation   <prompt o_0> | <reply a_0> | <bridge o_1> | <reply a_1> | ...
                                   \\_ sampled _/               \\_ sampled _/
 
-A conversation is a growing list of token ids. Nothing is decoded and encoded again: what was sampled is trained on. The
-environment reads text. If the limit cut a reply, its text ends in "…": the last number may lack digits. All
-live episodes advance together, until the environment ends one or its next turn would not fit `max_tokens` (truncated).
+A conversation is a growing list of token ids. Nothing is decoded and encoded again: training uses
+the very tokens that were sampled. The environment reads text. If the limit cut a reply, its text
+ends in "…", because the last number may lack digits. All live episodes advance together. An episode
+ends when the environment says so, or when its next turn would not fit `max_tokens` (truncated).
 """
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from envs.base import EVAL_SEEDS, TextEnv
+from envs.base import EVAL_SEEDS, Observation, TextEnv
 from freshper.config import Config
 from freshper.episode import Episode
 from freshper.errors import NonFiniteError
 from freshper.models import Policy
 
-GOLDEN_RATIO = 618_033_989  # 0.618 EVAL_SEEDS, without a common divisor: every seed has its own start
+GOLDEN_RATIO = (
+    618_033_989  # 0.618 EVAL_SEEDS, without a common divisor: every seed has its own start
+)
 
 
 def training_seeds(config: Config, iteration: int) -> list[int]:
@@ -37,7 +41,7 @@ def training_seeds(config: Config, iteration: int) -> list[int]:
 
 @dataclass(eq=False)
 class Conversation:
-    """What an engine reads of one live episode. The rollout appends to it, so that engines can keep caches by it."""
+    """What an engine reads of one live episode. Only its end grows, so engines can keep caches."""
 
     tokens: list[int]
     images: list[np.ndarray] = field(default_factory=list)
@@ -51,52 +55,125 @@ class Reply(NamedTuple):
     logprobs: list[float]  # of each token at the sampling temperature, before top-k and top-p
 
 
+class Engine(Protocol):
+    """What generates replies: freshper/engine_hf.py, freshper/engine_vllm.py."""
+
+    def generate(self, conversations: list[Conversation], max_new_tokens: int) -> list[Reply]:
+        """Return one sampled reply to each conversation."""
+        ...
+
+
+class LiveEpisode:
+    """An episode while it is played."""
+
+    def __init__(self, policy: Policy, env: TextEnv, seed: int):
+        observation, _ = env.reset(seed=seed)
+        prompt = policy.user_turn(observation)
+        self.policy = policy
+        self.env = env
+        self.conversation = Conversation(prompt, list(observation.images), seed)
+        self.sampled = [False] * len(prompt)  # of each token: whether the policy sampled it
+        self.logprobs = [0.0] * len(prompt)
+        self.turn_rewards: list[float] = []
+        self.closed = False  # whether the last reply ended with a sampled eos
+        self.success = False
+        self.truncated = False
+        self.invalid_replies = 0
+        self.cut_replies = 0
+        self.metrics: dict[str, float] = {}
+
+    def text_of(self, reply: Reply) -> str:
+        """Return the reply as the environment reads it, with "…" at the end if the limit cut it."""
+        tokens = [token for token in reply.tokens if token != self.policy.eos_id]
+        text = self.policy.tokenizer.decode(tokens)
+        return text if reply.tokens[-1] == self.policy.eos_id else text + "…"
+
+    def append_reply(self, reply: Reply, reward: float, info: dict[str, Any]) -> None:
+        """Append a sampled reply, the reward of its turn, and what the environment says of it."""
+        logprob = sum(reply.logprobs)
+        if not np.isfinite(reward + logprob):
+            seed, turn = self.conversation.seed, len(self.turn_rewards) + 1
+            numbers = f"a reward {reward} and a reply of log-prob {logprob}, which must be finite"
+            raise NonFiniteError(f"the rollout met {numbers}; episode seed {seed}, turn {turn}")
+
+        self.conversation.tokens += reply.tokens
+        self.sampled += [True] * len(reply.tokens)
+        self.logprobs += reply.logprobs
+        self.turn_rewards.append(reward)
+
+        self.closed = reply.tokens[-1] == self.policy.eos_id
+        self.cut_replies += not self.closed
+        self.invalid_replies += not info.get("valid", True)
+        self.success = bool(info["success"])
+        self.metrics = info.get("metrics", {})
+
+    def append_bridge(self, observation: Observation, max_tokens: int) -> bool:
+        """Append the next user turn if `max_tokens` has room for it, and return whether it has."""
+        bridge = self.policy.bridge(observation, self.closed)
+        if len(self.conversation.tokens) + len(bridge) > max_tokens:
+            self.truncated = True
+            return False
+
+        self.conversation.tokens += bridge
+        self.conversation.images += observation.images
+        self.sampled += [False] * len(bridge)
+        self.logprobs += [0.0] * len(bridge)
+        return True
+
+    def finish(self) -> Episode:
+        """Return what the buffer and the loss need of this episode."""
+        turn_rewards = np.array(self.turn_rewards, dtype=np.float32)
+        return Episode(
+            tokens=np.array(self.conversation.tokens, dtype=np.int32),
+            action_mask=np.array(self.sampled),
+            behavior_logprobs=np.array(self.logprobs, dtype=np.float32),
+            reward=float(turn_rewards.sum()),
+            turn_rewards=turn_rewards,
+            images=self.conversation.images,
+            seed=self.conversation.seed,
+            success=self.success,
+            invalid=self.invalid_replies,
+            cut=self.cut_replies,
+            truncated=self.truncated,
+            metrics=self.metrics,
+        )
+
+
 def rollout(
-    engine: Any, policy: Policy, envs: list[TextEnv], seeds: list[int], max_tokens: int, max_new_tokens: int
+    engine: Engine,
+    policy: Policy,
+    envs: list[TextEnv],
+    seeds: list[int],
+    max_tokens: int,
+    max_new_tokens: int,
 ) -> list[Episode]:
-    """Play an episode on each seed, in an environment of its own, and return them in that order. `envs` may be more.
-    `behavior_logprobs` are the engine's; line 3 of Algorithm 1 replaces them by the trainer's. Raises OSError if the
-    first turn of an episode does not fit `max_tokens`, NonFiniteError if a reward or log-prob is not finite."""
-    opened = [(env.reset(seed=seed)[0], seed) for env, seed in zip(envs, seeds, strict=False)]
-    conversations = [Conversation(policy.user_turn(o), list(o.images), seed) for o, seed in opened]
-    logprobs = [[np.nan] * len(c.tokens) for c in conversations]  # NaN: not sampled
-    rewards: list[list[float]] = [[] for _ in seeds]
-    endings: list[dict] = [{"invalid": 0, "cut": 0} for _ in seeds]  # fields of each episode as of its last turn
-    needed, seed = max((len(c.tokens) + max_new_tokens, c.seed) for c in conversations)
-    if needed > max_tokens:  # of a later batch: `load` has checked the first one
-        raise OSError(f"--max_tokens is {max_tokens}, but must be at least {needed} for the first turn of seed {seed}")
-    live = list(range(len(seeds)))
+    """Play one episode per seed, all of them turn by turn, and return them in the order of the seeds.
+
+    Each seed has an environment of its own; `envs` may be more. `behavior_logprobs` are the engine's:
+    line 3 of Algorithm 1 replaces them by the trainer's. Raises OSError if the first turn of an
+    episode does not fit `max_tokens`, NonFiniteError if a reward or a log-prob is not finite.
+    """
+    episodes = [LiveEpisode(policy, env, seed) for env, seed in zip(envs, seeds, strict=False)]
+
+    room = max_tokens - max_new_tokens  # for a conversation before its next reply
+    longest = max((e.conversation for e in episodes), key=lambda c: len(c.tokens))
+    if len(longest.tokens) > room:  # of a later batch: `load` has checked the first one
+        needed = len(longest.tokens) + max_new_tokens
+        turn = f"the first turn of seed {longest.seed}"
+        raise OSError(f"--max_tokens is {max_tokens}, but must be at least {needed} for {turn}")
+
+    live = episodes
     while live:
-        replies = engine.generate([conversations[i] for i in live], max_new_tokens)
-        texts = [policy.tokenizer.decode([t for t in reply.tokens if t != policy.eos_id]) for reply in replies]
-        texts = [text + "…" * (reply.tokens[-1] != policy.eos_id) for text, reply in zip(texts, replies, strict=True)]
-        steps = type(envs[0]).step_many([envs[i] for i in live], texts)
+        replies = engine.generate([episode.conversation for episode in live], max_new_tokens)
+        texts = [episode.text_of(reply) for episode, reply in zip(live, replies, strict=True)]
+        steps = type(envs[0]).step_many([episode.env for episode in live], texts)
+
         still_live = []
-        for i, reply, (observation, reward, terminated, truncated, info) in zip(live, replies, steps, strict=True):
-            conversation, ending = conversations[i], endings[i]
-            closed, reply_logprob = reply.tokens[-1] == policy.eos_id, sum(reply.logprobs)
-            if not np.isfinite(reward + reply_logprob):
-                found = f"a reward {reward} and a reply of log-prob {reply_logprob}, which must be finite"
-                raise NonFiniteError(f"the rollout met {found}; episode seed {seeds[i]}, turn {len(rewards[i]) + 1}")
-            conversation.tokens += reply.tokens
-            logprobs[i] += reply.logprobs
-            rewards[i].append(reward)
-            ending |= {"success": bool(info["success"]), "metrics": info.get("metrics", {})}
-            ending["invalid"] += not info.get("valid", True)
-            ending["cut"] += not closed
-            if terminated or truncated:
-                continue
-            bridge = policy.bridge(observation, closed)
-            ending["truncated"] = len(conversation.tokens) + len(bridge) + max_new_tokens > max_tokens
-            if not ending["truncated"]:
-                conversation.tokens += bridge
-                conversation.images += observation.images
-                logprobs[i] += [np.nan] * len(bridge)
-                still_live.append(i)
+        for episode, reply, step in zip(live, replies, steps, strict=True):
+            observation, reward, terminated, truncated, info = step
+            episode.append_reply(reply, reward, info)
+            if not (terminated or truncated) and episode.append_bridge(observation, room):
+                still_live.append(episode)
         live = still_live
-    episodes = []
-    for i, c in enumerate(conversations):
-        sampled, turn_rewards = np.array(logprobs[i], dtype=np.float32), np.array(rewards[i], dtype=np.float32)
-        arrays = np.array(c.tokens, dtype=np.int32), ~np.isnan(sampled), np.nan_to_num(sampled)
-        episodes.append(Episode(*arrays, float(turn_rewards.sum()), turn_rewards, c.images, seed=c.seed, **endings[i]))
-    return episodes
+
+    return [episode.finish() for episode in episodes]
