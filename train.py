@@ -17,7 +17,7 @@ if __name__ == "__main__":
 import torch
 from transformers import logging, set_seed
 
-from freshper.backends import backends, choose_backend, join_ranks, load, make_trainer
+from freshper.backends import backends, choose_backend, join_ranks, load, serve
 from freshper.buffer import ReplayBuffer
 from freshper.checkpoint import RunState, StopSignals
 from freshper.engine_hf import HFEngine
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"train.py: error: {error}", file=sys.stderr)
         return 2
     if report is None:  # rank 0 runs the algorithm; the others compute their share of its updates
-        return make_trainer(policy, config).serve()
+        return serve(policy, config)
     try:
         with StopSignals() as signals, report, backends(policy, config) as (trainer, engine):
             train(config, policy, trainer, engine, report, signals)

@@ -120,13 +120,22 @@ def check(policy: Policy, config: Config) -> None:
 
 
 def make_trainer(policy: Policy, config: Config) -> Any:
-    """Make this rank's trainer."""
+    """Make the trainer of rank 0, of which the other ranks are a part."""
     updates = config.iterations * (config.ppo_epochs + config.replay_ratio)
     if config.trainer == "torch":
         return TorchTrainer(policy, config, updates)
-    from freshper.trainer_deepspeed import DeepSpeedTrainer
+    from freshper.trainer_deepspeed import DeepSpeedRanks, RankZero
 
-    return DeepSpeedTrainer(policy, config, updates)
+    return RankZero(TorchTrainer(policy, config, updates, DeepSpeedRanks))
+
+
+def serve(policy: Policy, config: Config) -> int:
+    """Compute the share of a rank other than 0 of all updates. Returns the exit status."""
+    from freshper import trainer_deepspeed
+
+    updates = config.iterations * (config.ppo_epochs + config.replay_ratio)
+    trainer = TorchTrainer(policy, config, updates, trainer_deepspeed.DeepSpeedRanks)
+    return trainer_deepspeed.serve(trainer)
 
 
 @contextlib.contextmanager

@@ -140,7 +140,7 @@ class Report:
         row |= mismatch | sync | means([update.stats for update in fresh])
         row |= means([self._log_replay(*replay) for replay in replays])
         row |= {"iteration": self.done + 1, "episodes": self.rows[-1]["episodes"] + len(episodes), "step": trainer.step}
-        row |= {"buffer_size": len(buffer), "lr": trainer.optimizer.param_groups[0]["lr"]}
+        row |= {"buffer_size": len(buffer), "lr": trainer.lr}
         row["tau"] = getattr(buffer.decay, "tau", np.nan)
         row["max_age"] = max((replay.ages.max() for replay, _ in replays), default=np.nan)
         recent = [earlier["ess_token"] for earlier in (*self.rows[-9:], row) if "ess_token" in earlier]

@@ -1,15 +1,20 @@
-"""Train with DeepSpeed: any number of ranks, ZeRO stages 0 to 3, the same numbers as freshper/trainer.py.
+"""Train with DeepSpeed: any number of ranks, ZeRO stages 0 to 3, the same numbers as one process.
 
-Paper: Algorithm 1 lines 3, 5 and 10; section 4.1 and Table 4 (the authors train with DeepSpeed inside ROLL).
+Paper: Algorithm 1 lines 3, 5 and 10; section 4.1 and Table 4 (the authors train with DeepSpeed inside
+ROLL).
 
-Rank 0 runs Algorithm 1. The others `serve`: they run the methods that it names, each on its share of the rows:
+Two ideas, one class each. `DeepSpeedRanks` shares the rows of a batch among the ranks:
 
     rows grouped by length  0 1 2 3 | 4 5 6 7 | 8        micro_batch_size 2, two ranks
     rank 0                  0   2     4   6     8
     rank 1                    1   3     5   7     (8)    a rank without a row gets one whose action mask is empty
 
-All ranks do as many forward passes, since ZeRO-3 gathers weights in each. Gradients are added up: `_backward` undoes
-DeepSpeed's mean. Unlike in TorchTrainer, weights are in --dtype, and a gradient that is not finite is found too late.
+All ranks do as many forward passes, since ZeRO-3 gathers weights in each. Gradients are added up:
+`backward` undoes DeepSpeed's mean. Unlike in one process, weights are in --dtype, and a gradient that is
+not finite is noticed too late, after the step.
+
+`RankZero` is the trainer that Algorithm 1 sees. Rank 0 runs the algorithm; each call of its trainer also
+runs on the other ranks, which wait for it in `serve`.
 """
 
 import contextlib
@@ -29,21 +34,33 @@ import torch.distributed as dist
 from torch import Tensor
 
 from freshper.config import Config
-from freshper.episode import Batch, alike
+from freshper.episode import Batch, Episode, alike
 from freshper.errors import TIMEOUT, BackendError, NonFiniteError, watched
 from freshper.models import Policy
-from freshper.trainer import MAX_GRAD_NORM, TorchTrainer, Update, action_logprobs
+from freshper.trainer import (
+    MAX_GRAD_NORM,
+    OneProcess,
+    TorchTrainer,
+    Update,
+    action_logprobs,
+    save_weights,
+)
 
 
 def join_ranks(config: Config) -> int:
     """Meet the other ranks that torchrun started, or be the only one. Returns this rank's number."""
-    if "RANK" not in os.environ:  # port 0: any that is free
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    if gpu := config.device == "cuda":
+    if "RANK" not in os.environ:
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # port 0: any that is free
+    on_gpu = config.device == "cuda"
+    if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+
     deepspeed.logger.setLevel("WARNING")
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's, every call
-    deepspeed.init_distributed("nccl" if gpu else "gloo", verbose=False, timeout=timedelta(seconds=TIMEOUT))
+    # DeepSpeed's own, in every call
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    backend = "nccl" if on_gpu else "gloo"
+    deepspeed.init_distributed(backend, verbose=False, timeout=timedelta(seconds=TIMEOUT))
     return dist.get_rank()
 
 
@@ -52,141 +69,199 @@ class _ActionLogprobs(torch.nn.Module):
 
     def __init__(self, policy: Policy):
         super().__init__()
-        self.policy, self.model, self.forward = policy, policy.model, partial(action_logprobs, policy)
+        self.policy = policy
+        self.model = policy.model
+        self.forward = partial(action_logprobs, policy)
 
 
-class DeepSpeedTrainer(TorchTrainer):
-    """Every rank makes one. Rank 0 calls its methods, the others `serve`. Raises BackendError if one fails."""
+class DeepSpeedRanks(OneProcess):
+    """An update's computation on all ranks. Each rank makes one, and all call its methods together."""
 
-    def __init__(self, policy: Policy, config: Config, total_updates: int):
-        super().__init__(policy, config, total_updates)
-        self.rank, self.ranks, self.broken = dist.get_rank(), dist.get_world_size(), False
+    def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, config: Config):
+        super().__init__(policy, optimizer, config)
+        self.rank = dist.get_rank()
+        self.ranks = dist.get_world_size()
         # for messages, beside NCCL; ranks other than 0 wait a day for the next one, or until rank 0 ends
         patience = timedelta(seconds=TIMEOUT if self.rank == 0 else 86_400)
-        self.control = dist.new_group(backend="gloo", timeout=patience)
-        every: list[Any] = [None] * self.ranks
-        dist.all_gather_object(every, (socket.gethostname(), os.getpid()), group=self.control)
-        self.processes = {pid: f"rank {k}" for k, (host, pid) in enumerate(every) if k and host == socket.gethostname()}
-        if config.zero_stage == 3:  # a cached image would let a rank skip the vision tower that the others gather
-            policy.freeze_vision = False
-        settings: dict[str, Any] = {"zero_optimization": {"stage": config.zero_stage}}
-        settings |= {"bf16": {"enabled": config.dtype == "bfloat16"}, "gradient_clipping": MAX_GRAD_NORM}
-        settings |= {"train_micro_batch_size_per_gpu": config.micro_batch_size, "managed_gradient_accumulation": False}
-        settings |= {"zero_allow_untested_optimizer": True}  # torch's own AdamW, as in TorchTrainer
-        model = _ActionLogprobs(policy)
-        self.model_engine, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer, config=settings)
+        self.messages = dist.new_group(backend="gloo", timeout=patience)
 
-    def update(self, *arguments: Any) -> Update:
-        with self._together("update", *arguments):
-            return super().update(*arguments)
+        self.zero_stage = config.zero_stage
+        if self.zero_stage == 3:
+            # a cached image would let a rank skip the vision tower that the others gather
+            policy.freeze_vision = False
+        # at ZeRO 0 in float32 DeepSpeed gives no norm of the gradient
+        self.own_norm = self.zero_stage == 0 and config.dtype == "float32"
+        settings = {
+            "zero_optimization": {"stage": config.zero_stage},
+            "bf16": {"enabled": config.dtype == "bfloat16"},
+            "gradient_clipping": MAX_GRAD_NORM,
+            "train_micro_batch_size_per_gpu": config.micro_batch_size,
+            "managed_gradient_accumulation": False,
+            "zero_allow_untested_optimizer": True,  # torch's own AdamW, as in one process
+        }
+        self.engine, *_ = deepspeed.initialize(
+            model=_ActionLogprobs(policy), optimizer=optimizer, config=settings
+        )
+
+    def shard(self, batch: Batch) -> Iterator[tuple[list[int], Batch]]:
+        for group in alike(batch.lengths, self.micro_batch_size * self.ranks):
+            rows = group[self.rank :: self.ranks] or group[:1]
+            part = batch.rows(rows)
+            if self.rank >= len(group):  # the row belongs to another rank
+                part = part._replace(action_mask=torch.zeros_like(part.action_mask))
+            yield rows, part
+
+    def forward(self, part: Batch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        # as many uses of the output layer on every rank: ZeRO-3 gathers it in each
+        most = part.action_mask.sum()
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.messages)
+        return self.engine(part, temperature, entropy, int(most))
+
+    def reduce(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values, group=self.messages)
+        return values
+
+    def backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss * self.ranks)
+
+    def step(self) -> float:
+        if not self.own_norm:
+            self.engine.step()
+            return float(self.engine.get_global_grad_norm())
+        self.engine.buffered_allreduce_fallback()  # `step` would do it after the norm
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), MAX_GRAD_NORM)
+        self.engine.step()
+        return float(norm)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """With ZeRO-3 all ranks take part: use up the iterator."""
+        sharded = self.zero_stage == 3
+        for name, parameter in super().weights():
+            with deepspeed.zero.GatheredParameters([parameter], enabled=sharded):
+                yield name, parameter.detach()
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """Return, on rank 0, what AdamW steps on in each rank, with its moments."""
+        on_cpu = []
+        for piece in self._pieces():
+            tensors = {"weights": piece.detach(), **self.optimizer.state[piece]}
+            on_cpu.append({name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()})
+        of_all_ranks = [None] * self.ranks if self.rank == 0 else None
+        dist.gather_object(on_cpu, of_all_ranks, group=self.messages)
+        return {"ranks": of_all_ranks}
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        of_this_rank: list[Any] = [None]
+        dist.scatter_object_list(of_this_rank, state["ranks"], src=0, group=self.messages)
+        for piece, tensors in zip(self._pieces(), of_this_rank[0], strict=True):
+            piece.data.copy_(tensors.pop("weights"))
+            # AdamW keeps its step counter, which has no dimension, on the CPU
+            moments = {name: x.to(piece.device) if x.dim() else x for name, x in tensors.items()}
+            self.optimizer.state[piece] = moments
+
+    def _pieces(self) -> list[Tensor]:
+        """Return what AdamW steps on: the parameters, or this rank's flat float32 pieces of them."""
+        if self.zero_stage == 3:
+            return self.engine.optimizer.fp32_partitioned_groups_flat
+        return [piece for group in self.optimizer.param_groups for piece in group["params"]]
+
+
+class RankZero:
+    """The trainer of rank 0: a call also runs on the other ranks. Raises BackendError if one fails."""
+
+    def __init__(self, trainer: TorchTrainer):
+        self.trainer = trainer
+        self.base_priorities = trainer.base_priorities  # needs no other rank
+        self.messages = trainer.processes.messages
+        self.ranks = trainer.processes.ranks
+        self.broken = False
+        self.processes = processes_of_this_machine(self.messages, self.ranks)
+
+    step = property(lambda self: self.trainer.step)
+    lr = property(lambda self: self.trainer.lr)
+
+    def record_behavior_logprobs(self, episodes: list[Episode]) -> dict[str, float]:
+        with self._on_all_ranks("record_behavior_logprobs", episodes):
+            return self.trainer.record_behavior_logprobs(episodes)
 
     def logprobs(self, batch: Batch, reference: bool = False) -> Tensor:
-        with self._together("logprobs", batch, reference):
-            return super().logprobs(batch, reference)
+        with self._on_all_ranks("logprobs", batch, reference):
+            return self.trainer.logprobs(batch, reference)
+
+    def update(self, *arguments: Any) -> Update:
+        with self._on_all_ranks("update", *arguments):
+            return self.trainer.update(*arguments)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of every whole parameter. Use up the iterator: all ranks take part."""
+        with self._on_all_ranks("weights"):
+            yield from self.trainer.weights()
+
+    def save(self, folder: str) -> None:
+        save_weights(self.trainer.policy, self.weights(), folder)
 
     def state_dict(self) -> dict[str, Any]:
-        with self._together("state_dict"):
-            return super().state_dict()
+        with self._on_all_ranks("state_dict"):
+            return self.trainer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state that rank 0 has read. Raises BackendError if another number of ranks wrote it."""
-        if (saved := len(state["optimizer"]["ranks"])) != self.ranks:
-            raise BackendError(f"--resume needs {saved} ranks, the number in the checkpoint, not {self.ranks}")
-        with self._together("load_state_dict", state | {"optimizer": {"ranks": None}}):
-            super().load_state_dict(state)
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of every whole parameter. With ZeRO-3 all ranks take part: use up the iterator."""
-        with self._together("weights"):
-            yield from self._gathered()
-
-    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in super().weights():
-            with deepspeed.zero.GatheredParameters([parameter], enabled=self.config.zero_stage == 3):
-                yield name, parameter.detach()
+        saved = len(state["optimizer"]["ranks"])
+        if saved != self.ranks:
+            need = f"--resume needs {saved} ranks, the number in the checkpoint"
+            raise BackendError(f"{need}, not {self.ranks}")
+        without_optimizer = state | {"optimizer": {"ranks": None}}  # each rank is sent its own part of it
+        with self._on_all_ranks("load_state_dict", without_optimizer):
+            self.trainer.load_state_dict(state)
 
     def close(self) -> None:
         """End the other ranks. After a failed call they end when this process does."""
         if not self.broken:
-            with contextlib.suppress(RuntimeError):  # of a rank that has died unseen, during a rollout
-                dist.broadcast_object_list([("stop", ())], src=0, group=self.control)
+            with contextlib.suppress(RuntimeError):  # of a rank that died unnoticed, during a rollout
+                dist.broadcast_object_list([("stop", ())], src=0, group=self.messages)
             dist.destroy_process_group()
 
     @contextlib.contextmanager
-    def _together(self, name: str, *arguments: Any) -> Iterator[None]:
-        """Make the other ranks run this method during the block, in which rank 0 runs it too."""
+    def _on_all_ranks(self, name: str, *arguments: Any) -> Iterator[None]:
+        """Make the other ranks run this method of their trainer while rank 0 runs it in the block."""
         self.broken = True  # until the block has ended
         with watched(f"`{name}` on {self.ranks} ranks of DeepSpeed", self.processes):
-            dist.broadcast_object_list([(name, arguments)], src=0, group=self.control)
+            dist.broadcast_object_list([(name, arguments)], src=0, group=self.messages)
             yield
         self.broken = False
 
-    def serve(self) -> int:
-        """Worker loop: run the calls that rank 0 broadcasts until "stop" or disconnect. Returns the exit status 0."""
-        for number in (signal.SIGINT, signal.SIGTERM):  # they reach every rank; rank 0 decides
-            signal.signal(number, signal.SIG_IGN)
-        message: list[Any] = [None]
-        while True:
-            try:
-                dist.broadcast_object_list(message, src=0, group=self.control)
-            except RuntimeError:  # rank 0 has ended, and has said why
-                return 0
-            name, arguments = message[0]
-            if name == "stop":
-                dist.destroy_process_group()  # gloo's threads, alive when Python ends, may abort the process
-                return 0
-            with contextlib.suppress(NonFiniteError):  # all ranks meet it together, and rank 0 ends the run
-                if name == "weights":
-                    deque(self._gathered(), maxlen=0)
-                else:
-                    getattr(super(), name)(*arguments)
 
-    def _shares(self, batch: Batch) -> Iterator[tuple[list[int], Batch]]:
-        for group in alike(batch.lengths, self.config.micro_batch_size * self.ranks):
-            rows = group[self.rank :: self.ranks] or group[:1]
-            part = batch.rows(rows)
-            if self.rank >= len(group):
-                part = part._replace(action_mask=torch.zeros_like(part.action_mask))
-            yield rows, part
+def processes_of_this_machine(group: Any, ranks: int) -> dict[int, str]:
+    """Return the other ranks on this machine, process id -> name. All ranks must call it."""
+    this_host = socket.gethostname()
+    addresses: list[Any] = [None] * ranks
+    dist.all_gather_object(addresses, (this_host, os.getpid()), group=group)
+    named = {pid: f"rank {rank}" for rank, (host, pid) in enumerate(addresses) if host == this_host}
+    named.pop(os.getpid())
+    return named
 
-    def _forward(self, part: Batch, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        most = part.action_mask.sum()  # as many uses of the output layer on every rank: ZeRO-3 gathers it in each
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.control)
-        return self.model_engine(part, self.config.temperature, entropy, int(most))
 
-    def _sum(self, values: Tensor) -> Tensor:
-        dist.all_reduce(values, group=self.control)
-        return values
+def serve(trainer: TorchTrainer) -> int:
+    """Worker loop of ranks other than 0: run the calls that rank 0 broadcasts until "stop" or
+    disconnect. Returns the exit status 0."""
+    messages = trainer.processes.messages
+    processes_of_this_machine(messages, trainer.processes.ranks)
+    for number in (signal.SIGINT, signal.SIGTERM):  # they reach every rank; rank 0 decides
+        signal.signal(number, signal.SIG_IGN)
 
-    def _backward(self, loss: Tensor) -> None:
-        self.model_engine.backward(loss * self.ranks)
-
-    def _clip_and_step(self) -> float:
-        plain = self.config.zero_stage == 0 and self.config.dtype == "float32"  # here DeepSpeed gives no norm
-        if plain:
-            self.model_engine.buffered_allreduce_fallback()  # over the ranks: `step` would do it after the norm
-            norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), MAX_GRAD_NORM)
-        self.model_engine.step()
-        return float(norm if plain else self.model_engine.get_global_grad_norm())
-
-    def _parts(self) -> list[Tensor]:
-        """Return what AdamW steps on: the parameters, or this rank's flat float32 pieces of them."""
-        if self.config.zero_stage == 3:
-            return self.model_engine.optimizer.fp32_partitioned_groups_flat
-        return [part for group in self.optimizer.param_groups for part in group["params"]]
-
-    def _optimizer_state(self) -> dict[str, Any]:
-        """Return, on rank 0, the parts of each rank with their moments."""
-        parts = [{"weights": part.detach(), **self.optimizer.state[part]} for part in self._parts()]
-        own = [{name: tensor.to("cpu", copy=True) for name, tensor in part.items()} for part in parts]
-        every = [None] * self.ranks if self.rank == 0 else None
-        dist.gather_object(own, every, group=self.control)
-        return {"ranks": every}
-
-    def _load_optimizer(self, state: dict[str, Any]) -> None:
-        own: list[Any] = [None]
-        dist.scatter_object_list(own, state["ranks"], src=0, group=self.control)
-        for part, saved in zip(self._parts(), own[0], strict=True):
-            part.data.copy_(saved.pop("weights"))
-            # AdamW keeps its step counter on the CPU
-            self.optimizer.state[part] = {k: v.to(part.device) if v.dim() else v for k, v in saved.items()}
+    message: list[Any] = [None]
+    while True:
+        try:
+            dist.broadcast_object_list(message, src=0, group=messages)
+        except RuntimeError:  # rank 0 has ended, and has said why
+            return 0
+        name, arguments = message[0]
+        if name == "stop":
+            # gloo's threads, alive when Python ends, may abort the process
+            dist.destroy_process_group()
+            return 0
+        with contextlib.suppress(NonFiniteError):  # all ranks meet it together, and rank 0 ends the run
+            if name == "weights":
+                deque(trainer.weights(), maxlen=0)
+            else:
+                getattr(trainer, name)(*arguments)

@@ -18,7 +18,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 from conftest import speakable_episodes
 
 import freshper.trainer
-from freshper.backends import join_ranks, make_trainer
+from freshper.backends import join_ranks, make_trainer, serve
 from freshper.episode import collate
 from freshper.flags import parse_args
 from freshper.models import load_policy
@@ -37,7 +37,7 @@ def numbers(trainer, episodes, first=0, folder=None):
     """Log-probs, the updates number `first` to 2, log-probs and weights again. Saves the state before the last."""
     found = {"mismatch": trainer.record_behavior_logprobs(episodes)["mismatch"]} if first == 0 else {}
     found["before"] = trainer.logprobs(collate(episodes))
-    baseline = Baseline("turn", trainer.config.kl_reward_coef)
+    baseline = Baseline("turn", 0.0)
     weights = np.linspace(0.2, 1.0, len(episodes))
     baseline.observe(episodes[2:])
     replays = [(batch, baseline.advantages(batch), weights[: len(batch)]) for batch in (episodes[:3], episodes)]
@@ -49,7 +49,7 @@ def numbers(trainer, episodes, first=0, folder=None):
             torch.save(trainer.state_dict(), folder / "state.pt")
         found["updates"].append(trainer.update(*arguments[k])._asdict())
     found["recorded"] = [(e.behavior_logprobs, e.ref_logprobs) for e in episodes]
-    found["after"], found["lr"] = trainer.logprobs(collate(episodes)), trainer.optimizer.param_groups[0]["lr"]
+    found["after"], found["lr"] = trainer.logprobs(collate(episodes)), trainer.lr
     kept = list(trainer.weights())  # as vLLM gets them
     return found | {"weights": {name: weight.float().clone() for name, weight in kept}}
 
@@ -63,10 +63,10 @@ def run(case, out, resume):
     dist.barrier()
     load = partial(load_policy, str(folder), "cpu", getattr(torch, config.dtype))
     policy = load()
-    trainer = make_trainer(policy, config)
     if rank:
-        trainer.serve()
+        serve(policy, config)
         return
+    trainer = make_trainer(policy, config)
     episodes = speakable_episodes(policy, 13)
     if resume:
         trainer.load_state_dict(torch.load(folder / "state.pt", weights_only=True))
