@@ -37,7 +37,7 @@ from freshper.report import baselines, plot
 PHRASES = {"on_policy": "On-policy", "per": "Standard PER", "freshper": "FreshPER", "alpha 0": "uniform"}
 PHRASES |= {"beta 0": "without IS", "beta 0.4": "with IS", "decay none": "without decay"}
 A, DEFAULT = (" ".join(f"--{name} {value}" for name, value in c.items()) for c in (CONFIG_A, CONFIG_DEFAULT))
-RUN_FLAGS = ("env", "method", "seed", "out", "resume")  # of train.py; set here for every run
+RUN_FLAGS = {"--env", "--method", "--seed", "--out", "--resume"}  # of train.py, set here for every run
 METHOD_COLORS = {"on_policy": "#4285F4", "per": "#FBBC04", "freshper": "#EA4335"}  # the paper's, Fig. 3
 
 
@@ -86,10 +86,8 @@ def checked(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> li
     """Return the checked flags of a run. Raises ValueError if one of them is compare.py's to set, or
     if the folder has a run with other settings."""
     method, *own = arm.split()
-    for word in flags + own:
-        name = word.removeprefix("--").partition("=")[0]
-        if word.startswith("--") and name in RUN_FLAGS:
-            raise ValueError(f"{word} is in the flags of {arm}, but compare.py sets --{name} itself")
+    for name in RUN_FLAGS & {word.partition("=")[0] for word in flags + own}:
+        raise ValueError(f"{name} is in the flags of {arm}, but must be left to compare.py")
     flags = ["--env", env, "--method", method, *flags, *own, "--seed", str(seed)]
     asked = vars(parse_args(flags))
     for name, value in vars(config_of(folder)).items() if folder.exists() else ():

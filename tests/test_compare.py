@@ -49,8 +49,8 @@ def test_real_runs_side_by_side(tmp_path, monkeypatch, capsys):
         (["--metric", "score"], "--metric is score, but must be one of success with --env frozenlake"),
         (["--jobs", "0"], "--jobs is 0, but must be 1 or more"),
         (["--out", str(tmp_path / "table.md")], "table.md, but must be a folder that can be made: File exists"),
-        (["--arm", "per --seed=5"], "--seed=5 is in the flags of per --seed=5, but compare.py sets --seed itself"),
-        (["--method", "per"], "--method is in the flags of on_policy, but compare.py sets --method itself"),
+        (["--arm", "per --seed=5"], "--seed is in the flags of per --seed=5, but must be left to compare.py"),
+        (["--method", "per"], "--method is in the flags of on_policy, but must be left to compare.py"),
     ):
         with pytest.raises(SystemExit) as stop:
             call(monkeypatch, tmp_path, *arms, *flags)
