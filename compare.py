@@ -8,8 +8,8 @@ Paper: Table 1, Fig. 3 to 7, Table 3. Flags that are not compare.py's go to ever
 results.csv, table.md and figure.png. Finished runs are not repeated, interrupted ones go on.
 
 The table has the mean of the last three held-out evaluations beside the paper's peak, both of success, or with
-`--metric score` of what the paper reports for Sokoban and CliffWalking. 95 % intervals: Student's t for means, a
-bootstrap for the difference to the first arm. Diverged: numbers not finite, or most of the last replies unreadable.
+`--metric score` of what the paper reports for Sokoban and CliffWalking. 95 % intervals: Student's t for means, Welch's
+t for the difference to the first arm. Diverged: numbers not finite, or most of the last replies unreadable.
 """
 
 import argparse
@@ -37,6 +37,7 @@ from freshper.report import baselines, plot
 PHRASES = {"on_policy": "On-policy", "per": "Standard PER", "freshper": "FreshPER", "alpha 0": "uniform"}
 PHRASES |= {"beta 0": "without IS", "beta 0.4": "with IS", "decay none": "without decay"}
 A, DEFAULT = (" ".join(f"--{name} {value}" for name, value in c.items()) for c in (CONFIG_A, CONFIG_DEFAULT))
+RUN_FLAGS = {"--env", "--method", "--seed", "--out", "--resume"}  # of train.py, set here for every run
 METHOD_COLORS = {"on_policy": "#4285F4", "per": "#FBBC04", "freshper": "#EA4335"}  # the paper's, Fig. 3
 
 
@@ -82,8 +83,11 @@ def config_of(folder: Path) -> Config:
 
 
 def checked(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> list[str]:
-    """Return the checked flags of a run. Raises ValueError if the folder has a run with other settings."""
+    """Return the checked flags of a run. Raises ValueError if one of them is compare.py's to set, or
+    if the folder has a run with other settings."""
     method, *own = arm.split()
+    for name in RUN_FLAGS & {word.partition("=")[0] for word in flags + own}:
+        raise ValueError(f"{name} is in the flags of {arm}, but must be left to compare.py")
     flags = ["--env", env, "--method", method, *flags, *own, "--seed", str(seed)]
     asked = vars(parse_args(flags))
     for name, value in vars(config_of(folder)).items() if folder.exists() else ():
@@ -120,6 +124,19 @@ def summary(folder: Path, metric: str = "success") -> dict[str, float]:
     return {"last": values[-3:].mean(), "peak": values.max(), "invalid": invalid, "diverged": diverged} | ends
 
 
+def welch_interval(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the 95 % interval of the difference of means, x - y, by Welch's t: few seeds each, and
+    variances that may differ. [..., n], [..., m] -> low and high, [...]."""
+    n, m = x.shape[-1], y.shape[-1]
+    u = np.maximum(x.var(-1, ddof=1) / n, 1e-30)  # squared standard errors; not 0 / 0 if all are equal
+    v = np.maximum(y.var(-1, ddof=1) / m, 1e-30)
+    freedom = (u + v) ** 2 / (u**2 / (n - 1) + v**2 / (m - 1))
+
+    difference = x.mean(-1) - y.mean(-1)
+    half = stats.t.ppf(0.975, freedom) * np.sqrt(u + v)
+    return difference - half, difference + half
+
+
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
     """Return a Markdown table, one row per arm, from the summaries of its runs. One seed gets no intervals."""
     first = next(iter(results))
@@ -131,9 +148,8 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
         if n > 1:
             half = f" ± {stats.t.ppf(0.975, n - 1) * stats.sem(last):.3f}"
         if n > 1 and arm != first:
-            pair = last, base
-            found = stats.bootstrap(pair, lambda x, y, axis: x.mean(axis) - y.mean(axis), method="percentile", rng=0)
-            difference = "{:+.3f} to {:+.3f}".format(*found.confidence_interval)
+            low, high = welch_interval(np.array(last), np.array(base))
+            difference = f"{low:+.3f} to {high:+.3f}"
         mean = {name: np.mean([run[name] for run in runs]) for name in ("last", "peak", "updates", "wall_s")}
         text += f"| {label(arm)} | {' '.join(f'{x:.3f}' for x in last)} | {mean['last']:.3f}{half} | {difference} "
         text += f"| {mean['peak']:.3f} | {mean['updates']:.0f} | {sum(run['diverged'] for run in runs)} of {n} "
@@ -155,7 +171,8 @@ def figure(path: Path, runs: dict[str, list[dict]], title: str, known: dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout, allow_abbrev=False)
     parser.add_argument("--env", default="frozenlake", choices=list(ENVS))
     parser.add_argument("--exhibit", default="main", choices=list(exhibits("tiny", "frozenlake")))
     parser.add_argument("--arm", action="append", help="a method and flags of train.py; may be repeated")
@@ -165,6 +182,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--out", type=Path, help="default: out/compare-<env>-<exhibit>")
     args, flags = parser.parse_known_args()  # flags that are not ours go to every run
+    if args.jobs < 1:
+        parser.error(f"--jobs is {args.jobs}, but must be 1 or more")
     arms = args.arm or exhibits(args.preset, args.env)[args.exhibit]
     out = args.out or Path(f"out/compare-{args.env}-{'own' if args.arm else args.exhibit}")
     jobs = {(arm, seed): folder_of(out, arm, seed) for arm, seed in product(arms, args.seeds)}
@@ -176,7 +195,10 @@ def main() -> None:
         parser.error(str(error))
     if args.metric not in (metrics := ("success", *ENVS[args.env]().metrics)):
         parser.error(f"--metric is {args.metric}, but must be one of {', '.join(metrics)} with --env {args.env}")
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out is {out}, but must be a folder that can be made: {error.strerror}")
     print(f"{len(jobs)} runs, {args.jobs} at a time, written to {out}", flush=True)
     results: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
     with ThreadPoolExecutor(args.jobs) as pool:

@@ -59,6 +59,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make docs/tour.md by running docs/tour.py.")
     parser.add_argument("--out", type=Path, default=TOUR.parent)
     out = parser.parse_args().out
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out is {out}, but must be a folder that can be made: {error.strerror}")
     (out / "tour.md").write_text(render(TOUR.read_text(encoding="utf-8"), out), encoding="utf-8")
 
 

@@ -24,6 +24,7 @@ import freshper.trainer
 from compare import exhibits
 from freshper.checkpoint import unpack_episodes
 from freshper.config import Config
+from freshper.diagnostics import read
 from freshper.episode import collate
 from freshper.flags import parse_args
 from freshper.reinforce import training_batch
@@ -111,8 +112,10 @@ def test_paper_to_code_has_every_label_in_order_and_names_what_exists():
 def forks(tmp_path_factory):
     """For each patch a copy of the code with it, in which the command of examples/README.md has run an iteration."""
     page = (ROOT / "examples/README.md").read_text()
+    commands = dict(re.findall(r"git apply examples/(\w+)\.patch\npython (train.py .*)", page))
+    assert set(commands) == {path.stem for path in ROOT.glob("examples/*.patch")}
     runs = {}
-    for name, command in re.findall(r"git apply examples/(\w+)\.patch\npython (train.py .*)", page):
+    for name, command in commands.items():
         tree = tmp_path_factory.mktemp(name)
         for folder in ("freshper", "envs"):
             shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -122,7 +125,7 @@ def forks(tmp_path_factory):
             subprocess.run(["git", "apply", *options, ROOT / f"examples/{name}.patch"], cwd=tree, check=True)
         words = [sys.executable, *command.split(), *SHORT, "--out", "run"]
         runs[tree] = subprocess.Popen(words, cwd=tree, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert [process.wait(300) for process in runs.values()] == [0, 0]  # they ran side by side
+    assert [process.wait(300) for process in runs.values()] == [0] * len(runs)  # they ran side by side
     return {tree.name.rstrip("0123456789"): tree for tree in runs}
 
 
@@ -138,6 +141,17 @@ def test_a_fork_runs_under_its_own_name(forks, name):
     else:
         assert set(state["trainer"]) >= {"critic", "critic_optimizer"}
         assert not np.allclose(priorities, np.abs(returns) + config["epsilon"])
+
+
+def test_with_the_buffer_s_maximum_a_fork_trains_less_on_what_is_drawn_often(forks, tmp_path):
+    """At epsilon 1e-6 a success is drawn thousands of times as often as a failure."""
+    flags = "--env frozenlake --method per --epsilon 1e-6".split()
+    words = [sys.executable, "train.py", *flags, *SHORT, "--out", str(tmp_path / "run")]
+    subprocess.run(words, cwd=ROOT, check=True)
+    plain, patched = (
+        read(run, "metrics.csv")["replay_grad_norm"][1] for run in (tmp_path / "run", forks["buffer_maximum"] / "run")
+    )
+    assert patched < 0.5 * plain
 
 
 def test_ppo_s_advantages_and_priorities_against_values_computed_one_by_one(forks, text_policy, monkeypatch):

@@ -3,7 +3,9 @@
 import re
 from pathlib import Path
 
-from docs.render_tour import TOUR, cells, prose, render
+import pytest
+
+from docs.render_tour import TOUR, cells, main, prose
 
 SOURCE = TOUR.read_text(encoding="utf-8")
 
@@ -12,10 +14,20 @@ def test_every_cell_runs_on_short_runs(tmp_path, monkeypatch):
     """Solutions assert what they claim, so a wrong one fails here."""
     monkeypatch.setenv("TOUR_ITERATIONS", "2")
     monkeypatch.setenv("TOUR_OUT", str(tmp_path / "runs"))
-    page = render(SOURCE, tmp_path)
-    images = re.findall(r"!\[.+\]\((tour-\d\.png)\)", page)
+    out = tmp_path / "not/yet/there"
+    monkeypatch.setattr("sys.argv", ["render_tour.py", "--out", str(out)])
+    main()
+    images = re.findall(r"!\[.+\]\((tour-\d\.png)\)", (out / "tour.md").read_text(encoding="utf-8"))
     assert len(images) == 2
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in images)
+    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in images)
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_the_training(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("sys.argv", ["render_tour.py", "--out", str(tmp_path / "file")])
+    with pytest.raises(SystemExit):
+        main()
+    assert "file, but must be a folder that can be made: File exists" in capsys.readouterr().err
 
 
 def test_the_page_has_the_text_and_code_of_the_tour():
