@@ -6,7 +6,6 @@ vllm+deepspeed    the paper's (section 4.1: ROLL with vLLM and DeepSpeed); needs
 
 import contextlib
 import importlib.util
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,30 +89,27 @@ def load(config: Config, seeds: list[int]) -> Policy:
     with refused(name, "computed"):
         check(policy, config)
     policy.mixed = mixed
-    room = config.max_tokens - config.max_new_tokens
     if env.rows:
-        config.rows = rows_that_fit(policy, env, room)
-    elif (longest := max(first_turn(policy, o) for o in observations)) > room:
-        needed = longest + config.max_new_tokens
+        config.rows = rows_that_fit(policy, env, config.max_tokens - config.max_new_tokens)
+        return policy
+
+    longest = max(len(policy.user_turn(o)) for o in observations)
+    if (needed := longest + config.max_new_tokens) > config.max_tokens:
         raise ValueError(f"--max_tokens is {config.max_tokens}, but must be at least {needed} for the first turn")
     return policy
 
 
-def first_turn(policy: Policy, observation: Observation) -> float:
-    """Return the number of tokens of a first turn, infinite if an image is too narrow to be read."""
-    sizes = [image.shape[:2] for image in observation.images]
-    narrow = any(max(size) > MAX_ASPECT * min(size) for size in sizes)
-    return math.inf if narrow else len(policy.user_turn(observation))
-
-
 def rows_that_fit(policy: Policy, env: TextEnv, room: int) -> dict[str, list]:
     """Return the environment's rows by split, in their order, and as `left_out` those whose first turn
-    takes more than `room` tokens. Raises ValueError if a split has no others."""
+    takes more than `room` tokens or has an image too narrow. Raises ValueError if a split has no others."""
     rows: dict[str, list] = {"train": [], "held_out": [], "left_out": []}
     for split, first in (("train", 0), ("held_out", EVAL_SEEDS)):
         for k, row in enumerate(env.rows[split]):
             seed = first + (k - first) % len(env.rows[split])  # the first that asks for this row
-            fits = first_turn(policy, env.reset(seed=seed)[0]) <= room
+            observation = env.reset(seed=seed)[0]
+            sizes = [image.shape[:2] for image in observation.images]
+            readable = all(max(size) <= MAX_ASPECT * min(size) for size in sizes)
+            fits = readable and len(policy.user_turn(observation)) <= room
             rows[split if fits else "left_out"].append(row)
 
         if not rows[split]:

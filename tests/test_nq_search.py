@@ -99,6 +99,8 @@ def test_an_episode_with_data_and_a_server(questions, url):
     assert (results, info["success"], info["valid"]) == ([1.0, True, False], True, True)
     assert env.optimal_reply() == "<answer> Wilhelm Conrad Röntgen</answer>"
     assert env.data_summary() == f"{questions}: 18 rows for training, 2 held out"
+    asks_nobody = NQSearch(data=questions, search_url=NO_SERVER).baselines(EVAL_SEEDS)
+    assert asks_nobody == {"random": 0.0, "optimal": 1.0}
 
 
 def test_a_failed_search_raises_before_any_episode_takes_its_turn(questions, url, monkeypatch):
