@@ -106,8 +106,11 @@ class TextEnv(gymnasium.Env):
 
     def data_summary(self) -> str:
         """Return a sentence that counts the rows of `data`, or "" without."""
-        counts = {split: len(rows) for split, rows in self.rows.items()}
-        return f"{self.data}: {counts['train']} rows for training, {counts['held_out']} held out" if counts else ""
+        if not self.rows:
+            return ""
+        train, held_out, left_out = (len(self.rows.get(s, ())) for s in ("train", "held_out", "left_out"))
+        reason = f", {left_out} left out: too long for --max_tokens, or with an image too narrow"
+        return f"{self.data}: {train} rows for training, {held_out} held out{reason if left_out else ''}"
 
 
 def play_out(env: TextEnv, seed: int, reply: Callable[[], str]) -> tuple[float, int, dict]:

@@ -8,6 +8,7 @@ Paper: appendix D names the tasks with data, not their files. Any source that ha
 
 Without a validation split, `test` takes its place. If there is only one split, every tenth different row is held out.
 Names of fields are compared without regard to case (AIME sets have `Problem` or `problem`). Images stay encoded.
+A run leaves out rows whose first turn its model has no room for (freshper/backends.py), and says how many.
 """
 
 import re

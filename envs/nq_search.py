@@ -2,7 +2,8 @@
 
 Paper: appendix D, "NQ Search"; Table 2 (5 actions, binary reward). A reply is a search, answered by the 3 best
 passages (terse: by the best), or an answer, with reward 1 for an exact match after SQuAD's normalisation (the authors':
-for a substring). An answer or a failed search ends the episode; any other reply costs its turn and the format penalty.
+for a substring). An answer ends the episode; a reply that is neither costs its turn and the format penalty. A server
+that fails ends the run, before anything is trained on: an episode without its passages would blame the policy.
 
 Questions come from `data` (Search-R1's fields `question, golden_answers`) with a server at `search_url`
 (envs/search_server.py); without `data` they are generated and searched in this process (envs/synthetic_wiki.py).
@@ -10,7 +11,6 @@ Questions come from `data` (Search-R1's fields `question, golden_answers`) with 
 
 import re
 import string
-import warnings
 from typing import Any, Self
 
 import numpy as np
@@ -21,7 +21,7 @@ from envs.data import load_rows, row_for
 from envs.search_server import retrieve
 
 TOPK = 3
-MAX_PASSAGE = 2000  # characters; Wikipedia's passages have about 600
+MAX_TEXT = 2000  # characters of a passage or a query; Wikipedia's passages have about 600
 
 RULES = f"""\
 Answer the question. An encyclopaedia can be searched: <search> query </search> returns its {TOPK} best passages \
@@ -53,7 +53,7 @@ def parse_action(reply: str) -> tuple[str, str]:
 
 def harmless(text: str) -> str:
     """Return foreign text without angle brackets: no tag and no special token of any tokenizer survives."""
-    return text[:MAX_PASSAGE].replace("<", "‹").replace(">", "›")
+    return text[:MAX_TEXT].replace("<", "‹").replace(">", "›")
 
 
 def from_row(row: dict[str, Any]) -> tuple[str, list[str]]:
@@ -97,31 +97,29 @@ class NQSearch(TextEnv):
 
     @classmethod
     def step_many(cls, envs: list[Self], replies: list[str]) -> list[tuple]:
-        """Step each environment with its reply; all searches in one place are one call."""
+        """Step each environment with its reply; all searches in one place are one call. If the server
+        fails, raises ConnectionError before any environment has taken its turn."""
         actions = list(map(parse_action, replies))
-        found: dict[int, list[str]] = {}  # index of the environment: passages
+        passages: dict[int, list[str]] = {}  # by the index of the environment
         for place in {env.place for env, (kind, _) in zip(envs, actions, strict=True) if kind == "search"}:
             asking = [k for k, env in enumerate(envs) if env.place == place and actions[k][0] == "search"]
             search = synthetic_wiki.search if place in synthetic_wiki.GROUPS else retrieve
-            try:
-                found |= zip(asking, search(place, [actions[k][1] for k in asking], envs[0].topk), strict=True)
-            except ConnectionError as error:
-                warnings.warn(f"{len(asking)} searches failed, their episodes end here: {error}", stacklevel=2)
-        return [env._take(*actions[k], found.get(k)) for k, env in enumerate(envs)]
+            queries = [actions[k][1][:MAX_TEXT] for k in asking]
+            passages |= zip(asking, search(place, queries, envs[0].topk), strict=True)
+        return [env._take(*actions[k], passages.get(k, [])) for k, env in enumerate(envs)]
 
-    def _take(self, kind: str, text: str, passages: list[str] | None) -> tuple[Observation, float, bool, bool, dict]:
-        """Take one turn. `passages`: what was found, if the search did not fail."""
+    def _take(self, kind: str, text: str, passages: list[str]) -> tuple[Observation, float, bool, bool, dict]:
+        """Take one turn. `passages`: what a search found."""
         self.turn += 1
         self.readable = kind != ""
         if kind == "search":
             self.searches += 1
-            self.passages = list(map(harmless, passages or []))
+            self.passages = list(map(harmless, passages))
             self.seen += self.passages
         success = kind == "answer" and exact_match(text, self.golden_answers)
         reward = float(success) if self.readable else -self.format_penalty
-        truncated = self.turn >= self.max_turns or (kind == "search" and passages is None)
         info = {"success": success, "valid": self.readable, "metrics": {"searches": float(self.searches)}}
-        return self.observe(), reward, kind == "answer", truncated, info
+        return self.observe(), reward, kind == "answer", self.turn >= self.max_turns, info
 
     def observe(self) -> Observation:
         """Return the passages of the last search, then the question."""
@@ -136,8 +134,10 @@ class NQSearch(TextEnv):
         return Observation(f"{opening}Question: {self.question}\nReplies left: {self.max_turns - self.turn}. {FORM}")
 
     def random_reply(self, rng: np.random.Generator) -> str:
-        """Return a search or an answer, with probability 1/2 each: a person, a value or (with `data`) a word so far."""
-        tag, named = ("search", synthetic_wiki.PERSON) if rng.random() < 0.5 else ("answer", synthetic_wiki.VALUE)
+        """Return a search for a person, or a value as answer, with probability 1/2 each. With `data`,
+        return a word of the question as answer: a run's baseline asks no server."""
+        search = self.puzzle and rng.random() < 0.5
+        tag, named = ("search", synthetic_wiki.PERSON) if search else ("answer", synthetic_wiki.VALUE)
         choices = re.findall(named if self.puzzle else r"\w+", "\n".join(self.seen)) or synthetic_wiki.VALUES
         choices = list(dict.fromkeys(choices))
         return f"<{tag}> {choices[rng.integers(len(choices))]}</{tag}>"

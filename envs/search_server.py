@@ -9,6 +9,8 @@ Paper: appendix D, "NQ Search" ("Retrieved documents are provided via a FAISS in
     200             {"result": [[{"document": {"contents": "Title\\ntext"}, "score": 0.83}, ...], ...]}
     400             {"error": "one sentence"}
 
+A training run whose server fails ends with one sentence; once it is back, --resume goes on.
+
 Encoders: a transformer such as E5, or hashed words, which are ours and need no download. The index is exact. The 21
 million passages of Search-R1's Wikipedia need 64 GB of memory, and 20 GB for their text.
 """
@@ -17,8 +19,11 @@ import argparse
 import contextlib
 import json
 import re
+import socket
+import threading
 import time
 import zlib
+from concurrent.futures import Future
 from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -29,7 +34,12 @@ import numpy as np
 
 BATCH = 64  # texts per forward pass of a transformer
 TITLE, TRIGRAM = 4.0, 0.25  # hashed words: weights of the words of a passage's title (its first line), and of trigrams
-ATTEMPTS, PAUSE = 3, 0.5  # of a client; seconds before its second attempt, twice that before the third
+MOST_BYTES, MOST_QUERIES, MOST_TOPK = 1 << 25, 1024, 100  # of a request
+SECONDS = 30.0  # in which a request must arrive, and then a part of its answer be taken
+# a client's attempts; the seconds that each may take; seconds before the second, twice that before the third
+ATTEMPTS, TIMEOUT, PAUSE = 3, 20.0, 0.5
+MOST_ANSWER = 1 << 28  # bytes
+FAILURES = OSError, HTTPException, ValueError, TypeError, KeyError, RecursionError, OverflowError
 OPENER = build_opener(ProxyHandler({}))  # no proxy: it could not reach a loopback address
 
 
@@ -53,7 +63,8 @@ class LocalEncoder:
         """Return the signed number of words and trigrams in each place, float64 [dimension]."""
         counts = np.zeros(self.dimension)
         for word in re.findall(r"\w+", text.lower()):
-            for term, share in [(word, 1.0), *((f"#{word}#"[k : k + 3], TRIGRAM) for k in range(len(word)))]:
+            framed = f"#{word}#"
+            for term, share in [(word, 1.0), *((framed[k : k + 3], TRIGRAM) for k in range(len(word)))]:
                 digest = zlib.crc32(term.encode("utf-8", "replace"))
                 counts[digest % self.dimension] += share if digest >> 31 else -share
         return counts
@@ -129,13 +140,39 @@ class Retriever:
 
 class Handler(BaseHTTPRequestHandler):
     wbufsize = -1  # head and body of an answer leave in one piece
+    default_request_version = "HTTP/1.0"  # the answer to what is no HTTP has a head, too
     server: "SearchServer"
+
+    def setup(self) -> None:
+        """Start the time of a request. When it is over, what has arrived of it counts as all."""
+        super().setup()
+        self.connection.settimeout(2 * SECONDS)
+        self.late = threading.Timer(SECONDS, self.stop_reading)
+        self.late.daemon = True
+        self.late.start()
+
+    def stop_reading(self) -> None:
+        with contextlib.suppress(OSError):  # the client has left
+            self.connection.shutdown(socket.SHUT_RD)
+
+    def finish(self) -> None:
+        self.late.cancel()
+        super().finish()
 
     def do_POST(self) -> None:
         try:
-            status, body = 200, json.dumps({"result": self.hits()}).encode()
-        except ValueError as error:
-            status, body = 400, json.dumps({"error": str(error)}).encode()
+            hits = self.hits()
+        except (ValueError, RecursionError) as error:
+            self.send_error(400, str(error))
+        else:
+            self.answer(200, {"result": hits})
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer a request that is none, also for the base class."""
+        self.answer(400, {"error": message or self.responses[code][0]})
+
+    def answer(self, status: int, content: dict) -> None:
+        body = json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
@@ -144,12 +181,20 @@ class Handler(BaseHTTPRequestHandler):
 
     def hits(self) -> list[list[dict]]:
         """Return the hits of each query in the request. Raises ValueError with one sentence for the sender."""
-        match json.loads(self.rfile.read(max(0, int(self.headers.get("Content-Length", 0))))):
-            case {"queries": list(queries), **options} if all(isinstance(query, str) for query in queries):
-                if isinstance(topk := options.get("topk", 3), int) and topk > 0:
-                    found = self.server.retriever.search(queries, topk)
+        size = int(self.headers.get("Content-Length", 0))
+        if not 0 < size <= MOST_BYTES:
+            raise ValueError(f"Content-Length must be from 1 to {MOST_BYTES}")
+
+        match json.loads(self.rfile.read(size)):
+            case {"queries": [*queries], **options} if all(isinstance(query, str) for query in queries):
+                topk = options.get("topk", 3)
+                if 0 < len(queries) <= MOST_QUERIES and type(topk) is int and 0 < topk <= MOST_TOPK:
+                    found = self.server.retriever.search(list(map(encodable, queries)), topk)
                     return [[{"document": {"contents": text}, "score": score} for text, score in row] for row in found]
-        raise ValueError("send a JSON object with queries, a list of strings, and topk, a whole number above 0")
+        raise ValueError(
+            f"send a JSON object with queries, a list of 1 to {MOST_QUERIES} strings, "
+            f"and topk, a whole number from 1 to {MOST_TOPK}"
+        )
 
     def log_message(self, *_: object) -> None:
         """Print nothing: a training run makes thousands of requests."""
@@ -158,25 +203,73 @@ class Handler(BaseHTTPRequestHandler):
 class SearchServer(ThreadingHTTPServer):
     """Serve a retriever at http://host:port/retrieve, one thread per connection. Port 0 takes a free one."""
 
+    request_queue_size = 256  # clients that wait for a thread
+
     def __init__(self, retriever: Retriever, host: str = "127.0.0.1", port: int = 0):
         super().__init__((host, port), Handler)
         self.retriever, self.url = retriever, f"http://{host}:{self.server_port}/retrieve"
 
+    def close_request(self, request: Any) -> None:
+        """Wait for the client to close: the system drops an answer if a part of the request was
+        never read."""
+        end = time.monotonic() + SECONDS
+        request.settimeout(SECONDS)
+        with contextlib.suppress(OSError):
+            while time.monotonic() < end and request.recv(1 << 20):
+                pass
+        super().close_request(request)
 
-def retrieve(url: str, queries: list[str], topk: int, timeout: float = 30.0) -> list[list[str]]:
-    """Ask a server for the `topk` best passages ("Title\\ntext") of each query, best first. Raises ConnectionError if
-    three attempts fail. One fails after `timeout` seconds in which the server sends nothing."""
-    body = json.dumps({"queries": queries, "topk": topk, "return_scores": True}).encode()
-    request = Request(url, body, {"Content-Type": "application/json"})
-    for attempt in range(ATTEMPTS):
-        time.sleep(PAUSE * attempt)
+
+def encodable(text: str) -> str:
+    """Return text with "?" for lone surrogates, which JSON can hold and no tokenizer reads."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def retrieve(url: str, queries: list[str], topk: int) -> list[list[str]]:
+    """Ask a server for the `topk` best passages ("Title\\ntext") of each query, best first. Raises
+    ConnectionError if ATTEMPTS fail: no answer within TIMEOUT seconds, or none of the protocol."""
+    passages = []
+    for start in range(0, len(queries), MOST_QUERIES):
+        batch = queries[start : start + MOST_QUERIES]
+        body = json.dumps({"queries": batch, "topk": topk, "return_scores": True}).encode()
+
+        for attempt in range(ATTEMPTS):
+            time.sleep(PAUSE * attempt)
+            try:
+                hits = _ask(Request(url, body, {"Content-Type": "application/json"}))["result"]
+                rows = [row[:topk] for _, row in zip(batch, hits, strict=True)]
+                passages += [[_contents(hit) for hit in row] for row in rows]
+                break
+            except FAILURES as error:
+                reason = f"{error!r:.300}"
+        else:
+            attempts = f"{ATTEMPTS} times, for up to {TIMEOUT:g} s each"
+            raise ConnectionError(f"the search server {url} failed {attempts}, at last with {reason}")
+    return passages
+
+
+def _ask(request: Request) -> Any:
+    """Return an answer's JSON. Raises TimeoutError if it is not complete after TIMEOUT seconds: the
+    timeout of a socket begins anew with every byte."""
+    answer: Future = Future()
+
+    def work() -> None:
         try:
-            with OPENER.open(request, timeout=timeout) as answer:
-                result = json.load(answer)["result"]
-            return [[hit["document"]["contents"] for hit in row] for _, row in zip(queries, result, strict=True)]
-        except (OSError, HTTPException, ValueError, TypeError, KeyError) as error:
-            reason = f"{type(error).__name__}: {error}"
-    raise ConnectionError(f"{url} failed {ATTEMPTS} times, the last time with {reason}")
+            with OPENER.open(request, timeout=TIMEOUT) as response:
+                answer.set_result(json.loads(response.read(MOST_ANSWER)))
+        except Exception as error:  # raised in the other thread
+            answer.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return answer.result(TIMEOUT)
+
+
+def _contents(hit: Any) -> str:
+    """Return the passage of a hit. Raises TypeError if it is none."""
+    contents = hit["document"]["contents"]
+    if not isinstance(contents, str):
+        raise TypeError(f"contents must be a string, but is {contents!r:.30}")
+    return encodable(contents)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -17,7 +17,8 @@ from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 
-from envs.base import EVAL_SEEDS, Observation
+from envs.base import EVAL_SEEDS, Observation, TextEnv
+from envs.search_server import retrieve
 from freshper.checkpoint import newest
 from freshper.config import Config
 from freshper.engine_hf import HFEngine, Sampling
@@ -26,6 +27,8 @@ from freshper.models import TOLERANCE, Policy, load_policy
 from freshper.rollout import Conversation
 from freshper.tiny import tiny_model
 from freshper.trainer import TorchTrainer
+
+MAX_ASPECT = 200  # of an image: transformers' image processor takes no other
 
 
 def choose_backend(config: Config) -> None:
@@ -54,14 +57,21 @@ def join_ranks(config: Config) -> int:
 
 
 def load(config: Config, seeds: list[int]) -> Policy:
-    """Load the policy of a run or its checkpoint, and check it on the first prompts of `seeds`. Raises ValueError if it
-    cannot be loaded, cannot read --env's images, has no room for the first turn, or has done --iterations already."""
+    """Load the policy of a run or its checkpoint, check it on the first prompts of `seeds`, and leave
+    out rows of --data that do not fit it. Raises ValueError if it cannot be loaded, cannot read --env's
+    images, has no room for the first turn, or has done --iterations already, or if the server at
+    --search_url does not answer."""
     saved = newest(Path(config.resume)) if config.resume else None
     if saved and "iterations" in config.given:
         done = torch.load(saved / "state.pt", weights_only=True, mmap=True)["report"]["rows"][-1]["iteration"]
         if done >= config.iterations:
             raise ValueError(f"--iterations is {config.iterations}, but must be above {done}, which the run has done")
     name, env = str(saved or (tiny_model(config.env) if config.model == "tiny" else config.model)), config.make_env()
+    if config.search_url:
+        try:
+            retrieve(config.search_url, ["test"], 1)
+        except ConnectionError as error:
+            raise ValueError(f"--search_url must be the address of a search server: {error}") from error
     observations = [env.reset(seed=seed)[0] for seed in (*seeds, EVAL_SEEDS)]
     # plain torch keeps float32 master weights and computes in --dtype; DeepSpeed keeps its own
     mixed = config.dtype == "bfloat16" and config.trainer == "torch"
@@ -79,10 +89,33 @@ def load(config: Config, seeds: list[int]) -> Policy:
     with refused(name, "computed"):
         check(policy, config)
     policy.mixed = mixed
+    if env.rows:
+        config.rows = rows_that_fit(policy, env, config.max_tokens - config.max_new_tokens)
+        return policy
+
     longest = max(len(policy.user_turn(o)) for o in observations)
     if (needed := longest + config.max_new_tokens) > config.max_tokens:
         raise ValueError(f"--max_tokens is {config.max_tokens}, but must be at least {needed} for the first turn")
     return policy
+
+
+def rows_that_fit(policy: Policy, env: TextEnv, room: int) -> dict[str, list]:
+    """Return the environment's rows by split, in their order, and as `left_out` those whose first turn
+    takes more than `room` tokens or has an image too narrow. Raises ValueError if a split has no others."""
+    rows: dict[str, list] = {"train": [], "held_out": [], "left_out": []}
+    for split, first in (("train", 0), ("held_out", EVAL_SEEDS)):
+        for k, row in enumerate(env.rows[split]):
+            seed = first + (k - first) % len(env.rows[split])  # the first that asks for this row
+            observation = env.reset(seed=seed)[0]
+            sizes = [image.shape[:2] for image in observation.images]
+            readable = all(max(size) <= MAX_ASPECT * min(size) for size in sizes)
+            fits = readable and len(policy.user_turn(observation)) <= room
+            rows[split if fits else "left_out"].append(row)
+
+        if not rows[split]:
+            limit = f"{room} tokens, --max_tokens less --max_new_tokens"
+            raise ValueError(f"--data is {env.data}, but no {split} row has a first turn of at most {limit}")
+    return rows
 
 
 @contextlib.contextmanager

@@ -84,8 +84,9 @@ class Config:
     eval_every: int = _flag(10, "iterations between evaluations on held-out seeds")
     eval_episodes: int = _flag(128, "held-out episodes per evaluation (appendix F: 128)")
 
-    # no settings: the flags that were given, what the run says of its settings, and what follows from them
-    given, notes = tuple[str, ...](), tuple[str, ...]()
+    # no settings: the flags that were given, what the run says of its settings, the rows of --data as
+    # `backends.load` has divided them, and what follows from the settings
+    given, notes, rows = tuple[str, ...](), tuple[str, ...](), dict[str, list]()
     tiny = property(lambda self: self.preset == "tiny")  # the model is one that freshper/tiny.py builds
     engine = property(lambda self: self.backend.partition("+")[0])  # who generates: hf or vllm
     trainer = property(lambda self: self.backend.partition("+")[2])  # who trains: torch or deepspeed
@@ -124,8 +125,10 @@ class Config:
         return {name: known[name] for name in taken if name in known}
 
     def make_env(self) -> TextEnv:
-        """Make the environment of --env."""
-        return ENVS[self.env](**self.env_settings())
+        """Make the environment of --env. After `backends.load`, it asks only questions that fit."""
+        env = ENVS[self.env](**self.env_settings())
+        env.rows = self.rows or env.rows
+        return env
 
     def decay_function(self) -> Any:
         """Return age -> factor in [0, 1] for the buffer, or None (Standard PER)."""

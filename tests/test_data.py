@@ -1,16 +1,24 @@
-"""Questions from files: every ending gives the same rows, splits share none, and bad input is named."""
+"""Questions from files: every ending gives the same rows, splits share none, bad input is named, and what does not fit
+the model is left out."""
 
+import io
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 from conftest import write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
+import train
 from envs.base import EVAL_SEEDS
 from envs.data import load_rows, row_for
+from envs.gsm8k import GSM8K
+from freshper import report
+from freshper.flags import parse_args
 
 FIELDS = ("question", "answer")
 ROWS = [{"question": f"What is {k} + 1?", "answer": f"#### {k + 1}", "note": None} for k in range(40)]
@@ -96,3 +104,52 @@ def test_successive_seeds_go_through_all_rows_of_their_split(n, start):
     rows = {split: [f"{split} {k}" for k in range(n)] for split in ("train", "held_out")}
     for split, first in (("train", start), ("held_out", EVAL_SEEDS + start)):
         assert sorted(row_for(rows, first + k) for k in range(n)) == sorted(rows[split])
+
+
+def picture(size):
+    Image.new("RGB", size).save(stream := io.BytesIO(), "PNG")
+    return {"bytes": stream.getvalue(), "path": None}
+
+
+def long_question(k):
+    return {"question": f"Number {k}? " + "Well? " * (600 if k % 4 == 1 else 1), "answer": f"#### {k}"}
+
+
+def narrow_image(k):
+    size = (30, 20) if k % 4 != 1 else (601, 2)
+    return {"image": picture(size), "problem": f"Number {k}?", "solution": f"<answer>{k}</answer>"}
+
+
+@pytest.mark.parametrize(("env", "row"), [("gsm8k", long_question), ("geoqa", narrow_image)])
+def test_rows_that_do_not_fit_the_model_are_left_out(env, row, model_folder, tmp_path, monkeypatch, capsys):
+    """In a run whose batches ask for every row twice. Both splits have some that do not fit."""
+    for split in ("train", "test"):
+        write_rows(tmp_path / f"data/{split}.parquet", [row(k) for k in range(12)])
+    model = shutil.copytree(model_folder["vision" if env == "geoqa" else "text"], tmp_path / "model") / "config.json"
+    model.write_text(json.dumps(json.loads(model.read_text()) | {"freshper_tiny": False}))
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **kwargs: None)
+    flags = f"""--env {env} --model {model.parent} --data {tmp_path}/data --method on_policy --iterations 1
+    --rollout_batch_size 24 --eval_episodes 24 --max_tokens 2000 --max_new_tokens 4 --dtype float32""".split()
+
+    assert train.main([*flags, "--out", str(tmp_path / "run")]) == 0
+    assert "data: 9 rows for training, 9 held out, 6 left out: too long for" in capsys.readouterr().out
+    page = (tmp_path / "run/episodes.html").read_text()
+    shown = [int(k) for k in re.findall(r"Number (\d+)\?", page)]
+    assert len(shown) == len(set(shown)) == 8  # of held-out rows
+    assert all(k % 4 != 1 for k in shown)
+
+    assert train.main([*flags, "--max_tokens", "100", "--out", str(tmp_path / "none")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert "data, but no train row has a first turn of at most 96 tokens" in line
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_baseline_of_data_is_exact_and_reads_each_answer_once(tmp_path, monkeypatch):
+    """Twenty answers; each is that of some questions for training and of some that are held out."""
+    rows = [{"question": f"What is {k}?", "answer": f"#### {k // 20}"} for k in range(400)]
+    source, reads, read = write_rows(tmp_path / "rows.jsonl", rows), [], GSM8K.read
+    config = parse_args(["--env", "gsm8k", "--data", source, "--model", "a/b", "--eval_episodes", "40"])
+    config.make_env()
+    monkeypatch.setattr(GSM8K, "read", staticmethod(lambda text: reads.append(text) or read(text)))
+    assert report.baselines(config) == {"random": pytest.approx(1 - (1 - 1 / 20) ** 3), "optimal": 1.0}
+    assert len(reads) == 20 + 40

@@ -1,16 +1,22 @@
-"""NQ Search: replies, exact match, batches of searches, searches that fail, generated questions and who sees them."""
+"""NQ Search: replies, exact match, batches of searches, servers that fail, generated questions and who sees them."""
 
+import json
 import re
+import shutil
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import write_rows
+from kill_loop import contents, state_of
 
-from envs import nq_search, synthetic_wiki
+import train
+from envs import nq_search, search_server, synthetic_wiki
 from envs.base import EVAL_SEEDS, WARM_START_SEEDS
 from envs.nq_search import NQSearch, exact_match, parse_action
 from envs.search_server import LocalEncoder, Retriever, SearchServer
+from freshper.engine_hf import HFEngine
 
 PASSAGES = ["Wilhelm Röntgen\nThe first Nobel Prize in Physics.", "Physics\nA science.", "Nobel Prize\nA prize."]
 QUESTION = "who got the first nobel prize in physics"
@@ -58,12 +64,23 @@ def questions(tmp_path, request):
     return write_rows(tmp_path / "train.jsonl", rows)
 
 
+def serve(port=0):
+    """Start a server in a thread of this process."""
+    server = SearchServer(Retriever(PASSAGES, LocalEncoder(PASSAGES)), port=port)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    return server
+
+
+def kill(server):
+    server.shutdown()
+    server.server_close()
+
+
 @pytest.fixture(scope="module")
 def url():
-    with SearchServer(Retriever(PASSAGES, LocalEncoder(PASSAGES))) as server:
-        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        yield server.url
-        server.shutdown()
+    server = serve()
+    yield server.url
+    kill(server)
 
 
 def test_an_episode_with_data_and_a_server(questions, url):
@@ -82,15 +99,70 @@ def test_an_episode_with_data_and_a_server(questions, url):
     assert (results, info["success"], info["valid"]) == ([1.0, True, False], True, True)
     assert env.optimal_reply() == "<answer> Wilhelm Conrad Röntgen</answer>"
     assert env.data_summary() == f"{questions}: 18 rows for training, 2 held out"
+    asks_nobody = NQSearch(data=questions, search_url=NO_SERVER).baselines(EVAL_SEEDS)
+    assert asks_nobody == {"random": 0.0, "optimal": 1.0}
 
 
-def test_a_failed_search_ends_its_own_episodes_as_truncated(questions, url):
-    envs = [NQSearch(data=questions, search_url=address) for address in (url, NO_SERVER, url, NO_SERVER)]
+def test_a_failed_search_raises_before_any_episode_takes_its_turn(questions, url, monkeypatch):
+    monkeypatch.setattr(search_server, "PAUSE", 0.01)
+    envs = [NQSearch(data=questions, search_url=address) for address in (url, NO_SERVER, url)]
     for env in envs:
         env.reset(seed=0)
-    with pytest.warns(UserWarning, match="1 searches failed, their episodes end here: .*Connection refused"):
-        steps = NQSearch.step_many(envs, ["<search>a</search>"] * 3 + ["<answer>a</answer>"])
-    assert [step[1:4] for step in steps] == [(0, False, False), (0, False, True), (0, False, False), (0, True, False)]
+    with pytest.raises(ConnectionError, match=f"{NO_SERVER} failed 3 times.*Connection refused"):
+        NQSearch.step_many(envs, ["<search>a</search>", "<search>b</search>", "<answer>c</answer>"])
+    assert [env.turn for env in envs] == [0, 0, 0]
+
+
+SHORT = """--env nq_search --method freshper --iterations 3 --save_every 1 --eval_every 3 --eval_episodes 2
+--rollout_batch_size 4 --batch_size 4 --max_turns 2 --max_tokens 4000 --max_new_tokens 8 --dtype float32""".split()
+
+
+@pytest.fixture
+def run(questions, model_folder, tmp_path, monkeypatch):
+    """The real train.py on these questions, with a model of random weights, each of whose replies is a search."""
+    monkeypatch.setattr(search_server, "PAUSE", 0.01)
+    monkeypatch.setattr(nq_search, "parse_action", lambda reply: ("search", f"physics {reply}"))
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **kwargs: None)
+    model = shutil.copytree(model_folder["text"], tmp_path / "model") / "config.json"
+    model.write_text(json.dumps(json.loads(model.read_text()) | {"freshper_tiny": False}))
+    flags = [*SHORT, "--model", str(model.parent), "--data", questions]
+    return lambda address, out: train.main([*flags, "--search_url", address, "--out", str(tmp_path / out)])
+
+
+@pytest.mark.parametrize("questions", ["Rome"], indirect=True)
+def test_a_run_stops_with_its_server_and_goes_on_with_it(run, tmp_path, monkeypatch, capsys):
+    server, calls, generate = serve(), [], HFEngine.generate
+    assert run(server.url, "plain") == 0
+
+    def generate_and_kill(engine, *args):
+        calls.append(1)
+        if len(calls) == 6:  # after two turns of the evaluation, two of iteration 1 and one of iteration 2
+            kill(server)
+        return generate(engine, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HFEngine, "generate", generate_and_kill)
+        assert run(server.url, "stopped") == 1
+    assert f"stopped after iteration 1: the search server {server.url} failed 3 times" in capsys.readouterr().out
+    stopped = tmp_path / "stopped"
+    assert state_of(stopped / "checkpoint")["report"]["rows"][-1]["iteration"] == 1
+    assert not (stopped / "checkpoint-before").exists()
+
+    assert train.main(["--resume", str(stopped)]) == 2
+    assert "--search_url must be the address of a search server" in capsys.readouterr().err
+    again = serve(server.server_port)
+    assert train.main(["--resume", str(stopped)]) == 0
+    kill(again)
+    assert contents(stopped) == contents(tmp_path / "plain")
+
+
+@pytest.mark.parametrize("questions", ["Rome"], indirect=True)
+@pytest.mark.parametrize("address", [NO_SERVER, "http://[", "http://127.0.0.1:99999999/", "http://a b/", "http://"])
+def test_a_run_without_a_server_does_not_begin(run, address, tmp_path, capsys):
+    assert run(address, "run") == 2
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert line.startswith("train.py: error: --search_url must be the address of a search server: ")
+    assert not Path(tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("style", ["full", "terse"])

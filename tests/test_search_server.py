@@ -4,9 +4,12 @@ import http.client
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -81,26 +84,65 @@ def test_the_protocol(server):
 
 
 def test_bad_requests_get_one_sentence_and_the_server_lives_on(server):
-    for body in (b"{", b"\xff\xfe", b"null", b"[1]", {}, {"queries": "planet"}, {"queries": ["a", 3]}):
+    bodies = [b"{", b"\xff\xfe", b"null", b"[1]", b"[" * 100_000, bytes(search_server.MOST_BYTES + 1), {}]
+    bodies += [{"queries": queries} for queries in ("planet", ["a", 3], [], ["a"] * 1025)]
+    for body in bodies:
         status, answer = post(server, body)
         assert (status, list(answer)) == (400, ["error"])
-    for topk in (0, -1, "3", None, 1.5):
-        assert "topk, a whole number above 0" in post(server, {"queries": ["a"], "topk": topk})[1]["error"]
-    for length in ("-5", "five", "0"):
+    for topk in (0, -1, 101, True, "3", None, 1.5):
+        sentence = post(server, {"queries": ["a"], "topk": topk})[1]["error"]
+        assert "topk, a whole number from 1 to 100" in sentence
+    for length in ("-5", "five", "0", "9" * 5000):
         assert post(server, {}, **{"Content-Length": length})[0] == 400
-    assert post(server, {"queries": ["Mars"]})[0] == 200
+    assert post(server, {"queries": ["Mars \ud800"]})[0] == 200
+
+
+HALF = b"POST /retrieve HTTP/1.0\r\nContent-Length: 9\r\n\r\n{"
+REQUESTS = [b"hello\r\n\r\n", b"GET / HTTP/1.0\r\n\r\n", b"POST / HTTP/9.9\r\n\r\n", b"POST /re", HALF, HALF[:-4]]
+
+
+@pytest.mark.parametrize("request_text", REQUESTS)
+def test_requests_that_are_none_or_never_end_get_an_answer(server, request_text, monkeypatch):
+    monkeypatch.setattr(search_server, "SECONDS", 0.3)
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as connection:
+        connection.sendall(request_text)
+        answer = connection.makefile("rb").read()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.split()[1] == b"400"
+    assert json.loads(body)["error"]
+
+
+def test_two_hundred_clients_at_once_and_slow_ones_besides(server):
+    """The slow ones keep their connections open and send nothing."""
+    address = ("127.0.0.1", server.server_port)
+    slow = [socket.create_connection(address) for _ in range(20)]
+    with ThreadPoolExecutor(200) as pool:
+        found = list(pool.map(lambda k: retrieve(server.url, [TEXTS[k % 6]], 1), range(200)))
+    assert found == [[[TEXTS[k % 6]]] for k in range(200)]
+    for connection in slow:
+        connection.close()
+
+
+def test_a_long_query_takes_time_in_proportion():
+    """A million letters: half a minute if each trigram copied the word, a second now."""
+    began = time.perf_counter()
+    assert LocalEncoder(TEXTS).encode(["x" * 1_000_000]).any()
+    assert time.perf_counter() - began < 15
 
 
 GOOD = b'{"result": [[{"document": {"contents": "Title\\ntext"}, "score": 0.5}]]}'
 FAILURES = {  # status and body of an answer
     "error": (500, b""), "redirect": (307, b""), "silent": (200, None), "no json": (200, b"<html>"),
     "null": (200, b"null"), "too few": (200, b'{"result": []}'), "cut short": (200, GOOD[:-9]),
+    "a byte at a time": (200, GOOD), "deep": (200, b"[" * 100_000), "two rows": (200, b'{"result": [[], []]}'),
+    **{kind: (200, GOOD.replace(b'"Title\\ntext"', kind.encode())) for kind in ("7", "null", '["a"]')},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_request_that_fails_is_sent_again_and_given_up_after_three_attempts(failure, monkeypatch):
     monkeypatch.setattr(search_server, "PAUSE", 0.01)
+    monkeypatch.setattr(search_server, "TIMEOUT", 0.3)
     answers, requests, released = [FAILURES[failure], (200, GOOD), *[FAILURES[failure]] * 3], [], threading.Event()
 
     class Failing(BaseHTTPRequestHandler):
@@ -113,14 +155,17 @@ def test_a_request_that_fails_is_sent_again_and_given_up_after_three_attempts(fa
             self.send_response(status)
             self.send_header("Content-Length", str(len(GOOD) if failure == "cut short" else len(body)))
             self.end_headers()
-            self.wfile.write(body)
+            trickles = failure == "a byte at a time" and len(requests) != 2
+            for part in [bytes([byte]) for byte in body] if trickles else [body]:
+                self.wfile.write(part)
+                released.wait(0.01 * trickles)
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Failing) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/retrieve"
-        assert retrieve(url, ["a"], 3, timeout=0.3) == [["Title\ntext"]]
-        with pytest.raises(ConnectionError, match=r"failed 3 times, the last time with \w"):
-            retrieve(url, ["a"], 3, timeout=0.3)
+        assert retrieve(url, ["a"], 3) == [["Title\ntext"]]
+        with pytest.raises(ConnectionError, match=r"failed 3 times, for up to 0.3 s each, at last with .{9}"):
+            retrieve(url, ["a"], 3)
         assert requests == [{"queries": ["a"], "topk": 3, "return_scores": True}] * 5
         released.set()
         server.shutdown()
