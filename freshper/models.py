@@ -122,7 +122,7 @@ class Policy:
         """Return the last hidden states [B, T, hidden] of tokens [B, T] at positions [3, B, T]. `mask`: None for
         causal over right-padded rows, or bool [B, 1, T, cached + T], True if a token attends to another."""
         tokens, positions = tokens.to(self.device), positions.to(self.device)
-        with self._precision():
+        with self.precision():
             embeddings = self.model.get_input_embeddings()(tokens)
             if images:
                 features = self.image_features(images).to(embeddings.dtype)
@@ -137,14 +137,15 @@ class Policy:
         -inf, in the trainer too: no reward would reach them there, and probability would drift to them."""
         config = self.model.config.get_text_config()  # some families scale or cap (Cohere, Granite, Gemma 2)
         scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
-        with self._precision():
+        with self.precision():
             logits = self.model.lm_head(hidden).float() * scale
         if cap := getattr(config, "final_logit_softcapping", None):
             logits = cap * torch.tanh(logits / cap)
         logits[:, self.suppressed_ids] = -torch.inf
         return logits
 
-    def _precision(self) -> torch.autocast:
+    def precision(self) -> torch.autocast:
+        """Return the context of a forward pass. Weights that it casts are kept until the outermost one ends."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.mixed)
 
     def batch_hidden(self, batch: Batch) -> Tensor:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import gc
 
 import numpy as np
 import pytest
@@ -9,12 +10,13 @@ import torch
 from conftest import make_episode, speakable_episodes
 from PIL import Image
 from scipy import stats
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from envs import ENVS
 from envs.base import Observation
 from freshper.config import Config
-from freshper.engine_hf import HFEngine, Sampling, truncated
+from freshper.engine_hf import HFEngine, KVCache, Sampling, truncated
 from freshper.episode import collate
 from freshper.errors import NonFiniteError
 from freshper.reinforce import policy_loss, training_batch
@@ -134,6 +136,40 @@ def test_a_long_observation_and_new_weights(text_policy):
             assert reply.logprobs[0] == pytest.approx(stock_logprobs(own, e)[-1].item(), abs=1e-4)
             own.model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
         engine.sync()
+
+
+def test_the_cache_ends_with_its_conversations(text_policy):
+    def allocated():
+        caches = [x for x in gc.get_objects() if type(x) is KVCache]
+        return sum(buffer.nbytes for cache in caches for layer in cache.layers for buffer in layer)
+
+    class Lake(ENVS["frozenlake"]):
+        def step(self, reply):
+            held.append(allocated())
+            return super().step(reply)
+
+    held, engine = [], HFEngine(text_policy, Sampling(), 0)
+    rollout(engine, text_policy, [Lake(max_turns=2)], [0], 3000, 5)
+    assert min(held) > 0
+    assert allocated() == 0
+
+
+def test_in_bfloat16_a_weight_is_cast_once_for_all_tokens(text_policy):
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten._to_copy.default and id(args[0]) in names:
+                cast.append(names[id(args[0])])
+            return function(*args, **(kwargs or {}))
+
+    mixed = own_copy(text_policy, mixed=True)
+    mixed.suppressed_ids = [*mixed.suppressed_ids, mixed.eos_id]
+    names = {id(parameter): name for name, parameter in mixed.model.named_parameters()}
+    for n in (1, 10):
+        cast = []
+        with Casts():
+            (reply,) = HFEngine(mixed, Sampling(), 0).generate([Conversation([5, 6, 7])], n)
+        assert len(reply.tokens) == n
+        assert len(cast) == len(set(cast)) > 10
 
 
 def test_a_conversation_that_would_grow_too_long_is_truncated(text_policy):
