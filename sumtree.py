@@ -20,8 +20,8 @@ import numpy as np
 
 
 class SumTree:
-    """`capacity` non-negative float64 leaves, all zero at first. Raises ValueError on an index out of range, on values
-    that are negative, NaN or infinite, and on a draw if the total is zero or not finite."""
+    """`capacity` non-negative float64 leaves, all zero at first. Raises ValueError on an index out of
+    range, on values that are negative, NaN or infinite, and on a draw if the total is zero or not finite."""
 
     def __init__(self, capacity: int):
         if capacity < 1:
@@ -40,7 +40,8 @@ class SumTree:
         return float(self.nodes[1])
 
     def set(self, indices: np.ndarray, values: np.ndarray) -> None:
-        """Write leaves [n] and recompute their paths to the root: O(n log N). Of equal indices the last one counts."""
+        """Write leaves [n] and recompute their paths to the root: O(n log N). Of equal indices the last
+        one counts."""
         node = self._leaf_nodes(indices)
         self.nodes[node] = _checked(values)
         for _ in range(self.depth):
@@ -59,43 +60,54 @@ class SumTree:
             np.add(children[0::2], children[1::2], out=self.nodes[1 << level : 2 << level])
 
     def find(self, masses: np.ndarray) -> np.ndarray:
-        """Return, for each mass in [0, S), the smallest i whose cumulative sum exceeds it. [n] -> int64 [n]. Never a
-        leaf of value zero, whatever the rounding. Raises ValueError if a mass lies outside [0, S)."""
-        nodes, total, masses = self.nodes, self.total(), np.array(masses, dtype=np.float64, ndmin=1)
-        if not (masses.min(initial=0.0) >= 0.0 and masses.max(initial=0.0) < total < np.inf):  # NaN fails too
-            raise ValueError(f"masses must lie in [0, S), with a finite total S = {total} above 0, got {masses}")
-        top = min(self.depth, 9)  # down to this level in one step, by the cumulative sums of its nodes
-        bounds = np.zeros((1 << top) + 1)
-        nodes[1 << top : 2 << top].cumsum(out=bounds[1:])
-        masses = np.minimum(masses, np.nextafter(bounds[-1], 0.0))  # the root may round differently
-        node = bounds.searchsorted(masses, "right") - 1
-        masses -= bounds[node]
-        node += 1 << top
-        for _ in range(self.depth - top):
+        """Return, for each mass in [0, S), the smallest i whose cumulative sum exceeds it. [n] -> int64 [n].
+
+        Never returns a leaf of value zero, whatever the rounding. Raises ValueError if a mass lies
+        outside [0, S)."""
+        nodes = self.nodes
+        total = self.total()
+        masses = np.array(masses, dtype=np.float64, ndmin=1)
+        inside = masses.min(initial=0.0) >= 0.0 and masses.max(initial=0.0) < total < np.inf
+        if not inside:  # NaN is not inside either
+            allowed = f"in [0, S), with a finite total S = {total} above 0"
+            raise ValueError(f"masses must lie {allowed}, got {masses}")
+
+        node = np.ones(len(masses), dtype=np.int64)  # the root
+        for _ in range(self.depth):
             node += node  # to the left child
             left = nodes.take(node)
             go_right = masses >= left
             masses -= left * go_right
             node += go_right
+
         leaf = node - self.size
-        for k in np.flatnonzero(nodes.take(node) == 0.0):  # by rounding: it is the last leaf before that is not zero
-            leaf[k] = np.flatnonzero(nodes[self.size : self.size + leaf[k]])[-1]
+        rounded_past_the_end = np.flatnonzero(nodes.take(node) == 0.0)
+        for k in rounded_past_the_end:
+            before = nodes[self.size : self.size + leaf[k]]
+            leaf[k] = np.flatnonzero(before)[-1]
         return leaf
 
     def stratified_sample(self, batch_size: int, rng: np.random.Generator) -> np.ndarray:
-        """Draw a leaf from each of B equal segments of S ("stratified sampling", section 3.5): int64 [B], in order."""
-        shares = (np.arange(batch_size) + rng.random(batch_size)) / batch_size  # of S: one in each [b, b + 1) / B
-        return self.find(np.minimum(shares * self.total(), np.nextafter(self.total(), 0.0)))  # rounding may give S
+        """Draw a leaf from each of B equal segments of S ("stratified sampling", section 3.5).
+        Returns int64 [B], in order."""
+        total = self.total()
+        shares = (np.arange(batch_size) + rng.random(batch_size)) / batch_size  # one in each [b, b + 1) / B
+        below_total = np.nextafter(total, 0.0)  # rounding may give S itself
+        return self.find(np.minimum(shares * total, below_total))
 
     def _leaf_nodes(self, indices: int | np.ndarray) -> np.ndarray:
         indices = np.asarray(indices)
-        if indices.size and not (indices.min() >= 0 and indices.max() < self.capacity):
-            raise ValueError(f"index out of range: {indices.min()} to {indices.max()} in a tree of {self.capacity}")
+        inside = indices.min(initial=0) >= 0 and indices.max(initial=0) < self.capacity
+        if not inside:
+            span = f"{indices.min()} to {indices.max()}"
+            raise ValueError(f"index out of range: {span} in a tree of {self.capacity}")
         return self.size + indices
 
 
 def _checked(values: np.ndarray) -> np.ndarray:
     values = np.asarray(values, dtype=np.float64)
-    if values.size and not (values.min() >= 0.0 and values.max() < np.inf):  # NaN fails too
-        raise ValueError(f"values must be finite and not negative, got {values.min()} to {values.max()}")
+    valid = values.min(initial=0.0) >= 0.0 and values.max(initial=0.0) < np.inf
+    if not valid:  # NaN is not valid either
+        span = f"{values.min()} to {values.max()}"
+        raise ValueError(f"values must be finite and not negative, got {span}")
     return values
