@@ -40,8 +40,10 @@ from torch import Tensor
 from freshper.config import Config
 from freshper.episode import Batch, Episode, collate
 
-WINDOW, EPS = 256, 1e-8  # episodes behind the running means; what is added to standard deviations
-MAX_LOG_RATIO = 20.0  # exp overflows in float32 from 88.8 on and makes the gradient NaN; OpenRLHF and verl bound by 20
+WINDOW = 256  # episodes behind the running means of `--baseline turn`
+EPS = 1e-8  # added to standard deviations
+# exp overflows in float32 from 88.8 on and makes the gradient NaN; OpenRLHF and verl bound by 20
+MAX_LOG_RATIO = 20.0
 
 
 def returns_to_go(rewards: Tensor) -> Tensor:
@@ -52,8 +54,10 @@ def returns_to_go(rewards: Tensor) -> Tensor:
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """Return (x - mean) / std over the masked entries, 0 elsewhere and if all are equal. [B, T] -> [B, T]."""
     selected = values[mask].double()  # in float32 the mean of equal values can miss them by more than EPS
-    mean, std = selected.mean(), selected.std(correction=0)
-    return torch.where(mask, (values.double() - mean) / (std + EPS), 0.0).to(values.dtype)
+    mean = selected.mean()
+    std = selected.std(correction=0)
+    whitened = (values.double() - mean) / (std + EPS)
+    return torch.where(mask, whitened, 0.0).to(values.dtype)
 
 
 def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -62,17 +66,24 @@ def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return pi_ref / pi - log(pi_ref / pi) - 1, never negative, with a usable gradient. [B, T] -> [B, T]. At most
-    10, as in OpenRLHF and verl: at pi = e^-8 pi_ref one token would outweigh the batch, with a value near 3,000."""
+    """Return pi_ref / pi - log(pi_ref / pi) - 1, never negative, with a usable gradient. [B, T] -> [B, T].
+
+    At most 10, as in OpenRLHF and verl: at pi = e^-8 pi_ref one token would outweigh the batch, with a
+    value near 3,000."""
     log_ratio = (ref_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return (log_ratio.exp() - log_ratio - 1.0).clamp(max=10.0)
 
 
 def advantages(
-    rewards: Tensor, action_mask: Tensor, clip: float, moments: tuple[Tensor, Tensor] | None = None
+    rewards: Tensor,
+    action_mask: Tensor,
+    clip: float,
+    moments: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Return A_t from token rewards. [B, T], [B, T] -> [B, T], 0 off the mask. Measured against `moments`, a mean and
-    a std [2, B, T] or broadcast to it, or None: those of this batch. `clip` is eps_clip of Table 3."""
+    """Return A_t from token rewards. [B, T], [B, T] -> [B, T], 0 off the mask.
+
+    Measured against `moments`, a mean [B, T] and a std, or None: those of this batch over its action
+    tokens. `clip` is eps_clip of Table 3."""
     returns = returns_to_go(rewards)  # [B, T]
     if moments is None:
         return whiten(returns, action_mask).clamp(-clip, clip)
@@ -85,7 +96,8 @@ def shaped(batch: Batch, kl_reward_coef: float) -> Tensor:
     """Return r_t - kl_reward_coef * k1_t of the policy that acted, [B, T]."""
     if not kl_reward_coef:
         return batch.rewards
-    return batch.rewards - kl_reward_coef * kl_k1(batch.behavior_logprobs, batch.ref_logprobs) * batch.action_mask
+    penalty = kl_k1(batch.behavior_logprobs, batch.ref_logprobs) * batch.action_mask
+    return batch.rewards - kl_reward_coef * penalty
 
 
 def turn_numbers(action_mask: Tensor) -> Tensor:
@@ -101,7 +113,7 @@ class Baseline:
     def __init__(self, kind: str, kl_reward_coef: float):
         self.kind = kind
         self.kl_reward_coef = kl_reward_coef
-        self.window: list[Tensor] = []  # per collected episode, [2, n]: turn and G_t of its n action tokens
+        self.window: list[Tensor] = []  # per episode, [2, n]: turn and G_t of its n action tokens
         self.means = torch.zeros(1, dtype=torch.float64)  # [K]: of each turn, or K = 1
         self.std = 1.0
 
@@ -138,7 +150,9 @@ class Baseline:
     def advantages(self, episodes: list[Episode]) -> Tensor:
         """Return A_t of line 5 or 10, before any clip, float32 [B, T]: `measured`, or against these
         episodes themselves with `recompute`."""
-        return own_advantages(episodes, self.kl_reward_coef) if self.kind == "recompute" else self.measured(episodes)
+        if self.kind == "recompute":
+            return own_advantages(episodes, self.kl_reward_coef)
+        return self.measured(episodes)
 
     def state_dict(self) -> dict[str, Any]:
         return {"window": self.window, "means": self.means, "std": self.std}
@@ -168,33 +182,56 @@ def training_batch(
     if advantages is None:
         advantages = own_advantages(episodes, config.kl_reward_coef)
     advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
-    if batch.engine_weights is not None:  # a token's objective is proportional to A_t, so this weighs it
+    if batch.engine_weights is not None:
+        # a token's objective is proportional to A_t, so this weighs its policy gradient
         advantages = advantages * batch.engine_weights
-    w = torch.ones(len(episodes)) if weights is None else torch.as_tensor(weights, dtype=torch.float32)
-    return batch._replace(advantages=advantages, weights=w)
+    if weights is None:
+        weights = np.ones(len(episodes))
+    return batch._replace(advantages=advantages, weights=torch.as_tensor(weights, dtype=torch.float32))
 
 
 def policy_loss(
-    logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, action_mask: Tensor, weights: Tensor | None = None,
-    *, ratio_clip: float = 0.2, dual_clip: float = 0.0, entropies: Tensor | None = None, entropy_coef: float = 0.0,
-    ref_logprobs: Tensor | None = None, kl_coef: float = 0.0, batch_size: int | None = None, scale: float = 1.0,
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """Return L = 1/B sum_i w_i l_i (eq. 16), and sums over the action tokens of each row, [B]: of log rho_t, rho_t,
-    rho_t^2, k3 of pi_mu against pi_theta, clipped tokens. Tensors are [B, T] but `weights` [B] (None: all 1); `scale`
-    is C. The losses of micro-batches add up to that of the whole batch if B = `batch_size` and C are the whole's."""
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    action_mask: Tensor,
+    weights: Tensor | None = None,
+    *,
+    ratio_clip: float = 0.2,
+    dual_clip: float = 0.0,
+    entropies: Tensor | None = None,
+    entropy_coef: float = 0.0,
+    ref_logprobs: Tensor | None = None,
+    kl_coef: float = 0.0,
+    batch_size: int | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return L = 1/B sum_i w_i l_i (eq. 16), and sums over the action tokens of each row, [B]: of
+    log rho_t, rho_t, rho_t^2, k3 of pi_mu against pi_theta, clipped tokens.
+
+    Tensors are [B, T] but `weights` [B] (None: all 1). `scale` is C. The losses of micro-batches add up
+    to that of the whole batch if B = `batch_size` and C are the whole's."""
     log_ratio = torch.where(action_mask, logprobs - behavior_logprobs, 0.0)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # rho_t [B, T]
+    clipped_ratio = ratio.clamp(1.0 - ratio_clip, 1.0 + ratio_clip)
+
     unclipped = ratio * advantages
-    objective = torch.minimum(unclipped, ratio.clamp(1.0 - ratio_clip, 1.0 + ratio_clip) * advantages)  # [B, T]
+    objective = torch.minimum(unclipped, clipped_ratio * advantages)  # [B, T]
     if dual_clip:
-        objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
+        bounded = torch.maximum(objective, dual_clip * advantages)
+        objective = torch.where(advantages < 0, bounded, objective)
+
     token_loss = -objective
     if entropies is not None:
         token_loss = token_loss - entropy_coef * entropies
     if ref_logprobs is not None:
         token_loss = token_loss + kl_coef * kl_k3(logprobs, ref_logprobs)
+
     sample_loss = torch.where(action_mask, token_loss, 0.0).sum(-1) / scale  # l_i [B]
-    loss = (sample_loss if weights is None else weights * sample_loss).sum() / (batch_size or len(logprobs))
+    if weights is not None:
+        sample_loss = weights * sample_loss
+    loss = sample_loss.sum() / (batch_size or len(logprobs))
+
     with torch.no_grad():
         stats = {
             "log_ratio": log_ratio.sum(-1),

@@ -45,9 +45,7 @@ class Update(NamedTuple):
     drift: dict[str, np.ndarray]  # per episode, [B]: DRIFT's sums, and tokens
 
 
-def scores_of(
-    policy: Policy, hidden: Tensor, chosen: Tensor, temperature: float, entropy: bool
-) -> Tensor:
+def scores_of(policy: Policy, hidden: Tensor, chosen: Tensor, temperature: float, entropy: bool) -> Tensor:
     """Return the log-probs of chosen tokens [n] after hidden states [n, H], float32 [n, 1]; with
     `entropy` also the entropies of their distributions, [n, 2]."""
     distribution = (policy.logits(hidden) / temperature).log_softmax(-1)  # [n, V]

@@ -99,9 +99,7 @@ class DeepSpeedRanks(OneProcess):
             "managed_gradient_accumulation": False,
             "zero_allow_untested_optimizer": True,  # torch's own AdamW, as in one process
         }
-        self.engine, *_ = deepspeed.initialize(
-            model=_ActionLogprobs(policy), optimizer=optimizer, config=settings
-        )
+        self.engine, *_ = deepspeed.initialize(model=_ActionLogprobs(policy), optimizer=optimizer, config=settings)
 
     def shard(self, batch: Batch) -> Iterator[tuple[list[int], Batch]]:
         for group in alike(batch.lengths, self.micro_batch_size * self.ranks):
