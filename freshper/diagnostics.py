@@ -19,55 +19,79 @@ import numpy as np
 
 
 def read(folder: Path, name: str = "replay.csv") -> dict[str, np.ndarray]:
-    """Read the columns of a run's table, float64 [rows], NaN if empty. A run without replay has no replay.csv."""
+    """Read the columns of a run's table, float64 [rows], NaN if empty. A run without replay has no
+    replay.csv."""
     table = np.genfromtxt(folder / name, delimiter=",", names=True, ndmin=1)
     return {column: table[column] for column in table.dtype.names or ()}
 
 
 def estimate(rows: dict[str, np.ndarray]) -> dict[str, float]:
-    """Estimate from rows of replay.csv mean `age` in steps, ESS / n of trajectories (`ess`) and tokens (`ess_token`),
-    KL(pi_theta || pi_mu) (`kl`) and its reverse (`kl_reverse`) in nats, and the share of clipped tokens (`clipped`)."""
-    v, log_rho = 1.0 / rows["probability"], rows["log_ratio"]
-    v /= v.sum()
-    rho = np.exp(log_rho - log_rho.max())  # the constant cancels below, and nothing overflows
+    """Estimate staleness from rows of replay.csv.
+
+    Returns mean `age` in steps, ESS / n of trajectories (`ess`) and tokens (`ess_token`),
+    KL(pi_theta || pi_mu) (`kl`) and its reverse (`kl_reverse`) in nats, and the share of clipped tokens
+    (`clipped`)."""
+    v = 1.0 / rows["probability"]
+    v = v / v.sum()
+
+    log_rho = rows["log_ratio"]
+    largest = log_rho.max()
+    rho = np.exp(log_rho - largest)  # the constant cancels below, and nothing overflows
+    mean_rho = (v * rho).sum()
+    mean_log_rho = (v * rho * log_rho).sum() / mean_rho  # under pi_theta
+
+    ratio_sum = (v * rows["ratio"]).sum()
+    ratio_square_sum = (v * rows["ratio_sq"]).sum()
+    tokens = (v * rows["tokens"]).sum()
     return {
         "age": rows["age"].mean(),
-        "ess": (v * rho).sum() ** 2 / (v * rho**2).sum(),
-        "ess_token": (v * rows["ratio"]).sum() ** 2 / ((v * rows["tokens"]).sum() * (v * rows["ratio_sq"]).sum()),
-        "kl": (v * rho * log_rho).sum() / (v * rho).sum() - log_rho.max() - np.log((v * rho).sum()),
+        "ess": mean_rho**2 / (v * rho**2).sum(),
+        "ess_token": ratio_sum**2 / (tokens * ratio_square_sum),
+        "kl": mean_log_rho - largest - np.log(mean_rho),
         "kl_reverse": -(v * log_rho).sum(),
-        "clipped": (v * rows["clipped"]).sum() / (v * rows["tokens"]).sum(),
+        "clipped": (v * rows["clipped"]).sum() / tokens,
     }
 
 
 def by_age(rows: dict[str, np.ndarray], bins: int = 12) -> dict[str, np.ndarray]:
     """Apply `estimate` to groups of equal size, from young to old. Returns its values, each float64 [bins]."""
     order = np.argsort(rows["age"], kind="stable")
-    groups = np.array_split(order, min(bins, len(order)))
-    found = [estimate({name: values[group] for name, values in rows.items()}) for group in groups]
-    return {name: np.array([f[name] for f in found]) for name in found[0]}
+    estimates = []
+    for group in np.array_split(order, min(bins, len(order))):
+        rows_of_group = {name: values[group] for name, values in rows.items()}
+        estimates.append(estimate(rows_of_group))
+    return {name: np.array([each[name] for each in estimates]) for name in estimates[0]}
 
 
 def drift_rate(ages: np.ndarray, values: np.ndarray) -> tuple[float, float, float]:
-    """Fit values [bins] = offset + ages [bins] / tau by least squares (eq. 12). Returns tau = 1 / c in optimizer steps,
-    the offset, and R², or NaN if there is only one age, or no drift."""
+    """Fit values [bins] = offset + ages [bins] / tau by least squares (eq. 12).
+
+    Returns tau = 1 / c in optimizer steps, the offset, and R², or NaN if there is only one age, or no
+    drift."""
     if np.ptp(ages) == 0 or np.ptp(values) == 0:
         return np.nan, np.nan, np.nan
     rate, offset = np.polyfit(ages, values, 1)
-    return 1 / rate, offset, np.corrcoef(ages, values)[0, 1] ** 2
+    correlation = np.corrcoef(ages, values)[0, 1]
+    return 1 / rate, offset, correlation**2
 
 
-def plot(folder: Path, found: dict[str, np.ndarray]) -> None:
+def plot(folder: Path, estimates: dict[str, np.ndarray]) -> None:
     """Write diagnostics.png to the folder, from the values of `by_age`."""
-    age, (tau, offset, r2) = found["age"], drift_rate(found["age"], found["kl"])
+    age = estimates["age"]
+    tau, offset, r2 = drift_rate(age, estimates["kl"])
+    bound = r"bound of eq. 11, $\exp(-KL(\pi_\theta\|\pi_\mu))$"
+    divergence = r"$KL(\pi_\theta\|\pi_\mu)$ of a trajectory, nats"
+    line = f"line: tau = 1/c = {tau:.0f} steps, R² {r2:.2f}"
+
     figure = matplotlib.figure.Figure(figsize=(13, 4.8), layout="constrained")
     ess, kl, clipped = figure.subplots(1, 3)
-    ess.semilogy(age, found["ess"], "o-", label="ESS / n of trajectories")
-    ess.semilogy(age, np.exp(-found["kl"]), "k--", label=r"bound of eq. 11, $\exp(-KL(\pi_\theta\|\pi_\mu))$")
-    ess.semilogy(age, found["ess_token"], "s-", label="ESS / n of tokens")
-    kl.plot(age, found["kl"], "o-", label=r"$KL(\pi_\theta\|\pi_\mu)$ of a trajectory, nats")
-    kl.plot(age, offset + age / tau, "k--", label=f"line: tau = 1/c = {tau:.0f} steps, R² {r2:.2f}")
-    clipped.plot(age, found["clipped"], "o-", label="share of action tokens that are clipped")
+    ess.semilogy(age, estimates["ess"], "o-", label="ESS / n of trajectories")
+    ess.semilogy(age, np.exp(-estimates["kl"]), "k--", label=bound)
+    ess.semilogy(age, estimates["ess_token"], "s-", label="ESS / n of tokens")
+    kl.plot(age, estimates["kl"], "o-", label=divergence)
+    kl.plot(age, offset + age / tau, "k--", label=line)
+    clipped.plot(age, estimates["clipped"], "o-", label="share of action tokens that are clipped")
+
     for axes in (ess, kl, clipped):
         axes.set_xlabel("age of the replayed trajectories, optimizer steps")
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), frameon=False)
