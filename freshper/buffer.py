@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from freshper.auto_tau import AutoTau
-from freshper.episode import Episode, image_key
+from freshper.episode import AnyImage, Episode, StoredImage, compressed, image_key
 from sumtree import SumTree
 
 STATE = ("episodes", "base_priorities", "steps", "order", "added", "now")
@@ -46,7 +46,7 @@ class ReplayBuffer:
         self.steps, self.order = np.zeros((2, capacity), dtype=np.int64)  # t_i, number of episodes added before
         self.added = self.now = 0  # episodes so far; t of the last refresh or addition
         self.rng = np.random.default_rng(seed)
-        self._images: weakref.WeakValueDictionary[bytes, np.ndarray] = weakref.WeakValueDictionary()
+        self._images: weakref.WeakValueDictionary[bytes, StoredImage] = weakref.WeakValueDictionary()  # by key
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="refresh")
         self._pending: Future = Future()  # the last asynchronous refresh, for whose end (or error) other methods ask
         self._pending.set_result(None)
@@ -56,7 +56,7 @@ class ReplayBuffer:
         return len(self.episodes)
 
     def add(self, episodes: list[Episode], base_priorities: np.ndarray, step: int) -> None:
-        """Store episodes [n] collected at t_i = `step` (line 4), evicting if full. Equal images become one array."""
+        """Store episodes [n] collected at t_i = `step` (line 4), evicting if full. Equal images become one PNG."""
         base_priorities, n = _checked(base_priorities), len(episodes)
         if n > self.capacity or n != len(base_priorities):
             raise ValueError(f"{n} episodes, {len(base_priorities)} priorities, capacity {self.capacity}")
@@ -68,7 +68,7 @@ class ReplayBuffer:
             lowest = np.lexsort((self.order[held], self.tree[held]))
             slots = np.append(slots[: self.capacity - len(self)], lowest)[:n]
         for slot, episode in zip(slots.tolist(), episodes, strict=True):
-            episode.images = [self._images.setdefault(image_key(image), image) for image in episode.images]
+            episode.images = [self._stored(image) for image in episode.images]
             episode.step = step
             self.episodes[slot : slot + 1] = [episode]  # appends at the end
         self.base_priorities[slots], self.steps[slots], self.order[slots] = base_priorities, step, order
@@ -123,10 +123,15 @@ class ReplayBuffer:
         """Restore a state of a buffer of this capacity."""
         for name in STATE:
             setattr(self, name, state[name])
-        self._images.update((image_key(x), x) for x in {id(x): x for e in self.episodes for x in e.images}.values())
+        self._images.update((image_key(x), x) for e in self.episodes for x in e.images)
         self.tree.nodes, self.rng.bit_generator.state = state["nodes"], state["rng"]
         if isinstance(self.decay, AutoTau) and state["drift"] is not None:
             self.decay.sums = state["drift"]
+
+    def _stored(self, image: AnyImage) -> StoredImage:
+        """Return the PNG of this image and all that equal it."""
+        key = image_key(image)
+        return self._images.get(key) or self._images.setdefault(key, compressed(image))
 
     def _leaves(self, slots: np.ndarray | slice) -> np.ndarray:
         """Return p_i^alpha at the time `now`, float64 [n]. Never 0, so a buffer of only stale entries can be drawn."""

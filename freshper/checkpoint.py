@@ -14,7 +14,6 @@ import os
 import random
 import shutil
 import signal
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
@@ -28,7 +27,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 
 from freshper.config import Config
-from freshper.episode import Episode
+from freshper.episode import Episode, StoredImage
 from freshper.errors import Interrupted
 from freshper.models import Policy
 from freshper.report import Report
@@ -155,7 +154,7 @@ def plain(tree: Any) -> Any:
 
 def pack_episodes(episodes: list[Episode]) -> dict[str, Any]:
     """Return episodes as columns, one per field: arrays end to end with their lengths (tens of thousands of small
-    tensors would take long to save), and each image object (the buffer shares them) once."""
+    tensors would take long to save), and each image of the buffer, which shares them, once."""
     images = {id(image): image for e in episodes for image in e.images}
     number = {key: k for k, key in enumerate(images)}
     columns: dict[str, Any] = {f.name: [getattr(e, f.name) for e in episodes] for f in dataclasses.fields(Episode)}
@@ -163,12 +162,12 @@ def pack_episodes(episodes: list[Episode]) -> dict[str, Any]:
     for name, column in columns.items():
         if column and isinstance(column[0], np.ndarray):
             columns[name] = {"values": np.concatenate(column), "lengths": np.array([len(part) for part in column])}
-    return {"columns": columns, "pixels": [(x.shape, zlib.compress(x.tobytes(), 1)) for x in images.values()]}
+    return {"columns": columns, "images": [dataclasses.astuple(image) for image in images.values()]}
 
 
 def unpack_episodes(packed: dict[str, Any]) -> list[Episode]:
     """Return the episodes that `pack_episodes` was given, from what `plain` made of it."""
-    images = [np.frombuffer(zlib.decompress(data), np.uint8).reshape(shape) for shape, data in packed["pixels"]]
+    images = [StoredImage(*parts) for parts in packed["images"]]
     columns = dict(packed["columns"])
     columns["images"] = [[images[k] for k in shown] for shown in columns["images"]]
     for name, column in columns.items():

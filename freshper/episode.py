@@ -11,14 +11,31 @@ Tokens are those the engine sampled, never re-encoded text. Masks are positions,
 """
 
 import hashlib
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image
 
 PADDING = 0.15  # the largest share of padding in a micro-batch
+
+
+@dataclass(eq=False)
+class StoredImage:
+    """An image of the buffer as PNG, in a few percent of its memory. `np.asarray` returns its pixels again."""
+
+    key: bytes  # `image_key` of the pixels
+    shape: tuple[int, ...]
+    png: bytes
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(Image.open(io.BytesIO(self.png)), dtype)
+
+
+AnyImage = Any  # uint8 [H, W, 3]: an array, or a StoredImage
 
 
 @dataclass(eq=False)
@@ -30,7 +47,7 @@ class Episode:
     behavior_logprobs: np.ndarray  # float32 [T]: log pi_mu of the action tokens, 0 elsewhere
     reward: float  # r_i, the return: the sum of turn_rewards (gamma = 1)
     turn_rewards: np.ndarray  # float32 [n]
-    images: list[np.ndarray] = field(default_factory=list)  # uint8 [H, W, 3], in the order of their placeholders
+    images: list[AnyImage] = field(default_factory=list)  # in the order of their placeholders
     step: int = 0  # t_i: the optimizer step at which it was collected
     seed: int = 0  # of the environment
     success: bool = False
@@ -55,9 +72,17 @@ class Episode:
         return rewards
 
 
-def image_key(image: np.ndarray) -> bytes:
+def image_key(image: AnyImage) -> bytes:
     """Return the SHA-256 of an image's shape and pixels: equal images have equal keys."""
+    if isinstance(image, StoredImage):
+        return image.key
     return hashlib.sha256(repr(image.shape).encode() + image.tobytes()).digest()
+
+
+def compressed(image: AnyImage) -> StoredImage:
+    """Return an image as PNG."""
+    Image.fromarray(np.asarray(image)).save(png := io.BytesIO(), "PNG")
+    return StoredImage(image_key(image), image.shape, png.getvalue())
 
 
 class Batch(NamedTuple):
@@ -67,7 +92,7 @@ class Batch(NamedTuple):
     action_mask: torch.Tensor  # bool [B, T]
     behavior_logprobs: torch.Tensor  # float32 [B, T]
     rewards: torch.Tensor  # float32 [B, T]: each turn's reward on its last action token
-    images: list[list[np.ndarray]]  # per episode
+    images: list[list[AnyImage]]  # per episode
     lengths: list[int]  # tokens of each episode before padding
     ref_logprobs: Any = None  # float32 [B, T], or None if not needed
     engine_weights: Any = None  # the same

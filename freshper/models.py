@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from envs.base import Observation
-from freshper.episode import Batch, image_key
+from freshper.episode import AnyImage, Batch, image_key
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}  # of equal logits or log-probs that are computed in two ways
 _TEXT, _REPLY = "\ue000", "\ue001"  # replace a user text and a reply when the chat template is split
@@ -83,14 +83,14 @@ class Policy:
         sizes = iter([height * width for height, width in map(self.grid, observation.images)])
         return [i for token in ids for i in [token] * (next(sizes) if token == self.image_token_id else 1)]
 
-    def grid(self, image: np.ndarray) -> tuple[int, int]:
+    def grid(self, image: AnyImage) -> tuple[int, int]:
         """Return rows and columns of placeholder tokens of an image (uint8 [H, W, 3])."""
         cell = self.image_processor.patch_size * self.image_processor.merge_size
         low, high = self.image_processor.size["shortest_edge"], self.image_processor.size["longest_edge"]
         height, width = smart_resize(*image.shape[:2], factor=cell, min_pixels=low, max_pixels=high)
         return height // cell, width // cell
 
-    def positions(self, tokens: np.ndarray, images: list[np.ndarray], start: int = 0) -> np.ndarray:
+    def positions(self, tokens: np.ndarray, images: list[AnyImage], start: int = 0) -> np.ndarray:
         """Return position ids (m-rope) from `start`, int64 [3, T]: time, row, column, equal for text. An image of h x w
         takes max(h, w): row r is at start + r, column c at start + c. Raises ValueError if images do not fit."""
         advance = np.ones(len(tokens), dtype=np.int64)  # from each token's position to the next one's
@@ -102,12 +102,13 @@ class Policy:
         out[:, is_image] += np.concatenate([np.indices((1, h, w)).reshape(3, -1) for h, w in grids], axis=1)
         return out
 
-    def image_features(self, images: list[np.ndarray]) -> Tensor:
+    def image_features(self, images: list[AnyImage]) -> Tensor:
         """Return vision-tower features, [placeholders of all images, hidden]. Identical images are encoded once."""
         keys = [image_key(image) for image in images]
         unseen = {k: image for k, image in zip(keys, images, strict=True) if k not in self._features}
         if unseen:
-            inputs = self.image_processor(images=[Image.fromarray(x) for x in unseen.values()], return_tensors="pt")
+            shown = [Image.fromarray(np.asarray(image)) for image in unseen.values()]
+            inputs = self.image_processor(images=shown, return_tensors="pt")
             pixels, grid = inputs["pixel_values"].to(self.device), inputs["image_grid_thw"].to(self.device)
             out = self.model.model.get_image_features(pixels, grid, return_dict=True)
             self._features.update(zip(unseen, out.pooler_output, strict=True))
@@ -117,7 +118,7 @@ class Policy:
         return features
 
     def hidden(
-        self, tokens: Tensor, positions: Tensor, images: list[np.ndarray], mask: Tensor | None = None, cache: Any = None
+        self, tokens: Tensor, positions: Tensor, images: list[AnyImage], mask: Tensor | None = None, cache: Any = None
     ) -> Tensor:
         """Return the last hidden states [B, T, hidden] of tokens [B, T] at positions [3, B, T]. `mask`: None for
         causal over right-padded rows, or bool [B, 1, T, cached + T], True if a token attends to another."""

@@ -22,6 +22,7 @@ from envs.frozenlake import FrozenLake
 from freshper import backends
 from freshper.checkpoint import RunState, StopSignals, newest, pack_episodes, plain, unpack_episodes
 from freshper.engine_hf import HFEngine
+from freshper.episode import compressed
 
 SHORT = """--model tiny --iterations 6 --save_every 2 --rollout_batch_size 4 --batch_size 4 --eval_episodes 4
 --eval_every 2 --max_turns 3""".split()
@@ -291,7 +292,7 @@ def test_a_disk_that_runs_full(copy, capsys, finished, kilobytes):
 
 def test_episodes_come_back_as_they_were():
     rng = np.random.default_rng(0)
-    images = [rng.integers(0, 256, (2, width, 3), dtype=np.uint8) for width in (1, 2)]
+    images = [compressed(rng.integers(0, 256, (2, width, 3), dtype=np.uint8)) for width in (1, 2)]
     given = [{"step": k, "success": k % 2 == 0, "metrics": {"boxes": k / 3}} for k in range(9)]
     episodes = [make_episode(rng, images=images[: k % 3], **fields) for k, fields in enumerate(given)]
     back = unpack_episodes(plain(pack_episodes(episodes)))
