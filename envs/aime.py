@@ -8,13 +8,14 @@ Without data: the greatest common divisor of four numbers up to 16, the smallest
 """
 
 import math
+import re
 from collections.abc import Hashable, Iterator
-from fractions import Fraction
 from itertools import combinations_with_replacement
 from typing import Any
 
 import numpy as np
 
+from envs.answer_parsing import bare
 from envs.question_answering import FEEDBACK, Question, QuestionAnswering
 
 LARGEST = 16
@@ -31,15 +32,15 @@ class AIME(QuestionAnswering):
     form = "End your reply with the integer alone between tags, for example <answer>042</answer>."
 
     @classmethod
-    def read(cls, answer: str) -> Fraction | None:
-        value = super().read(answer)
-        return value if value in range(1000) else None
+    def read(cls, answer: str) -> int | None:
+        text = bare(answer)
+        return int(text) if re.fullmatch("[0-9]{1,3}", text) else None
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Question:
         if (gold := cls.read(str(row["answer"]))) is None:
             raise ValueError(f"the field answer is {str(row['answer'])[:30]!r}, but must be an integer from 000 to 999")
-        return Question(str(row["problem"]), f"{int(gold):03d}")
+        return Question(str(row["problem"]), f"{gold:03d}")
 
     @classmethod
     def problems(cls, style: str) -> Iterator[tuple[str, int, Hashable, Any]]:

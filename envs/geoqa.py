@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw
 
-from envs.answer_parsing import MAX_ANSWER, Number, final_answer, plain, read_choice, read_number
+from envs.answer_parsing import MAX_ANSWER, Measure, bare, read_measure
+from envs.base import parse_answer
 from envs.question_answering import FEEDBACK, Question, QuestionAnswering
 
 SIDE = 4  # squares
@@ -30,6 +31,7 @@ QUESTIONS = {
 }
 FILL, EDGE, RED = (170, 210, 250), (16, 32, 96), (224, 24, 40)
 TOLERANCE = 0.005  # relative, for decimals such as 3.46 for 2√3
+CHOICE = re.compile(r"\(?([A-F])(?:[).:]+ *(.*))?")  # letter and what is behind it
 MAX_SIDE = 896  # pixels; larger images are scaled down, to at most 1024 tokens of Qwen2.5-VL
 
 Polygon = tuple[tuple[int, ...], ...]  # corners in order: column from the left, row from the top, in squares
@@ -39,6 +41,26 @@ class Figure(NamedTuple):
     polygon: Polygon
     question: str
     red: Polygon = ()  # the ends of the red side, or the corner with the red dot
+
+
+class Answer(NamedTuple):
+    letter: str  # of a choice, or ""
+    text: str = ""  # without the letter
+    value: Measure | None = None  # of the text, if it is a number
+
+
+def same(a: Measure | None, b: Measure | None) -> bool:
+    """Return whether two values with their units are equal. Only a decimal with two digits or more
+    behind its point may be the rounded value of an expression with a root or π."""
+    if not a or not b or (a.unit and b.unit and a.unit != b.unit):
+        return False
+    exact = isinstance(a.value, Fraction)
+    if exact == isinstance(b.value, Fraction):
+        return a.value == b.value if exact else math.isclose(a.value, b.value, rel_tol=1e-12)
+
+    decimals, size = max(a.decimals, b.decimals), abs(float(b.value))
+    allowed = min(0.5 * 10**-decimals, TOLERANCE * size)
+    return decimals >= 2 and abs(float(a.value) - float(b.value)) <= allowed
 
 
 def polygons() -> list[Polygon]:
@@ -106,7 +128,7 @@ class GeoQA(QuestionAnswering):
     def from_row(cls, row: dict[str, Any]) -> Question:
         solution, image = str(row["solution"]), row["image"]
         tagged = solution if "<answer>" in solution else f"<answer>{solution}</answer>"
-        if cls.read(gold := final_answer(tagged, False)) is None:
+        if cls.read(gold := parse_answer(tagged) or "") is None:
             raise ValueError(f"the field solution must hold one short answer, but is {solution[:MAX_ANSWER]!r}")
         if isinstance(image, dict):  # an image column of `datasets`
             image = image.get("bytes") or image.get("path")
@@ -140,24 +162,25 @@ class GeoQA(QuestionAnswering):
         return (draw(image, self.cell_size).copy() if isinstance(image, Figure) else decode(image),)
 
     @classmethod
-    def read(cls, answer: str) -> tuple[str, Number | None, str] | None:
-        """Return an answer as the letter of a choice or "", a number or None, and bare text."""
-        choice, rest = read_choice(answer) or ("", answer)
-        text = re.sub(r"[\s\0]", "", plain(answer)).lower()
-        return (choice, read_number(rest), text) if re.search(r"\w", text) else None
+    def read(cls, answer: str) -> Answer | None:
+        """Return an answer as the letter of a choice, the text without it, and its value."""
+        text = bare(answer)
+        if not re.search(r"\w", text):
+            return None
+
+        choice = CHOICE.fullmatch(text)
+        if choice and not choice[2]:
+            return Answer(choice[1])
+        if choice and (value := read_measure(choice[2])):
+            return Answer(choice[1], choice[2], value)
+        return Answer("", text, read_measure(text))
 
     @staticmethod
-    def right(value: tuple[str, Number | None, str], gold: tuple[str, Number | None, str]) -> bool:
-        """Return whether letters, numbers or texts are the same. A decimal may differ by less than 1 in the last digit
-        of the shorter one, and by at most TOLERANCE of the gold value."""
-        (choice, a, text), (gold_choice, b, gold_text) = value, gold
-        if choice and gold_choice:
-            return choice == gold_choice
-        if a is None or b is None:
-            return a is b and text == gold_text
-        if len({a.unit, b.unit} & {"mm", "cm", "dm", "m", "km"}) == 2:
-            return False
-        digits = [places for places in (a.decimals, b.decimals * (b.decimals > 1)) if places]
-        off, size = abs(Fraction(a.value) - Fraction(b.value)), abs(Fraction(b.value))
-        near = bool(digits) and off < Fraction(1, 10 ** min(digits)) and off <= TOLERANCE * size
-        return near or off <= (1e-9 * size if float in (type(a.value), type(b.value)) else 0)
+    def right(answer: Answer, gold: Answer) -> bool:
+        """Return whether answer and gold share a letter, a text or a value, and differ in none."""
+        shared = []
+        if answer.letter and gold.letter:
+            shared.append(answer.letter == gold.letter)
+        if answer.text and gold.text:
+            shared.append(answer.text == gold.text or same(answer.value, gold.value))
+        return bool(shared) and all(shared)

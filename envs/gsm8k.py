@@ -63,6 +63,6 @@ class GSM8K(QuestionAnswering):
         if self.style == "full":
             verb, when = ("gets", "now") if changes[0] > 0 else ("loses", "left")
             text = f"{name} has {first}{thing} and {verb} {abs(changes[0])}. How many{thing} does {name} have {when}?"
-            return Question(text, answer, given=frozenset((str(first), str(abs(changes[0])))))
+            return Question(text, answer, one_sentence=True)
         events = "".join(CHANGES[n] for n in changes)
         return Question(f"{name} has {first}{thing}{events}. How many{thing}?", answer, f" {first}{events}")

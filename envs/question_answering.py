@@ -17,8 +17,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from envs.answer_parsing import final_answer, read_number
-from envs.base import WARM_START_SEEDS, Observation, TextEnv, held_out, tenth
+from envs.answer_parsing import read_number, read_sentence
+from envs.base import WARM_START_SEEDS, Observation, TextEnv, held_out, parse_answer, tenth
 from envs.data import load_rows, row_for
 
 FEEDBACK = WRONG, RIGHT = "Wrong. ", "Right. "
@@ -32,7 +32,7 @@ class Question(NamedTuple):
     gold: str  # the right answer, as a reply would have it
     caption: str = ""
     image: Any = None  # what the image is drawn from
-    given: frozenset[str] = frozenset()  # its numbers, if full prompts ask for a reply of one sentence
+    one_sentence: bool = False  # full prompts ask for a reply of one sentence
 
 
 class QuestionAnswering(TextEnv):
@@ -61,8 +61,7 @@ class QuestionAnswering(TextEnv):
     @classmethod
     def read(cls, answer: str) -> Any:
         """Return the value of an answer, or None if it is not one of this task's."""
-        number = read_number(answer)
-        return number.value if number else None
+        return read_number(answer)
 
     @staticmethod
     def right(value: Any, gold: Any) -> bool:
@@ -102,7 +101,11 @@ class QuestionAnswering(TextEnv):
 
     def step(self, reply: str) -> tuple[Observation, float, bool, bool, dict]:
         self.turn += 1
-        value = self.read(final_answer(reply, untagged=self.style == "full", given=self.question.given))
+        answer = parse_answer(reply) or ""
+        if not answer and self.question.one_sentence:
+            answer = read_sentence(reply, self.question.text)
+
+        value = self.read(answer)
         success = value is not None and self.right(value, self.read(self.question.gold))
         self.first_success |= success and self.turn == 1
         if value is not None:
@@ -116,11 +119,11 @@ class QuestionAnswering(TextEnv):
         """Return feedback and question. Full prompts add rules, and in later turns show the feedback alone."""
         if self.style == "terse":
             return Observation(self.feedback + self.question.text, self.images())
-        left, form = self.max_turns - self.turn, SHORT if self.question.given else self.form
+        left, form = self.max_turns - self.turn, SHORT if self.question.one_sentence else self.form
         if self.turn == 0:
             several = f"You have {left} attempts; after a wrong answer you may try again."
-            attempts = several if left > 1 else "" if self.question.given else "You have one attempt."
-            rules = attempts if self.question.given else f"{self.rules} {attempts}"
+            attempts = several if left > 1 else "" if self.question.one_sentence else "You have one attempt."
+            rules = attempts if self.question.one_sentence else f"{self.rules} {attempts}"
             return Observation(f"{rules}\n\n{self.question.text}\n\n{form}".strip(), self.images())
         again = f"Try again; attempts left: {left}.\n{form}" if left > 0 and self.feedback != RIGHT else ""
         return Observation((self.feedback + again).strip())

@@ -177,7 +177,8 @@ def test_questions_from_a_file(task, tmp_path):
             observation = env.reset(seed=seed)[0]
             k = int(re.search(r"\d+", env.question.text)[0])
             assert env.question.text in observation.text
-            assert env.read(env.question.gold) == env.read(str(k + {GSM8K: 1000, AIME: 1, GeoQA: 0}[task]) + "°")
+            gold = {GSM8K: f"{k + 1000}", AIME: f"{k + 1}", GeoQA: f"{k}°"}[task]
+            assert env.read(env.question.gold) == env.read(gold)
             assert all((image == k).all() and image.shape == (40, 60, 3) for image in observation.images)
             assert env.step(env.optimal_reply())[1] == 1.0
             seen.setdefault(first, set()).add(k)
