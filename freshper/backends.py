@@ -17,7 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 
-from envs.base import EVAL_SEEDS, Observation
+from envs.base import EVAL_SEEDS, Observation, check_environment
 from freshper.checkpoint import newest
 from freshper.config import Config
 from freshper.engine_hf import HFEngine, Sampling
@@ -55,7 +55,9 @@ def join_ranks(config: Config) -> int:
 
 def load(config: Config, seeds: list[int]) -> Policy:
     """Load the policy of a run or its checkpoint, and check it on the first prompts of `seeds`. Raises ValueError if it
-    cannot be loaded, cannot read --env's images, has no room for the first turn, or has done --iterations already."""
+    cannot be loaded, cannot read --env's images, has no room for the first turn, or has done --iterations already, and
+    if --env breaks a promise of environments."""
+    check_environment(config.make_env())
     saved = newest(Path(config.resume)) if config.resume else None
     if saved and "iterations" in config.given:
         done = torch.load(saved / "state.pt", weights_only=True, mmap=True)["report"]["rows"][-1]["iteration"]
