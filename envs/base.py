@@ -59,7 +59,6 @@ class TextEnv(gymnasium.Env):
 
     # every task defines these, `reset` and `step`
     observe: Callable[[], Observation]
-    caption: Callable[[], str]  # what the observation shows, in other words, not empty (only for the warm start)
 
     max_turns: int = 10  # H of section 3.1
     metrics: ClassVar[tuple[str, ...]] = ()
@@ -93,6 +92,10 @@ class TextEnv(gymnasium.Env):
         """Return how many replies an episode has, in words."""
         return f"one {one}" if self.max_turns == 1 else f"{self.max_turns} {several}"
 
+    def caption(self) -> str:
+        """Return what the observation shows, in words of the tiny model. Only its warm start needs this."""
+        return ""
+
     def random_reply(self, rng: np.random.Generator) -> str:
         """Return the reply of the random policy: one of `actions`, drawn uniformly."""
         return f"<answer>{self.actions[rng.integers(len(self.actions))]}</answer>"
@@ -111,6 +114,52 @@ class TextEnv(gymnasium.Env):
         train, held_out, left_out = (len(self.rows.get(s, ())) for s in ("train", "held_out", "left_out"))
         reason = f", {left_out} left out: too long for --max_tokens, or with an image too narrow"
         return f"{self.data}: {train} rows for training, {held_out} held out{reason if left_out else ''}"
+
+
+def check_environment(env: TextEnv) -> None:
+    """Play a few episodes, each twice. Raises ValueError with one sentence if a task breaks a promise of `TextEnv`."""
+    name = type(env).__name__
+
+    def require(condition: bool, sentence: str) -> None:
+        if not condition:
+            raise ValueError(f"{name}.{sentence}")
+
+    def content(observation: Any, method: str) -> tuple[str, list[bytes]]:
+        fits = isinstance(observation, Observation) and isinstance(observation.text, str)
+        require(fits, f"{method}() showed {observation!r}, but must show an Observation with a text")
+        forms = {(np.asarray(image).dtype, np.shape(image)[2:]) for image in observation.images}
+        require(forms <= {(np.dtype(np.uint8), (3,))}, f"{method}() showed images that are not uint8 [H, W, 3]")
+        return observation.text, [image.tobytes() for image in observation.images]
+
+    def episode(seed: int) -> list[tuple]:
+        rng, opened = np.random.default_rng(seed), env.reset(seed=seed)
+        pair = type(opened) is tuple and len(opened) == 2
+        require(pair, f"reset() returned {opened!r}, but must return an observation and a dict")
+        seen: list[tuple] = [content(opened[0], "reset")]
+
+        for turn in range(env.max_turns):
+            ended = env.step(env.random_reply(rng) if offline else "")
+            whole = type(ended) is tuple and len(ended) == 5
+            require(whole, f"step() returned {ended!r}, but must return observation, reward, two bools and a dict")
+            observation, *outcome, info = ended
+            require("success" in info, f"step() returned the dict {info!r}, which lacks `success`")
+            seen.append((content(observation, "step"), outcome, info["success"]))
+            if any(outcome[1:]) or turn == 100:
+                return seen
+        raise ValueError(f"{name}.step() did not end the episode in turn {env.max_turns}, its last by max_turns")
+
+    for method in ("reset", "step", "observe"):
+        defined = getattr(type(env), method, None) is not getattr(gymnasium.Env, method, None)
+        require(defined, f"{method}() is missing")
+    for field in ("actions", "words"):
+        require(isinstance(getattr(env, field), tuple), f"{field} is {getattr(env, field)!r}, but must be a tuple")
+    own_reply = type(env).random_reply is not TextEnv.random_reply
+    require(own_reply or len(env.actions) > 0, "actions is empty, but the random policy chooses from them")
+
+    offline = "step_many" not in vars(type(env))  # else random replies may query a service
+    for seed in range(8):
+        advice = "all that is random must follow from the seed: begin with super().reset(seed=seed)"
+        require(episode(seed) == episode(seed), f"reset(seed={seed}) began two different episodes, but {advice}")
 
 
 def play_out(env: TextEnv, seed: int, reply: Callable[[], str]) -> tuple[float, int, dict]:

@@ -17,7 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 
-from envs.base import EVAL_SEEDS, Observation, TextEnv
+from envs.base import EVAL_SEEDS, Observation, TextEnv, check_environment
 from envs.search_server import retrieve
 from freshper.checkpoint import newest
 from freshper.config import Config
@@ -59,8 +59,9 @@ def join_ranks(config: Config) -> int:
 def load(config: Config, seeds: list[int]) -> Policy:
     """Load the policy of a run or its checkpoint, check it on the first prompts of `seeds`, and leave
     out rows of --data that do not fit it. Raises ValueError if it cannot be loaded, cannot read --env's
-    images, has no room for the first turn, or has done --iterations already, or if the server at
-    --search_url does not answer."""
+    images, has no room for the first turn, or has done --iterations already; if --env breaks a promise
+    of environments, or the server at --search_url does not answer."""
+    check_environment(config.make_env())
     saved = newest(Path(config.resume)) if config.resume else None
     if saved and "iterations" in config.given:
         done = torch.load(saved / "state.pt", weights_only=True, mmap=True)["report"]["rows"][-1]["iteration"]

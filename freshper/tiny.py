@@ -60,7 +60,8 @@ def keep_freed_memory() -> None:
 
 
 def build_tokenizer(words: tuple[str, ...]) -> transformers.PreTrainedTokenizerFast:
-    """Build a tokenizer of 256 bytes, Qwen's special tokens, WORDS and a task's `words`: it can encode any text."""
+    """Build a tokenizer of 256 bytes, Qwen's special tokens, WORDS and a task's `words`: it can encode any text. A word
+    of one ASCII character is the token of its byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -77,7 +78,8 @@ def build_policy(env: TextEnv, seed: int = 0, heads: int = 4) -> Policy:
     """Build a policy with random weights for a task: a Qwen2, or a Qwen2.5-VL (a token per 14 x 14 pixels) if it shows
     images. vLLM on a CPU wants heads of at least 32 numbers, 2 of them; with 4 of 16 images are learned better."""
     torch.manual_seed(seed)
-    tokenizer = build_tokenizer(env.words)
+    words = (*env.words, *env.actions)
+    tokenizer = build_tokenizer(words)
     # at Qwen's theta of 1e6 the angle of one column of an image would be 1e-4 rad, too little for a tiny model
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 100.0}
     # at transformers' initializer_range of 0.02 so small a model hardly starts to learn
@@ -101,9 +103,10 @@ def build_policy(env: TextEnv, seed: int = 0, heads: int = 4) -> Policy:
         processor = Qwen2VLImageProcessorPil(patch_size=7, merge_size=2, min_pixels=14 * 14, max_pixels=14 * 14 * 256)
     else:
         model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**language))
-    # Bytes can be read but not sampled: no reply needs one, and 256 tokens that the warm start never shows share one
-    # direction of the output layer, into which RL drifts.
-    model.generation_config.suppress_tokens = list(range(256))
+    # Bytes that are no words can be read but not sampled: no reply needs one, and 200 tokens that
+    # the warm start never shows share one direction of the output layer, into which RL drifts.
+    bytes_alone = set(range(256)).difference(tokenizer.convert_tokens_to_ids(words))
+    model.generation_config.suppress_tokens = sorted(bytes_alone)
     model.config.freshper_tiny = True  # `--model` with a checkpoint of it keeps the tiny preset
     return Policy(model, tokenizer, processor)
 
@@ -126,12 +129,10 @@ class RandomEngine:
 
 def transcripts(policy: Policy, envs: list[TextEnv], seeds: list[int]) -> list[Episode]:
     """Return an episode of the random policy in each environment, with one more turn: the final observation and its
-    caption. The action mask covers replies and captions. Raises ValueError if a caption is empty."""
+    caption. The action mask covers replies and captions."""
     episodes = rollout(RandomEngine(policy, envs, seeds), policy, envs, seeds, max_tokens=4096, max_new_tokens=8)
     for episode, env in zip(episodes, envs, strict=True):
         final, caption = env.observe(), env.caption()
-        if not caption:
-            raise ValueError(f"{type(env).__name__}.caption() is empty, but must say what the observation shows")
         turn = policy.bridge(Observation(f"{final.text}?{caption}", final.images), closed=True)
         _, suffix = policy._template(0, first=False)  # what the chat template puts after a user's text
         end = len(turn) - len(policy.tokenizer.encode(suffix, add_special_tokens=False))
@@ -157,9 +158,28 @@ def supervised_step(policy: Policy, episodes: list[Episode]) -> None:
         loss.backward()
 
 
+def check_words(policy: Policy, envs: list[TextEnv]) -> None:
+    """Raise ValueError if a caption is empty, or a random reply holds what the policy never samples."""
+    rng, name = np.random.default_rng(0), type(envs[0]).__name__
+    for seed, env in enumerate(envs, WARM_START_SEEDS):
+        env.reset(seed=seed)
+        if not env.caption():
+            raise ValueError(f"{name}.caption() is empty, but must say what the observation shows")
+
+        reply = env.random_reply(rng)
+        tokens = policy.tokenizer.encode(reply, add_special_tokens=False)
+        written = policy.tokenizer.decode([token for token in tokens if token not in policy.suppressed_ids])
+        if written != reply:
+            rest = f"its words must be listed in {name}.words or {name}.actions, in ASCII"
+            raise ValueError(
+                f"{name}.random_reply() returned {reply!r}, of which a tiny model writes {written!r}: {rest}"
+            )
+
+
 def warm_start(policy: Policy, make_env: Callable[[], TextEnv]) -> None:
     """Train the policy on fresh episodes of the random policy, as many as the environment's `warm_start` says."""
     envs = [make_env() for _ in range(BATCH)]
+    check_words(policy, envs)
     turns_of_batches = [turns for batches, turns in envs[0].warm_start for _ in range(batches)]
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=3e-3, weight_decay=0.0)
     rate = transformers.get_scheduler("cosine", optimizer, len(turns_of_batches) // 20, len(turns_of_batches))

@@ -1,5 +1,6 @@
 """Every environment of `ENVS` keeps the same promises; replies are read as a fair reader would read them."""
 
+import re
 from functools import partial
 
 import gymnasium
@@ -7,8 +8,11 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
+import train
 from envs import ENVS
-from envs.base import parse_action, play_out
+from envs.base import Observation, TextEnv, parse_action, play_out
+from freshper import tiny
+from freshper.diagnostics import read
 
 CASES = {**ENVS, "frozenlake, slippery": partial(ENVS["frozenlake"], slippery=True)}
 every_environment = pytest.mark.parametrize("name", list(CASES))
@@ -121,3 +125,76 @@ def test_baselines_are_what_the_policies_get(name):
         variance = (p * (1 - p)).sum() if exact else 2 * n * p.mean() * (1 - p.mean())
         assert abs(won.sum() - p.sum()) <= 4 * np.sqrt(variance) + 1e-9
     assert np.mean([values["optimal"] - values["random"] for values in known]) > 0.2
+
+
+class Guess(TextEnv):
+    """A number from 1 to 8, in two tries."""
+
+    max_turns = 2
+    actions = tuple("12345678")
+    warm_start = ((60, 2),)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.number, self.turn = str(self.np_random.integers(1, 9)), 0
+        return self.observe(), {"success": False}
+
+    def step(self, reply):
+        self.turn += 1
+        action = parse_action(reply, self.actions)
+        success = action is not None and self.actions[action] == self.number
+        info = {"success": success, "valid": action is not None}
+        return self.observe(), float(success), success, self.turn >= self.max_turns, info
+
+    def observe(self):
+        return Observation("number?")
+
+    def caption(self):
+        return self.number
+
+
+def unseeded(env, seed=None, options=None):
+    return Guess.reset(env)
+
+
+def ends(*fields):
+    return lambda env, _: (env.observe(), 0.0, *fields)
+
+
+FLOATS = Observation("", (np.zeros((14, 14, 3)),))
+BROKEN = [
+    ({"actions": ()}, "actions is empty, but"),
+    ({"actions": "12345678"}, "actions is '12345678', but must be a tuple"),
+    ({"words": ("number")}, "words is 'number', but must be a tuple"),
+    ({"actions": ("Süd",)}, r"random_reply\(\) returned '<answer>Süd</answer>', of which .* ASCII"),
+    ({"random_reply": lambda *_: "<answer>9</answer>"}, r"random_reply\(\) .* writes '<answer></answer>'"),
+    ({"reset": lambda *_, **__: Observation("?")}, r"reset\(\) returned Observation\(.*, but must"),
+    ({"reset": lambda *_, **__: ("?", {})}, r"reset\(\) showed '\?', but must show an Observation"),
+    ({"reset": unseeded}, r"reset\(seed=\d\) began two different episodes, but"),
+    ({"observe": lambda _: "?"}, r"reset\(\) showed '\?', but must show an Observation"),
+    ({"observe": lambda _: FLOATS}, r"reset\(\) showed images that are not uint8"),
+    ({"step": TextEnv.step}, r"step\(\) is missing"),
+    ({"step": ends(True, {})}, r"step\(\) returned \(Observation.*, but must return"),
+    ({"step": ends(True, False, {"won": 1})}, r"step\(\) .* \{'won': 1\}, which lacks `success`"),
+    ({"step": ends(False, False, {"success": 0})}, r"step\(\) did not end the episode in turn 2"),
+    ({"caption": TextEnv.caption}, r"caption\(\) is empty, but must say what the observation shows"),
+]
+
+
+@pytest.mark.parametrize("change, sentence", BROKEN)
+def test_an_error_of_one_s_own_environment_is_one_sentence(change, sentence, monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("FRESHPER_CACHE", str(tmp_path))
+    monkeypatch.setitem(ENVS, "frozenlake", type("Own", (Guess,), change))
+    monkeypatch.setattr(tiny, "SHIPPED", tmp_path)
+    assert train.main(["--out", str(tmp_path / "run")]) == 2
+    assert re.fullmatch(rf"train.py: error: Own.{sentence}.*\n", capsys.readouterr().err)
+
+
+def test_actions_of_one_character_are_learned(monkeypatch, tmp_path):
+    """Without a list of `words`, from the first evaluation on."""
+    monkeypatch.setenv("FRESHPER_CACHE", str(tmp_path))
+    monkeypatch.setitem(ENVS, "frozenlake", Guess)
+    monkeypatch.setattr(tiny, "SHIPPED", tmp_path)
+    flags = "--iterations 1 --rollout_batch_size 32 --batch_size 8 --eval_episodes 64 --out".split()
+    assert train.main([*flags, str(tmp_path / "run")]) == 0
+    assert read(tmp_path / "run", "metrics.csv")["invalid"][-1] < 0.1

@@ -27,8 +27,8 @@ PAGE = (Path(__file__).parent.parent / "docs/own_environment.md").read_text()
 
 
 def test_any_text_can_be_encoded_and_comes_back():
-    tokenizer, rng = build_tokenizer(("Right", " a")), np.random.default_rng(0)
-    pieces = ["<answer>", "Right", " a", "\x00", "漢字", "🙂", "\u202e", "\n\n", "  ", "<|im_end|>", "é", "user"]
+    tokenizer, rng = build_tokenizer(("Right", " a", "1")), np.random.default_rng(0)
+    pieces = ["<answer>", "Right", " a", "1", "\x00", "漢字", "🙂", "\u202e", "\n\n", "  ", "<|im_end|>", "é", "user"]
     for _ in range(200):
         text = "".join(rng.choice(pieces, 8))
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
