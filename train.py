@@ -6,7 +6,12 @@
 Each line of the algorithm is one call. The module behind it says how it works, and where and why we differ.
 """
 
+import os
+import signal
 import sys
+
+if __name__ == "__main__":  # nothing is there yet that would have to be cleaned up
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 from freshper.config import Config
 from freshper.flags import parse_args
@@ -89,6 +94,15 @@ def main(argv: list[str] | None = None) -> int:
         torch.set_num_threads(min(2, torch.get_num_threads()))  # a tiny model gains little from more
     set_seed(config.seed)  # Python's, numpy's and torch's generators
     try:
+        with StopSignals() as signals:
+            return run(config, signals)
+    except Interrupted as stop:
+        return stop.status
+
+
+def run(config: Config, signals: StopSignals) -> int:
+    """Load the policy, start the backends and train. Returns the exit status, or raises Interrupted."""
+    try:
         choose_backend(config)
         rank = join_ranks(config)
         policy = load(config, training_seeds(config, 0))
@@ -99,10 +113,8 @@ def main(argv: list[str] | None = None) -> int:
     if report is None:  # rank 0 runs the algorithm; the others compute their share of its updates
         return serve(policy, config)
     try:
-        with StopSignals() as signals, report, backends(policy, config) as (trainer, engine):
+        with report, backends(policy, config) as (trainer, engine):
             train(config, policy, trainer, engine, report, signals)
-    except Interrupted as stop:
-        return stop.status
     except (NonFiniteError, OSError, BackendError, torch.OutOfMemoryError):  # the report has printed it
         return 1
     return 0

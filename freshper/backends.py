@@ -6,6 +6,7 @@ vllm+deepspeed    the paper's (section 4.1: ROLL with vLLM and DeepSpeed); needs
 
 import contextlib
 import importlib.util
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,13 +17,14 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
 from safetensors import SafetensorError
+from transformers import GenerationConfig
 
 from envs.base import EVAL_SEEDS, Observation, TextEnv, check_environment
 from envs.search_server import retrieve
 from freshper.checkpoint import newest
 from freshper.config import Config
 from freshper.engine_hf import HFEngine, Sampling
-from freshper.flags import validate
+from freshper.flags import check_unchanged, validate
 from freshper.models import TOLERANCE, Policy, load_policy
 from freshper.rollout import Conversation
 from freshper.tiny import tiny_model
@@ -62,17 +64,22 @@ def load(config: Config, seeds: list[int]) -> Policy:
     images, has no room for the first turn, or has done --iterations already; if --env breaks a promise
     of environments, or the server at --search_url does not answer."""
     check_environment(config.make_env())
-    saved = newest(Path(config.resume)) if config.resume else None
-    if saved and "iterations" in config.given:
-        done = torch.load(saved / "state.pt", weights_only=True, mmap=True)["report"]["rows"][-1]["iteration"]
-        if done >= config.iterations:
+    if config.resume and (saved := newest(Path(config.resume))):
+        config.saved = saved
+        name = str(saved.folder)
+        run = json.loads((saved.folder / "run.json").read_bytes())
+        check_unchanged(run["settings"], vars(config))
+        if "iterations" in config.given and (done := run["iteration"]) >= config.iterations:
             raise ValueError(f"--iterations is {config.iterations}, but must be above {done}, which the run has done")
-    name, env = str(saved or (tiny_model(config.env) if config.model == "tiny" else config.model)), config.make_env()
+    else:
+        name = str(tiny_model(config.env)) if config.model == "tiny" else config.model
     if config.search_url:
         try:
             retrieve(config.search_url, ["test"], 1)
         except ConnectionError as error:
             raise ValueError(f"--search_url must be the address of a search server: {error}") from error
+
+    env = config.make_env()
     observations = [env.reset(seed=seed)[0] for seed in (*seeds, EVAL_SEEDS)]
     # plain torch keeps float32 master weights and computes in --dtype; DeepSpeed keeps its own
     mixed = config.dtype == "bfloat16" and config.trainer == "torch"
@@ -82,6 +89,7 @@ def load(config: Config, seeds: list[int]) -> Policy:
         known, vocabulary = len(policy.tokenizer), policy.model.get_input_embeddings().num_embeddings
         if not policy.tokenizer.encode("text", add_special_tokens=False) or known > vocabulary:
             raise ValueError(f"its tokenizer, of {known} tokens, does not belong to it ({vocabulary})")
+    policy.model.generation_config = generation_config(policy, config)
     positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None) or config.max_tokens
     if config.max_tokens > positions:
         raise ValueError(f"--max_tokens is {config.max_tokens}, but must be at most {positions} with --model {name}")
@@ -89,6 +97,8 @@ def load(config: Config, seeds: list[int]) -> Policy:
         raise ValueError(f"--model is {name}, which reads text only, but --env {config.env} shows images")
     with refused(name, "computed"):
         check(policy, config)
+        for first in (True, False):  # both forms of its chat template, with images if the task has any
+            policy.user_turn(observations[-1], first)
     policy.mixed = mixed
     if env.rows:
         config.rows = rows_that_fit(policy, env, config.max_tokens - config.max_new_tokens)
@@ -126,10 +136,23 @@ def refused(name: str, how: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise ValueError(f"--model is {name}, but the GPU's memory is too small for it: see docs/gpus.md") from error
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, ImportError, RuntimeError,
-            SafetensorError, TemplateError, StrictDataclassError) as error:  # fmt: skip
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, ImportError, RuntimeError, ArithmeticError,
+            MemoryError, SafetensorError, TemplateError, StrictDataclassError) as error:  # fmt: skip
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"--model is {name}, but must be a chat model that can be {how}: {reason}") from error
+
+
+def generation_config(policy: Policy, config: Config) -> GenerationConfig:
+    """Return how the engine samples, to be saved with the model. That of a model from a hub may not be savable."""
+    return GenerationConfig(
+        do_sample=True,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        eos_token_id=policy.eos_id,
+        pad_token_id=policy.tokenizer.pad_token_id,
+        suppress_tokens=policy.suppressed_ids,
+    )
 
 
 @torch.no_grad()

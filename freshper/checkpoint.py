@@ -1,15 +1,19 @@
 """Checkpoints: everything that shapes the rest of a run, saved between two iterations and put back by --resume.
 
-    out/checkpoint/          the newest: a Hugging Face folder, which `--model` and `from_pretrained` take, and state.pt
-    out/checkpoint-before/   the one before it, used if the newest cannot be read
+    out/checkpoint/          the newest: a Hugging Face folder, which `--model` and `from_pretrained` take, and
+                             state.pt, run.json (iteration and settings), manifest.json (sizes and checksums of all)
+    out/checkpoint-before/   the one before it, used if a file of the newest is missing or not what the manifest says
     out/checkpoint-best/     the model alone, of the evaluation with the highest success so far
 
 state.pt is read with `torch.load(weights_only=True)`: a file from someone else cannot run code. On a CPU, with the same
 number of threads, a resumed run is bitwise identical to one that never stopped. A checkpoint is written to
-.checkpoint-new and renamed, after the one before it: a kill at any moment leaves one of the two whole.
+.checkpoint-new and renamed, after the one before it: a kill at any moment leaves one of the two whole. A file that
+the system cannot read (permissions, a disk) is not damaged: the run stops, and nothing is removed.
 """
 
 import dataclasses
+import hashlib
+import json
 import os
 import random
 import shutil
@@ -18,19 +22,20 @@ from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 from types import FrameType
-from typing import Any
-from zipfile import BadZipFile, ZipFile
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from freshper.config import Config
 from freshper.episode import Episode, StoredImage
 from freshper.errors import Interrupted
 from freshper.models import Policy
 from freshper.report import Report
+
+MANIFEST = "manifest.json"
 
 
 class StopSignals:
@@ -63,23 +68,35 @@ class RunState:
         transformers.utils.logging.disable_progress_bar()  # of every save, across ours
 
     def restore(self) -> None:
-        """Load the state of --resume, if there is one. From here on a first Ctrl-C waits for the iteration to end."""
-        if self.config.resume and (folder := newest(self.report.folder)):
-            state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
-            arrays = {name: x.numpy() for name, x in state["buffer"].items() if isinstance(x, torch.Tensor)}
-            state["buffer"] |= arrays | {"episodes": unpack_episodes(state["buffer"]["episodes"])}
-            for name, part in self.parts.items():
-                part.load_state_dict(state[name])
-            self.policy._features.update({key: x.to(self.policy.device) for key, x in state["features"].items()})
-            random.setstate(state["python"])
-            np.random.set_state(state["numpy"])
-            torch.set_rng_state(state["torch"])
-            torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
-            if folder.name != "checkpoint" and folder.with_name("checkpoint").exists():
-                self.report.say("the newest checkpoint is damaged, so it is removed and the one before it used")
-                shutil.rmtree(folder.with_name("checkpoint"))  # it must not replace the other at the next save
-            self.report.say(f"resuming from {folder}, after iteration {self.report.done} of {self.config.iterations}")
+        """Load the state of the checkpoint of --resume, if there is one. From here on a first Ctrl-C waits for the
+        iteration to end. Raises OSError if the state cannot be loaded, or is not the one that came with the policy."""
+        if self.config.saved:
+            self._load(*self.config.saved)
+        elif self.config.resume:
+            self.report.say(f"there is no checkpoint in {self.report.folder} yet: the run starts over")
         self.signals.graceful = True
+
+    def _load(self, folder: Path, manifest: bytes, damage: str) -> None:
+        if (folder / MANIFEST).read_bytes() != manifest:
+            raise OSError(f"another process has replaced {folder} while it was loaded")
+        if damage:  # it must not replace the other at the next save
+            self.report.say(f"the newest checkpoint is damaged ({damage}), so it is removed and the one before it used")
+            shutil.rmtree(folder.with_name("checkpoint"))
+        try:
+            state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+        except UnpicklingError as error:
+            raise OSError(f"{folder / 'state.pt'} does not hold plain data: {str(error).splitlines()[0]}") from error
+
+        arrays = {name: x.numpy() for name, x in state["buffer"].items() if isinstance(x, torch.Tensor)}
+        state["buffer"] |= arrays | {"episodes": unpack_episodes(state["buffer"]["episodes"])}
+        for name, part in self.parts.items():
+            part.load_state_dict(state[name])
+        self.policy._features.update({key: x.to(self.policy.device) for key, x in state["features"].items()})
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
+        self.report.say(f"resuming from {folder}, after iteration {self.report.done} of {self.config.iterations}")
 
     def save_if_due(self) -> None:
         """Save every `save_every` iterations, at a new best evaluation, at the end, and after a signal, which is then
@@ -88,16 +105,10 @@ class RunState:
         found, finished = self.report.evaluations(), done == self.config.iterations
         best = done == max(found, key=found.__getitem__, default=0)  # the first of equals
         if best or finished or self.signals.received or (every and done % every == 0):
-            save = self.parts["trainer"].save
-            # features of a frozen vision tower: their last bit can depend on the batch in which they were computed
-            state = {name: part.state_dict() for name, part in self.parts.items()} | {"features": self.policy._features}
-            state["buffer"] |= {"episodes": pack_episodes(state["buffer"]["episodes"])}
-            state |= {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
-            state |= {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
             try:
                 if best:  # first: a run that is killed after this comes to the same evaluation again
-                    _write(out / "checkpoint-best", save)
-                _write(out / "checkpoint", save, plain(state))
+                    _write(out / "checkpoint-best", self.parts["trainer"].save)
+                _write(out / "checkpoint", self._save, before=out / "checkpoint-before")
             except (OSError, RuntimeError, SafetensorError) as error:
                 shutil.rmtree(out / ".checkpoint-new", ignore_errors=True)
                 reason = error.__context__ if isinstance(error.__context__, OSError) else error  # torch.save hides it
@@ -105,36 +116,76 @@ class RunState:
         if self.signals.received and not finished:
             raise Interrupted(self.signals.received)
 
+    def _save(self, folder: str) -> None:
+        """Write model, state and settings, and last the manifest of them all."""
+        self.parts["trainer"].save(folder)
+        # features of a frozen vision tower: their last bit can depend on the batch in which they were computed
+        state = {name: part.state_dict() for name, part in self.parts.items()} | {"features": self.policy._features}
+        state["buffer"] |= {"episodes": pack_episodes(state["buffer"]["episodes"])}
+        state |= {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
+        state |= {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+        new = Path(folder)
+        with open(new / "state.pt", "wb") as file:  # by its path, torch would not say that the disk is full
+            torch.save(plain(state), file)
 
-def newest(out: Path) -> Path | None:
-    """Return the newest checkpoint folder that can be read, None without any. Raises ValueError if all are damaged."""
-    problem = ""
-    for folder in filter(Path.exists, (out / "checkpoint", out / "checkpoint-before")):
-        try:
-            with ZipFile(folder / "state.pt") as file:
-                if name := file.testzip():  # looks at CRC-32
-                    raise ValueError(f"{name} in state.pt has changed")
-            torch.load(folder / "state.pt", map_location="cpu", weights_only=True, mmap=True)
-            for path in list(folder.glob("*.safetensors")) or [folder / "model.safetensors"]:
-                safe_open(path, "pt").keys()
-            return folder
-        except (OSError, ValueError, RuntimeError, EOFError, BadZipFile, UnpicklingError, SafetensorError) as error:
-            problem = " ".join(str(error).split())[:200]
-    if problem:
-        raise ValueError(f"--resume is {out}, but none of its checkpoints can be read: {problem}")
+        run = {"iteration": self.report.done, "settings": dataclasses.asdict(self.config)}
+        (new / "run.json").write_text(json.dumps(run))
+        files = [path for path in new.rglob("*") if path.is_file()]
+        manifest = {str(path.relative_to(new)): fingerprint(path) for path in files}
+        (new / MANIFEST).write_text(json.dumps(manifest, indent=1))
+
+
+class Saved(NamedTuple):
+    """A checkpoint whose files are those of its manifest."""
+
+    folder: Path
+    manifest: bytes
+    damage: str  # of the newest checkpoint, if this is the one before it
+
+
+def newest(out: Path) -> Saved | None:
+    """Return the newest whole checkpoint, None without any. Raises ValueError if all are damaged, or if a file cannot
+    be read."""
+    damage = ""
+    try:
+        for folder in filter(Path.exists, (out / "checkpoint", out / "checkpoint-before")):
+            if not (found := find_damage(folder)):
+                return Saved(folder, (folder / MANIFEST).read_bytes(), damage)
+            damage = damage or found
+    except OSError as error:
+        raise ValueError(f"--resume is {out}, but its checkpoint cannot be read: {error}") from error
+    if damage:
+        raise ValueError(f"--resume is {out}, but all of its checkpoints are damaged: {damage}")
     return None
 
 
-def _write(folder: Path, save: Callable[[str], None], state: dict[str, Any] | None = None) -> None:
-    """Replace a folder by a model or, with a state, by a checkpoint; the checkpoint that was there is kept."""
-    new, before = folder.with_name(".checkpoint-new"), folder.with_name("checkpoint-before")
+def find_damage(folder: Path) -> str:
+    """Return what is wrong with a checkpoint, "" if nothing. Raises OSError if a file is there and cannot be read."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        if not isinstance(manifest, dict) or "state.pt" not in manifest:
+            return f"{MANIFEST} has changed"
+        changed = (f"{name} has changed" for name in manifest if fingerprint(folder / name) != manifest[name])
+        return next(changed, "")
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (ValueError, RecursionError):
+        return f"{MANIFEST} has changed"
+
+
+def fingerprint(path: Path) -> list:
+    """Return a file's size and SHA-256."""
+    with open(path, "rb") as file:
+        return [os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()]
+
+
+def _write(folder: Path, save: Callable[[str], None], before: Path | None = None) -> None:
+    """Replace a folder by a new one that `save` fills. What was there becomes `before`, or is removed."""
+    new = folder.with_name(".checkpoint-new")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir()
     save(str(new))
-    if state:
-        with open(new / "state.pt", "wb") as file:  # by its path, torch would not say that the disk is full
-            torch.save(state, file)
-    if state and folder.exists():
+    if before and folder.exists():
         shutil.rmtree(before, ignore_errors=True)
         folder.rename(before)
     shutil.rmtree(folder, ignore_errors=True)

@@ -79,14 +79,15 @@ class Config:
     preset: Literal["auto", "tiny", "small", "paper"] = _flag("auto", "numbers; auto: as fits the model; small: gsm8k")
     seed: int = _flag(42, "of everything random (appendix F: 42)")
     out: str = _flag("", "folder for all that the run writes; empty: out/<env>-<method>-<seed>, numbered")
-    resume: str = _flag("", "folder of an earlier run to go on with; a flag that is given again wins")
+    resume: str = _flag("", "folder of an earlier run to go on with; which flags may change: freshper/flags.py")
     save_every: int = _flag(20, "iterations between checkpoints; 0: only the best and the last")
     eval_every: int = _flag(10, "iterations between evaluations on held-out seeds")
     eval_episodes: int = _flag(128, "held-out episodes per evaluation (appendix F: 128)")
 
-    # no settings: the flags that were given, what the run says of its settings, the rows of --data as
-    # `backends.load` has divided them, and what follows from the settings
-    given, notes, rows = tuple[str, ...](), tuple[str, ...](), dict[str, list]()
+    # no settings: the flags that were given, what the run says of its settings, the checkpoint that it goes on from
+    # (freshper/checkpoint.py), the rows of --data as `backends.load` has divided them, and what follows from them
+    given, notes, saved = tuple[str, ...](), tuple[str, ...](), tuple[Any, ...]()
+    rows = dict[str, list]()
     tiny = property(lambda self: self.preset == "tiny")  # the model is one that freshper/tiny.py builds
     engine = property(lambda self: self.backend.partition("+")[0])  # who generates: hf or vllm
     trainer = property(lambda self: self.backend.partition("+")[2])  # who trains: torch or deepspeed

@@ -2,76 +2,125 @@
 
 import argparse
 import dataclasses
-import itertools
 import json
-import math
 import os
 import re
 from glob import glob
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 from envs import ENVS
 from freshper.config import Config
 from freshper.presets import PRESETS, defaults
 
-# what the saved state of a run consists of, or what its name says: --resume cannot change these
-FIXED = """env method model preset seed capacity eviction base_priority baseline kl_loss_coef kl_reward_coef
-truncated_is backend dtype zero_stage""".split()
+# --resume may change these, and nothing else: the stored episodes and states stay those of one problem
+MAY_CHANGE = {
+    # how long and how often; not --eval_episodes, for the best of all evaluations is kept
+    "iterations", "save_every", "eval_every",
+    # later draws and updates
+    "alpha", "tau", "beta", "replay_ratio", "batch_size", "ppo_epochs", "lr",
+    "ratio_clip", "dual_clip", "advantage_clip", "entropy_coef",
+    # where
+    "micro_batch_size", "engine_memory", "out", "resume",
+}  # fmt: skip
+ABOVE_0 = """iterations rollout_batch_size group_size batch_size ppo_epochs capacity lr ratio_clip advantage_clip
+micro_batch_size temperature epsilon max_new_tokens eval_every eval_episodes""".split()
+NOT_NEGATIVE = """replay_ratio seed kl_loss_coef kl_reward_coef entropy_coef top_k format_penalty max_turns
+save_every truncated_is""".split()
 # of --help: the first setting of each group, and its title
 GROUPS = {"env": "task", "method": "method and replay", "iterations": "optimization", "temperature": "sampling"}
 GROUPS |= {"backend": "backends", "preset": "the run"}
 
 
 def validate(c: Config) -> None:
-    """Raise ValueError with one sentence: a flag, its value, and what is allowed or with what it has no effect."""
-    above_0 = """iterations rollout_batch_size group_size batch_size ppo_epochs capacity lr ratio_clip advantage_clip
-    micro_batch_size temperature epsilon max_new_tokens eval_every eval_episodes""".split()
-    not_negative = """replay_ratio seed kl_loss_coef kl_reward_coef entropy_coef top_k format_penalty max_turns
-    save_every truncated_is""".split()
-    known = c.model == "tiny" or os.path.isfile(f"{c.model}/config.json") or re.fullmatch(r"[^./~][^/]*/[^/]+", c.model)
-    fitting, small = fitting_presets(c.model, c.env), f"small is for --env {' '.join(PRESETS['small'])} without --data"
-    checks = [
-        *((name, math.isfinite(x), "a finite number") for name, x in vars(c).items() if isinstance(x, float)),
-        *((name, getattr(c, name) > 0, "above 0") for name in above_0),
-        *((name, getattr(c, name) >= 0, "0 or more") for name in not_negative),
-        *((name, 0.0 <= getattr(c, name) <= 1.0, "between 0 and 1") for name in ("alpha", "beta")),
-        ("model", known or c.resume, "tiny, a folder with a config.json, or a hub id"),
-        ("preset", c.preset != "small" or (c.env in PRESETS["small"] and not c.data), f"tiny or paper; {small}"),
-        ("preset", c.preset in fitting or c.resume, f"{' or '.join(fitting)} with --env {c.env} and --model {c.model}"),
-        ("baseline", c.replay_ratio > 0 or c.baseline != "recompute", "batch or turn without replay"),
-        ("replay_ratio", c.method != "on_policy" or c.replay_ratio == 0, "0 with --method on_policy"),
-        ("decay", c.method != "per" or c.decay == "none", "none with --method per"),
-        ("out", c.resume or not os.path.exists(c.out), "a folder that does not exist yet"),
-        ("tau", c.tau == "auto" or c.tau > 0, "above 0, or auto"),
-        ("tau", c.tau != "auto" or c.decay in ("exponential", "none"), "a number with this --decay"),
-        ("capacity", c.capacity >= max(c.batch_size, c.rollout_batch_size), "at least a batch"),
-        ("top_p", 0.0 < c.top_p <= 1.0, "above 0 and at most 1"),
-        ("dual_clip", c.dual_clip == 0.0 or c.dual_clip > 1.0, "0 or above 1"),
-        ("engine_memory", 0.0 < c.engine_memory < 1.0, "above 0 and below 1"),
-        ("zero_stage", c.zero_stage < 3 or c.backend != "hf+deepspeed", "below 3 with --backend hf+deepspeed"),
-        ("group_size", c.rollout_batch_size % max(1, c.group_size) == 0, "a divisor of rollout_batch_size"),
-        ("max_new_tokens", c.max_new_tokens < c.max_tokens, f"below max_tokens {c.max_tokens}"),
-    ]  # fmt: skip
-    for name, good, allowed in checks:
+    """Raise ValueError with one sentence, a flag, its value and what is allowed, or a flag that has no effect."""
+
+    def require(good: object, name: str, allowed: str) -> None:
         if not good:
             raise ValueError(f"--{name} is {getattr(c, name)}, but must be {allowed}")
-    replay = "batch_size capacity eviction alpha epsilon base_priority decay tau beta"
+
+    for name, value in vars(c).items():
+        if isinstance(value, float):  # such that float32 can compute with it
+            require(value == 0 or 1e-30 <= abs(value) <= 1e30, name, "a finite number: 0, or from 1e-30 to 1e30")
+        if isinstance(value, int):
+            largest = 2**32 - 1 if name == "seed" else 10**7
+            require(value <= largest, name, f"at most {largest}")
+    for name in ABOVE_0:
+        require(getattr(c, name) > 0, name, "above 0")
+    for name in NOT_NEGATIVE:
+        require(getattr(c, name) >= 0, name, "0 or more")
+    for name in ("alpha", "beta"):
+        require(0.0 <= getattr(c, name) <= 1.0, name, "between 0 and 1")
+
+    # an earlier run may have come from a model that is gone
+    resolved = c.resume and "auto" not in (c.model, c.preset)
+    known = c.model == "tiny" or os.path.isfile(f"{c.model}/config.json") or re.fullmatch(r"[^./~][^/]*/[^/]+", c.model)
+    require(known or resolved, "model", "tiny, a folder with a config.json, or a hub id")
+    small = f"tiny or paper; small is for --env {' '.join(PRESETS['small'])} without --data"
+    require(c.preset != "small" or (c.env in PRESETS["small"] and not c.data), "preset", small)
+    fitting = fitting_presets(c.model, c.env)
+    allowed = f"{' or '.join(fitting)} with --env {c.env} and --model {c.model}"
+    require(c.preset in fitting or resolved, "preset", allowed)
+
+    require(not (c.tiny and c.data), "data", f"empty with --model {c.model}, which knows generated questions only")
+    require(c.replay_ratio > 0 or c.baseline != "recompute", "baseline", "batch or turn without replay")
+    require(c.method != "on_policy" or c.replay_ratio == 0, "replay_ratio", "0 with --method on_policy")
+    require(c.method != "per" or c.decay == "none", "decay", "none with --method per")
+    require(c.resume or not os.path.exists(c.out), "out", "a folder that does not exist yet")
+    require(c.tau == "auto" or c.tau > 0, "tau", "above 0, or auto")
+    require(c.tau != "auto" or c.decay in ("exponential", "none"), "tau", "a number with this --decay")
+    require(c.capacity >= max(c.batch_size, c.rollout_batch_size), "capacity", "at least a batch")
+    require(0.0 < c.top_p <= 1.0, "top_p", "above 0 and at most 1")
+    require(c.dual_clip == 0.0 or c.dual_clip > 1.0, "dual_clip", "0 or above 1")
+    require(0.0 < c.engine_memory < 1.0, "engine_memory", "above 0 and below 1")
+    require(c.zero_stage < 3 or c.backend != "hf+deepspeed", "zero_stage", "below 3 with --backend hf+deepspeed")
+    require(c.rollout_batch_size % c.group_size == 0, "group_size", "a divisor of rollout_batch_size")
+    require(c.max_new_tokens < c.max_tokens, "max_new_tokens", f"below max_tokens {c.max_tokens}")
+    require(c.max_turns <= c.max_tokens, "max_turns", f"at most max_tokens {c.max_tokens}")
+    refuse_idle(c)
+
+
+def refuse_idle(c: Config) -> None:
+    """Raise ValueError with one sentence if a flag was given that has no effect with the others."""
+    task = {"slippery", "data", "search_url"} - c.env_settings().keys()
+    replay = {"batch_size", "capacity", "eviction", "alpha", "epsilon", "base_priority", "decay", "tau", "beta"}
+    # all entries are equally likely, unless an age limit excludes some
+    uniform = {"epsilon", "base_priority"}
+    uniform |= {"decay", "tau"} if c.decay in ("exponential", "polynomial") else set()
+    uniform |= {"beta"} if c.beta > 0 else set()
+    uniform |= {"eviction"} if c.eviction == "lowest_priority" else set()
     idle = [  # when, which flags, because of what
-        (True, " ".join({"slippery", "data", "search_url"} - c.env_settings().keys()), f"--env {c.env}"),
+        (True, task, f"--env {c.env}"),
         (c.replay_ratio == 0, replay, f"--method {c.method} and --replay_ratio 0"),
-        (c.decay == "none", "tau", f"--method {c.method} and --decay none"),
-        (c.alpha == 0, "epsilon base_priority", "--alpha 0"),
-        (c.resume, "out", "--resume"),
-        (c.trainer == "torch", "zero_stage", f"--backend {c.backend}"),
-        (c.engine == "hf", "engine_memory", f"--backend {c.backend}"),
+        # the policy that is updated is the one that acted: all ratios are 1
+        (c.replay_ratio == 0 and c.ppo_epochs == 1, {"ratio_clip", "dual_clip"}, "--replay_ratio 0 and --ppo_epochs 1"),
+        (c.decay == "none", {"tau"}, f"--method {c.method} and --decay none"),
+        (c.alpha == 0, uniform, "--alpha 0"),
+        (c.resume, {"out"}, "--resume"),
+        (c.trainer == "torch", {"zero_stage"}, f"--backend {c.backend}"),
+        (c.engine == "hf", {"engine_memory"}, f"--backend {c.backend}"),
     ]
-    for name, (holds, names, reason) in itertools.product(c.given, idle):
-        if holds and name in names.split():
-            raise ValueError(f"--{name} is {getattr(c, name)}, but has no effect with {reason}")
+    for name in c.given:
+        for holds, names, reason in idle:
+            if holds and name in names:
+                raise ValueError(f"--{name} is {getattr(c, name)}, but has no effect with {reason}")
 
 
-def _parser() -> argparse.ArgumentParser:
+def check_unchanged(earlier: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise ValueError if a setting differs that --resume may not change."""
+    for name, value in earlier.items():
+        if name not in MAY_CHANGE and now[name] != value:
+            raise ValueError(f"--{name} is {now[name]}, but must be {value} as in the earlier run")
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises its errors as ValueError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def _parser() -> _Parser:
     """Build a parser of all flags, which returns only those that were given."""
 
     def tau(text: str) -> float | str:
@@ -81,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
         return bool(("false", "true").index(text.lower()))
 
     says = "FreshPER (Algorithm 1). Defaults in brackets are the paper's; --preset changes them."
-    parser = argparse.ArgumentParser(description=says, usage=argparse.SUPPRESS, allow_abbrev=False)
+    parser = _Parser(description=says, usage=argparse.SUPPRESS, allow_abbrev=False)
     types = {"tau": tau, "slippery": boolean}
     for field in dataclasses.fields(Config):
         if field.name in GROUPS:
@@ -127,19 +176,20 @@ def _first_run(given: dict[str, Any]) -> Config:
     return config
 
 
-def _resumed(given: dict[str, Any]) -> Config:
-    """Return the settings of an earlier run, and the flags over them."""
+def _resumed(given: dict[str, Any], parser: _Parser) -> Config:
+    """Return the settings of an earlier run, checked as flags are, and the flags over them."""
     folder = given["resume"]
     try:
         stored = json.loads((Path(folder) / "config.json").read_bytes())
-        if stored.keys() != {field.name for field in dataclasses.fields(Config)}:
+        if not isinstance(stored, dict) or stored.keys() != {field.name for field in dataclasses.fields(Config)}:
             raise ValueError("its settings are those of another version of this code")
-    except (OSError, ValueError) as error:
+        stored = vars(parser.parse_args([f"--{name}={value}" for name, value in stored.items()]))
+        validate(Config(**stored | {"resume": folder}))
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"--resume is {folder}, but must be the folder of a run: {error}") from error
-    changed = [name for name, value in given.items() if name != "resume" and value != stored[name]]
-    if fixed := [name for name in changed if name in FIXED]:
-        raise ValueError(f"--{fixed[0]} is {given[fixed[0]]}, but must be {stored[fixed[0]]} as in the earlier run")
+    check_unchanged(stored, stored | given)
     config = Config(**stored | given)
+    changed = [name for name, value in given.items() if name != "resume" and value != stored[name]]
     config.notes = tuple(f"{name} is {given[name]}, was {stored[name]}" for name in changed)
     return config
 
@@ -147,11 +197,11 @@ def _resumed(given: dict[str, Any]) -> Config:
 def parse_args(argv: list[str] | None = None) -> Config:
     """Return the checked settings of a command line. A wrong flag prints one sentence and exits with status 2."""
     parser = _parser()
-    given = vars(parser.parse_args(argv))
     try:
-        config = _resumed(given) if given.get("resume") else _first_run(given)
+        given = vars(parser.parse_args(argv))
+        config = _resumed(given, parser) if given.get("resume") else _first_run(given)
         config.given = tuple(name for name in given if name != "resume")
         validate(config)
     except ValueError as error:
-        parser.error(str(error))
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
     return config

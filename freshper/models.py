@@ -21,6 +21,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from envs.base import Observation
 from freshper.episode import AnyImage, Batch, image_key
+from freshper.errors import time_limit
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}  # of equal logits or log-probs that are computed in two ways
 _TEXT, _REPLY = "\ue000", "\ue001"  # replace a user text and a reply when the chat template is split
@@ -68,7 +69,8 @@ class Policy:
             content = [{"type": "image"}] * n_images + [{"type": "text", "text": _TEXT}] if n_images else _TEXT
             earlier = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _REPLY}]
             turns = [*([] if first else earlier), {"role": "user", "content": content}]
-            text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            with time_limit(10.0, "its chat template"):
+                text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
             if text.count(_TEXT) != 1 or text.count(_REPLY) != (not first):
                 raise ValueError("its chat template does not show a user's text exactly once per turn")
             prefix, suffix = text.split(_TEXT)

@@ -94,7 +94,7 @@ class Report:
                 training = metrics, "train_success", {"label": "training, each iteration", "alpha": 0.4}
                 held_out = metrics, "eval_success", {"label": "held-out seeds", "marker": "o"}
                 plot(self.folder / "curve.png", self.config.title(), "success", [training, held_out], self.baselines)
-            if self.done and self.config.replay_ratio:
+            if self.done and (self.folder / "replay.csv").exists():
                 diagnostics.plot(self.folder, diagnostics.by_age(diagnostics.read(self.folder)))
         except OSError as failure:
             self.say(f"plots and pages could not be written to {self.folder}: {failure}")
@@ -110,19 +110,26 @@ class Report:
         return {row["iteration"]: row["eval_success"] for row in self.rows if "eval_success" in row}
 
     def state_dict(self) -> dict[str, Any]:
-        replayed = self.config.replay_ratio and os.path.getsize(self.folder / "replay.csv")
+        path = self.folder / "replay.csv"
+        replayed = path.stat().st_size if path.exists() else 0
         return {"rows": self.rows, "replayed": replayed, "features": self.features}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["replayed"]:  # cut off what came after the checkpoint
-            os.truncate(self.folder / "replay.csv", state["replayed"])
+        self._cut_replayed(state["replayed"])
         self.rows, self.row, self.done = state["rows"], {}, state["rows"][-1]["iteration"]
         self.features = state["features"]
 
+    def _cut_replayed(self, size: int) -> None:
+        """Cut off what came after `size` bytes of replay.csv."""
+        if size:
+            os.truncate(self.folder / "replay.csv", size)
+        else:
+            (self.folder / "replay.csv").unlink(missing_ok=True)
+
     def iterations(self) -> Iterator[int]:
         """Yield the numbers of the iterations to come, with a progress bar."""
-        if self.config.replay_ratio and not self.done:
-            self._write("replay.csv", ",".join(REPLAY_COLUMNS) + "\n")
+        if not self.done:  # of a run that starts over
+            self._cut_replayed(0)
         self.began = time.perf_counter() - self.rows[-1]["wall_s"]
         self.bar = tqdm(range(self.done, self.config.iterations), initial=self.done, total=self.config.iterations)
         for iteration in self.bar:
@@ -157,6 +164,8 @@ class Report:
         rows = {"iteration": (self.done + 1) * same, "age": replay.ages, "probability": replay.probabilities}
         rows |= {"reward": rewards} | update.drift
         with open(self.folder / "replay.csv", "a") as file:
+            if not file.tell():
+                file.write(",".join(REPLAY_COLUMNS) + "\n")
             np.savetxt(file, np.column_stack([rows[name] for name in REPLAY_COLUMNS]), "%.6g", ",")
         drawn = diagnostics.estimate(rows | {"probability": same})
         found = update.stats | {"success": float(np.mean([e.success for e in replay.episodes])), "age": drawn["age"]}

@@ -1,7 +1,7 @@
 """A run that was stopped, killed, or found damaged ends as the run that never stopped, bit for bit."""
 
+import json
 import os
-import pickle
 import random
 import resource
 import shutil
@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_episode
-from kill_loop import contents, kill_and_resume, state_of
+from kill_loop import contents, kill_and_resume
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
 from envs.frozenlake import FrozenLake
 from freshper import backends
-from freshper.checkpoint import RunState, StopSignals, newest, pack_episodes, plain, unpack_episodes
+from freshper.checkpoint import RunState, StopSignals, fingerprint, newest, pack_episodes, plain, unpack_episodes
+from freshper.config import Config
+from freshper.diagnostics import read
 from freshper.engine_hf import HFEngine
 from freshper.episode import compressed
 
@@ -47,8 +49,9 @@ def resume(out, *flags):
 
 def done(out):
     """Completed iterations at the checkpoint that --resume would load, 0 without one."""
-    folder = newest(out)
-    return torch.load(folder / "state.pt", weights_only=True)["report"]["rows"][-1]["iteration"] if folder else 0
+    if not (saved := newest(out)):
+        return 0
+    return torch.load(saved.folder / "state.pt", weights_only=True)["report"]["rows"][-1]["iteration"]
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +129,12 @@ def test_a_fault_ends_the_run_at_once_and_it_can_be_resumed(tmp_path, monkeypatc
     assert contents(tmp_path / "run") == contents(finished)
 
 
+def test_a_signal_while_the_model_is_loaded_leaves_nothing(tmp_path, monkeypatch):
+    at_call(monkeypatch, backends, "load_policy", 1, send(signal.SIGINT))
+    assert run(tmp_path / "run") == 130
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_finished_run_can_be_extended_but_not_shortened(copy, finished, capsys):
     assert resume(copy, "--iterations", "6") == 2
     sentence = "--iterations is 6, but must be above 6, which the run has done"
@@ -141,35 +150,76 @@ def test_a_finished_run_can_be_extended_but_not_shortened(copy, finished, capsys
         assert AutoTokenizer.from_pretrained(folder).chat_template
 
 
-def damage(path, how="truncated", at=0.5):
-    data = bytearray(path.read_bytes())
-    place = int(at * len(data))
-    data[place] ^= 1 << random.randrange(8)
-    path.write_bytes(data if how == "flipped" else data[:place])
-
-
-@pytest.mark.parametrize("how", ["state.pt truncated", "state.pt flipped", "model.safetensors truncated"])
-def test_of_a_damaged_checkpoint_the_one_before_it_is_used(copy, capsys, how, finished):
-    """In each of twenty tries a flipped bit is found, or is in a byte without meaning."""
-    name, how = how.split()
-    path = copy / "checkpoint" / name
+@pytest.mark.parametrize(
+    "name", ["state.pt", "model.safetensors", "generation_config.json", "manifest.json", "run.json"]
+)
+def test_of_a_damaged_checkpoint_the_one_before_it_is_used(copy, capsys, name, finished):
+    """A flipped bit, a file that is cut short, other content, none at all."""
+    path, rng = copy / "checkpoint" / name, random.Random(0)
     whole = path.read_bytes()
-    right = state_of(copy / "checkpoint")
-    for at in np.random.default_rng(0).random(20):
-        path.write_bytes(whole)
-        damage(path, how, at)
-        found = newest(copy)
-        if found.name == "checkpoint":
-            assert how == "flipped"
-            assert state_of(found) == right
-        else:
-            assert found.name == "checkpoint-before"
-    if name == "state.pt" and how == "truncated":
-        assert resume(copy) == 0
-        said = capsys.readouterr().out
-        assert "the newest checkpoint is damaged" in said
-        assert "checkpoint-before, after iteration 4 of 6" in said
-        assert contents(copy) == contents(finished)
+    for place in (0, *rng.sample(range(len(whole)), 5), len(whole) - 1):
+        flipped = whole[place] ^ 1 << rng.randrange(8)
+        for content in (whole[:place] + bytes([flipped]) + whole[place + 1 :], whole[:place]):
+            path.write_bytes(content)
+            assert newest(copy).folder.name == "checkpoint-before"
+    for content in (b"null", b"{}", b"[" * 10**5):
+        path.write_bytes(content)
+        assert newest(copy).folder.name == "checkpoint-before"
+    path.unlink()
+    assert resume(copy) == 0
+    said = capsys.readouterr().out
+    assert f"the newest checkpoint is damaged ({name} is missing), so it is removed" in said
+    assert "checkpoint-before, after iteration 4 of 6" in said
+    assert contents(copy) == contents(finished)
+
+
+def test_what_cannot_be_read_is_not_damaged(copy, capsys):
+    (copy / "checkpoint/state.pt").rename(copy / "state.pt")
+    (copy / "checkpoint/state.pt").mkdir()
+    before = sorted(copy.rglob("*"))
+    assert resume(copy, "--iterations", "7") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"train.py: error: --resume is {copy}, but its checkpoint cannot be read: [Errno 21]")
+    assert sorted(copy.rglob("*")) == before
+
+
+def test_weights_and_state_are_of_one_checkpoint(copy, finished, monkeypatch, capsys):
+    """Another process completes an iteration between the two."""
+
+    def replace(_):
+        (copy / "checkpoint").rename(copy / "checkpoint-before")
+        shutil.copytree(finished / "checkpoint-before", copy / "checkpoint")
+
+    shutil.rmtree(copy / "checkpoint-before")
+    at_call(monkeypatch, train, "load", 1, replace)
+    assert resume(copy, "--iterations", "7") == 1
+    assert "another process has replaced" in capsys.readouterr().out
+
+
+def test_without_a_checkpoint_the_run_starts_over_and_says_so(copy, finished, capsys):
+    for folder in copy.glob("checkpoint*"):
+        shutil.rmtree(folder)
+    assert resume(copy) == 0
+    assert f"there is no checkpoint in {copy} yet: the run starts over" in capsys.readouterr().out
+    assert contents(copy) == contents(finished)
+
+
+def test_replay_can_be_switched_on_and_off(tmp_path):
+    flags = " ".join(SHORT).replace("--batch_size 4", "--replay_ratio 0").split()
+    assert train.main([*flags, "--out", str(tmp_path / "run")]) == 0
+    for iterations, replay_ratio in ((7, 2), (8, 0), (9, 1)):
+        flags = ["--iterations", str(iterations), "--replay_ratio", str(replay_ratio)]
+        assert resume(tmp_path / "run", *flags) == 0
+    replayed = read(tmp_path / "run")
+    assert [sum(replayed["iteration"] == k) > 0 for k in range(6, 10)] == [False, True, False, True]
+
+
+def test_an_edited_config_does_not_change_a_run(copy, capsys):
+    settings = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(settings | {"capacity": 20_000}))
+    assert resume(copy, "--iterations", "7") == 2
+    sentence = "--capacity is 20000, but must be 10000 as in the earlier run"
+    assert capsys.readouterr().err == f"train.py: error: {sentence}\n"
 
 
 def test_code_in_a_checkpoint_is_not_run(copy, tmp_path, capsys):
@@ -177,11 +227,13 @@ def test_code_in_a_checkpoint_is_not_run(copy, tmp_path, capsys):
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "executed"),)
 
-    state = torch.load(copy / "checkpoint/state.pt", weights_only=True)
-    torch.save(state | {"python": Malicious()}, copy / "checkpoint/state.pt")
-    (copy / "checkpoint-before/state.pt").write_bytes(pickle.dumps(Malicious()))
-    assert resume(copy) == 2
-    assert "none of its checkpoints can be read" in capsys.readouterr().err
+    folder = copy / "checkpoint"
+    state = torch.load(folder / "state.pt", weights_only=True)
+    torch.save(state | {"python": Malicious()}, folder / "state.pt")
+    manifest = json.loads((folder / "manifest.json").read_text()) | {"state.pt": fingerprint(folder / "state.pt")}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert resume(copy) == 1
+    assert "state.pt does not hold plain data" in capsys.readouterr().out
     assert not (tmp_path / "executed").exists()
 
 
@@ -195,7 +247,8 @@ def stand_in(out, done, best=0):
     buffer, trainer, report = Mock(**state), Mock(**state), Mock(**state)
     trainer.save = lambda folder: save_file({"done": torch.tensor(done)}, f"{folder}/model.safetensors")
     report.folder, report.evaluations, report.done = out, lambda: {best: 1.0}, done
-    config = SimpleNamespace(resume=str(out), save_every=1, iterations=100)
+    config = Config(resume=str(out), save_every=1, iterations=100)
+    config.saved = newest(out) or ()
     policy = SimpleNamespace(device="cpu", _features={})
     run = RunState(config, policy, report, StopSignals(), trainer=trainer, buffer=buffer)
     run.restore()
@@ -208,7 +261,7 @@ def held(model):
 
 def found(out):
     """The same as `done`, where model and state must agree."""
-    assert not (folder := newest(out)) or held(folder / "model.safetensors") == done(out)
+    assert not (saved := newest(out)) or held(saved.folder / "model.safetensors") == done(out)
     return done(out)
 
 
@@ -256,7 +309,7 @@ def test_crashes_at_any_moment_lose_nothing_but_an_unfinished_save(tmp_path, mon
         state.mkdir()
     for n in (1, 2):
         stand_in(states[1], n).save_if_due()
-    damage(states[1] / "checkpoint/state.pt")
+    (states[1] / "checkpoint/state.pt").write_bytes(b"")
     while states:
         state = states.pop()
         n, number, crashed = found(state), 0, True
