@@ -5,9 +5,9 @@ convention: the answer stands alone between the only <answer> tags, as the promp
 of its data set. Marks around it are allowed ($72$, **72**, \boxed{72}), prose is not: no wrong
 answer earns 1, and a right one in another form may earn nothing (tests/data/answers.csv).
 
-The library math-verify is not used. It reads a number out of prose ("not 72", "72 hundred"), and
-its evaluation of twelve characters, $9^{9^{9^9}}$, does not end. Here an answer has at most
-MAX_ANSWER characters, and integers and decimals are exact fractions.
+The library math-verify is not used. It takes a number out of prose ("can't be 72", "72 hundred"),
+and its evaluation of $9^{9^{9^{9}}}$ does not end. Here an answer has at most MAX_ANSWER
+characters, and integers and decimals are exact fractions.
 """
 
 import ast
@@ -28,7 +28,7 @@ _AMOUNT = re.compile(rf"([-+]?)\\?[$€£]?({_DECIMAL}) ?\\?[%$€£]?")
 
 def bare(answer: str) -> str:
     """Return an answer without marks of LaTeX or Markdown around it, or "" if it is too long."""
-    text = answer.strip().rstrip(".") if len(answer) <= MAX_ANSWER else ""
+    text = answer.strip().removesuffix(".") if len(answer) <= MAX_ANSWER else ""
     marked = _MARKED.fullmatch(text)
     return bare(marked[1]) if marked else text.replace("−", "-")  # the minus of typesetting
 
