@@ -84,6 +84,8 @@ class Report:
             reason = f"the GPU's memory ran out in {where}, --max_tokens or --max_new_tokens"
         if error:
             self.say(f"stopped after iteration {self.done}: {reason}")
+        if self.done:  # again: between lines of the progress bar it is easily missed
+            self._say_if_unread(self.rows[1])
         if last := [success for done, success in self.evaluations().items() if done][-3:]:
             self.say(f"held-out success, mean of the last {len(last)} evaluations: {np.mean(last):.2f} ({self.known})")
         try:
@@ -142,8 +144,8 @@ class Report:
     ) -> None:  # fmt: skip
         """Gather the row of an iteration after line 12 of Algorithm 1; `evaluate_if_due` completes and writes it."""
         row = {name if name in COLUMNS else f"train_{name}": mean for name, mean in summarize(episodes).items()}
-        if row["invalid"] == 1 and not self.done:
-            self.say(f"no reply of the first batch could be read, {row['cut']:.0%} were cut by --max_new_tokens")
+        if not self.done:
+            self._say_if_unread(row)
         row |= mismatch | sync | means([update.stats for update in fresh])
         row |= means([self._log_replay(*replay) for replay in replays])
         row |= {"iteration": self.done + 1, "episodes": self.rows[-1]["episodes"] + len(episodes), "step": trainer.step}
@@ -192,6 +194,11 @@ class Report:
         columns = COLUMNS + [f"{phase}_{name}" for phase in ("train", "eval") for name in self.env.metrics]
         table = [columns, *([f"{row[name]:.8g}" if name in row else "" for name in columns] for row in self.rows)]
         self._write("metrics.csv", "".join(",".join(line) + "\n" for line in table))
+
+    def _say_if_unread(self, first: dict[str, Any]) -> None:
+        """Print a line if no reply of the first iteration, with this row, could be read."""
+        if first["invalid"] == 1:
+            self.say(f"no reply of the first batch could be read, {first['cut']:.0%} were cut by --max_new_tokens")
 
     def _write(self, name: str, text: str) -> None:
         """Write a file such that a kill leaves all of it or what was there before."""

@@ -222,11 +222,14 @@ def test_numbers_that_stop_being_finite_and_a_full_gpu_end_the_run(kind, sentenc
 
 
 def test_a_first_batch_without_a_readable_reply_is_announced_and_cut_replies_are_marked(tmp_path, monkeypatch, capsys):
-    seen, step = [], FrozenLake.step
-    monkeypatch.setattr(FrozenLake, "step", lambda env, reply: seen.append(reply) or step(env, reply))
+    seen, step_many = [], FrozenLake.step_many
+    monkeypatch.setattr(FrozenLake, "step_many", lambda envs, texts: seen.extend(texts) or step_many(envs, texts))
     assert train.main(flags("--max_new_tokens 1", tmp_path / "run")) == 0  # too short for a reply
     out = capsys.readouterr().out
-    assert out.count("no reply of the first batch could be read") == 1
+    start, *told, end = out.split("no reply of the first batch could be read")
+    assert len(told) == 1  # at once, and again in the end
+    assert "written to" not in told[0]
+    assert "written to" in end
     cut = read(tmp_path / "run", "metrics.csv")["cut"][1]
     assert cut > 0.9
     assert all(reply.endswith("…") for reply in seen if reply)  # one token, or none and the end
