@@ -98,7 +98,8 @@ def load(config: Config, seeds: list[int]) -> Policy:
     with refused(name, "computed"):
         check(policy, config)
         for first in (True, False):  # both forms of its chat template, with images if the task has any
-            policy.user_turn(observations[-1], first)
+            shown = tuple(np.zeros((56, 56, 3), dtype=np.uint8) for _ in observations[-1].images)
+            policy.user_turn(Observation("?", shown), first)
     policy.mixed = mixed
     if env.rows:
         config.rows = rows_that_fit(policy, env, config.max_tokens - config.max_new_tokens)

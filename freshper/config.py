@@ -86,8 +86,7 @@ class Config:
 
     # no settings: the flags that were given, what the run says of its settings, the checkpoint that it goes on from
     # (freshper/checkpoint.py), the rows of --data as `backends.load` has divided them, and what follows from them
-    given, notes, saved = tuple[str, ...](), tuple[str, ...](), tuple[Any, ...]()
-    rows = dict[str, list]()
+    given, notes, saved, rows = tuple[str, ...](), tuple[str, ...](), tuple[Any, ...](), dict[str, list]()
     tiny = property(lambda self: self.preset == "tiny")  # the model is one that freshper/tiny.py builds
     engine = property(lambda self: self.backend.partition("+")[0])  # who generates: hf or vllm
     trainer = property(lambda self: self.backend.partition("+")[2])  # who trains: torch or deepspeed

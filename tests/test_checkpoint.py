@@ -120,7 +120,7 @@ def test_a_fault_ends_the_run_at_once_and_it_can_be_resumed(tmp_path, monkeypatc
             at_call(patch, HFEngine, "generate", 17, send(signal.SIGINT, signal.SIGINT))
             assert run(tmp_path / "run") == 130
         else:
-            at_call(patch, FrozenLake, "step", 60, lambda _: int("lake"))
+            at_call(patch, FrozenLake, "step", 90, lambda _: int("lake"))
             with pytest.raises(ValueError, match="'lake'"):  # is not taken for bad input, and keeps its traceback
                 run(tmp_path / "run")
     assert "continue with: python train.py --resume" in capsys.readouterr().out

@@ -232,6 +232,7 @@ def test_a_first_batch_without_a_readable_reply_is_announced_and_cut_replies_are
     assert "written to" in end
     cut = read(tmp_path / "run", "metrics.csv")["cut"][1]
     assert cut > 0.9
+    print(seen[:60])
     assert all(reply.endswith("…") for reply in seen if reply)  # one token, or none and the end
     assert f"{cut:.0%} were cut by --max_new_tokens" in out
     seen.clear()
