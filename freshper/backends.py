@@ -6,10 +6,8 @@ vllm+deepspeed    the paper's (section 4.1: ROLL with vLLM and DeepSpeed); needs
 
 import contextlib
 import importlib.util
-import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,10 +18,10 @@ from safetensors import SafetensorError
 from transformers import GenerationConfig
 
 from envs.base import EVAL_SEEDS, Observation
-from freshper.checkpoint import newest
+from freshper.checkpoint import find_saved
 from freshper.config import Config
 from freshper.engine_hf import HFEngine, Sampling
-from freshper.flags import check_unchanged, validate
+from freshper.flags import validate
 from freshper.models import TOLERANCE, Policy, load_policy
 from freshper.rollout import Conversation
 from freshper.tiny import tiny_model
@@ -58,16 +56,8 @@ def join_ranks(config: Config) -> int:
 def load(config: Config, seeds: list[int]) -> Policy:
     """Load the policy of a run or its checkpoint, and check it on the first prompts of `seeds`. Raises ValueError if it
     cannot be loaded, cannot read --env's images, has no room for the first turn, or has done --iterations already."""
-    if config.resume and (saved := newest(Path(config.resume))):
-        config.saved = saved
-        name = str(saved.folder)
-        run = json.loads((saved.folder / "run.json").read_bytes())
-        check_unchanged(run["settings"], vars(config))
-        if "iterations" in config.given and (done := run["iteration"]) >= config.iterations:
-            raise ValueError(f"--iterations is {config.iterations}, but must be above {done}, which the run has done")
-    else:
-        name = str(tiny_model(config.env)) if config.model == "tiny" else config.model
-
+    saved = find_saved(config) if config.resume else None
+    name = str(saved or (tiny_model(config.env) if config.model == "tiny" else config.model))
     env = config.make_env()
     observations = [env.reset(seed=seed)[0] for seed in (*seeds, EVAL_SEEDS)]
     # plain torch keeps float32 master weights and computes in --dtype; DeepSpeed keeps its own
