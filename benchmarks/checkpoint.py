@@ -5,8 +5,8 @@
     python benchmarks/checkpoint.py --images 20000       with images, each of them in many episodes
 
 torch.save pickles every array of every episode on its own. A checkpoint joins them, so that it writes a handful of
-large arrays. Every file is hashed when it is written and before it is loaded, and can be read without running code, where torch.load
-needs `weights_only=False`. The tiny model (0.5 MB) is part of the checkpoint only.
+large arrays. Every file is hashed when it is written and before it is loaded. It can be read without running code,
+where torch.load needs `weights_only=False`. The tiny model (0.5 MB) is part of the checkpoint only.
 """
 
 import argparse
