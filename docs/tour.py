@@ -51,7 +51,7 @@ def load_buffer(folder: Path, alpha: float = 0.6, decay: str | None = None) -> R
     config = compare.config_of(folder)
     config.decay = decay or config.decay
     buffer = ReplayBuffer(config.capacity, alpha, config.decay_function())
-    state = torch.load(checkpoint.newest(folder) / "state.pt", weights_only=True)["buffer"]
+    state = torch.load(checkpoint.newest(folder).folder / "state.pt", weights_only=True)["buffer"]
     arrays = {name: x.numpy() for name, x in state.items() if isinstance(x, torch.Tensor)}
     buffer.load_state_dict(state | arrays | {"episodes": checkpoint.unpack_episodes(state["episodes"])})
     buffer.refresh(buffer.now)

@@ -6,10 +6,8 @@ vllm+deepspeed    the paper's (section 4.1: ROLL with vLLM and DeepSpeed); needs
 
 import contextlib
 import importlib.util
-import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,10 +19,10 @@ from transformers import GenerationConfig
 
 from envs.base import EVAL_SEEDS, Observation, TextEnv, check_environment
 from envs.search_server import retrieve
-from freshper.checkpoint import newest
+from freshper.checkpoint import find_saved
 from freshper.config import Config
 from freshper.engine_hf import HFEngine, Sampling
-from freshper.flags import check_unchanged, validate
+from freshper.flags import validate
 from freshper.models import TOLERANCE, Policy, load_policy
 from freshper.rollout import Conversation
 from freshper.tiny import tiny_model
@@ -64,15 +62,8 @@ def load(config: Config, seeds: list[int]) -> Policy:
     images, has no room for the first turn, or has done --iterations already; if --env breaks a promise
     of environments, or the server at --search_url does not answer."""
     check_environment(config.make_env())
-    if config.resume and (saved := newest(Path(config.resume))):
-        config.saved = saved
-        name = str(saved.folder)
-        run = json.loads((saved.folder / "run.json").read_bytes())
-        check_unchanged(run["settings"], vars(config))
-        if "iterations" in config.given and (done := run["iteration"]) >= config.iterations:
-            raise ValueError(f"--iterations is {config.iterations}, but must be above {done}, which the run has done")
-    else:
-        name = str(tiny_model(config.env)) if config.model == "tiny" else config.model
+    saved = find_saved(config) if config.resume else None
+    name = str(saved or (tiny_model(config.env) if config.model == "tiny" else config.model))
     if config.search_url:
         try:
             retrieve(config.search_url, ["test"], 1)

@@ -32,6 +32,7 @@ from safetensors import SafetensorError
 from freshper.config import Config
 from freshper.episode import Episode, StoredImage
 from freshper.errors import Interrupted
+from freshper.flags import check_unchanged
 from freshper.models import Policy
 from freshper.report import Report
 
@@ -143,6 +144,20 @@ class Saved(NamedTuple):
     damage: str  # of the newest checkpoint, if this is the one before it
 
 
+def find_saved(config: Config) -> Path | None:
+    """Return the folder of the checkpoint to go on from, if there is one, and note it in `config.saved`. Raises
+    ValueError as `newest` does, if a setting may not change, or if the run has done --iterations already."""
+    saved = newest(Path(config.resume))
+    if not saved:
+        return None
+    config.saved = saved
+    run = json.loads((saved.folder / "run.json").read_bytes())
+    check_unchanged(run["settings"], vars(config))
+    if "iterations" in config.given and (done := run["iteration"]) >= config.iterations:
+        raise ValueError(f"--iterations is {config.iterations}, but must be above {done}, which the run has done")
+    return saved.folder
+
+
 def newest(out: Path) -> Saved | None:
     """Return the newest whole checkpoint, None without any. Raises ValueError if all are damaged, or if a file cannot
     be read."""
@@ -162,15 +177,15 @@ def newest(out: Path) -> Saved | None:
 def find_damage(folder: Path) -> str:
     """Return what is wrong with a checkpoint, "" if nothing. Raises OSError if a file is there and cannot be read."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-        if not isinstance(manifest, dict) or "state.pt" not in manifest:
-            return f"{MANIFEST} has changed"
-        changed = (f"{name} has changed" for name in manifest if fingerprint(folder / name) != manifest[name])
-        return next(changed, "")
+        manifest = dict(json.loads((folder / MANIFEST).read_bytes()))
+        for name in sorted({"state.pt", *manifest}):
+            if fingerprint(folder / name) != manifest[name]:
+                return f"{name} has changed"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (ValueError, RecursionError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return f"{MANIFEST} has changed"
+    return ""
 
 
 def fingerprint(path: Path) -> list:

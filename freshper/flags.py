@@ -62,8 +62,8 @@ def validate(c: Config) -> None:
     allowed = f"{' or '.join(fitting)} with --env {c.env} and --model {c.model}"
     require(c.preset in fitting or resolved, "preset", allowed)
 
-    asked_of_tiny = c.tiny and c.data and "data" in c.env_settings()
-    require(not asked_of_tiny, "data", f"empty with --model {c.model}, which knows generated questions only")
+    unread = c.tiny and c.data and "data" in c.env_settings()
+    require(not unread, "data", f"empty with --model {c.model}, which reads generated questions")
     require(c.replay_ratio > 0 or c.baseline != "recompute", "baseline", "batch or turn without replay")
     require(c.method != "on_policy" or c.replay_ratio == 0, "replay_ratio", "0 with --method on_policy")
     require(c.method != "per" or c.decay == "none", "decay", "none with --method per")

@@ -123,7 +123,10 @@ def test_what_follows_from_the_settings(tmp_path, monkeypatch, model_folder):
 ALLOWED = {  # what is allowed: values that are not
     "above 0": "iterations=0 group_size=0 batch_size=-4 capacity=0 lr=0 advantage_clip=-1 temperature=0 epsilon=0",
     "0 or more": "replay_ratio=-1 seed=-1 kl_loss_coef=-0.1 top_k=-1 format_penalty=-1 max_turns=-1 truncated_is=-2",
-    "a finite number": "tau=nan tau=inf lr=inf alpha=nan kl_reward_coef=nan",
+    "a finite number: 0, or from 1e-30 to 1e30": "tau=nan tau=inf lr=inf alpha=nan lr=1e39 tau=1e-320",
+    "at most 4294967295": "seed=4294967296",
+    "at most 10000000": "capacity=10000000000 eval_every=100000000000000000000",
+    "at most max_tokens 512": "max_turns=513",
     "between 0 and 1": "alpha=1.5 alpha=-0.1 beta=2 beta=-1",
     "above 0, or auto": "tau=0 tau=-5",
     "above 0 and at most 1": "top_p=0 top_p=1.5",
@@ -155,6 +158,10 @@ SENTENCES = {  # flags: how the sentence begins
     "--resume other": f"--resume is other, {OF_A_RUN} its settings are those of another version of this code",
     "--resume run --method per": "--method is per, but must be freshper as in the earlier run",
     "--resume run --capacity 20000": "--capacity is 20000, but must be 10000 as in the earlier run",
+    "--resume run --max_turns 3": "--max_turns is 3, but must be 0 as in the earlier run",
+    "--resume run --slippery": "--slippery is True, but must be False as in the earlier run",
+    "--resume run --temperature 0.5": "--temperature is 0.5, but must be 0.99 as in the earlier run",
+    "--resume run --eval_episodes 8": "--eval_episodes is 8, but must be 256 as in the earlier run",
     "--out elsewhere --resume run": f"--out is elsewhere, {IDLE} --resume",
     "--data questions.json": f"--data is questions.json, {IDLE} --env frozenlake",
     "--slippery True --env sokoban_simple": f"--slippery is True, {IDLE} --env sokoban_simple",
@@ -162,6 +169,12 @@ SENTENCES = {  # flags: how the sentence begins
     "--alpha 0.5 --method on_policy": f"--alpha is 0.5, {IDLE} --method on_policy and --replay_ratio 0",
     "--beta 0.4 --replay_ratio 0": f"--beta is 0.4, {IDLE} --method freshper and --replay_ratio 0",
     "--epsilon 0.5 --alpha 0": f"--epsilon is 0.5, {IDLE} --alpha 0",
+    "--tau 9 --alpha 0": f"--tau is 9.0, {IDLE} --alpha 0",
+    "--beta 0.4 --alpha 0": f"--beta is 0.4, {IDLE} --alpha 0",
+    "--eviction lowest_priority --alpha 0": f"--eviction is lowest_priority, {IDLE} --alpha 0",
+    "--dual_clip 3 --method on_policy": f"--dual_clip is 3.0, {IDLE} --replay_ratio 0 and --ppo_epochs 1",
+    "--ratio_clip 0.1 --replay_ratio 0": f"--ratio_clip is 0.1, {IDLE} --replay_ratio 0 and --ppo_epochs 1",
+    "--env gsm8k --data a/b": "--data is a/b, but must be empty with --model tiny, which reads generated questions",
     "--zero_stage 1 --backend hf+torch": f"--zero_stage is 1, {IDLE} --backend hf+torch",
     "--engine_memory 0.3 --backend hf+deepspeed": f"--engine_memory is 0.3, {IDLE} --backend hf+deepspeed",
 }
@@ -186,6 +199,52 @@ def test_bad_flags_get_one_sentence(flags, tmp_path, monkeypatch, capsys):
     assert sorted(Path().rglob("*")) == before  # nothing is written
     (line,) = capsys.readouterr().err.splitlines()
     assert line.partition(": error: ")[2].startswith(SENTENCES[flags])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("decay", "abc", "argument --decay: invalid choice: 'abc' (choose from"),
+        ("iterations", 3.5, "argument --iterations: invalid int value: '3.5'"),
+        ("lr", None, "argument --lr: invalid float value: 'None'"),
+        ("lr", -1.0, "--lr is -1.0, but must be above 0"),
+        ("slippery", [1], "argument --slippery: invalid boolean value: '[1]'"),
+        ("batch_size", 20_000, "--capacity is 10000, but must be at least a batch"),
+        ("preset", "auto", "--preset is auto, but must be tiny with --env frozenlake and --model tiny"),
+        ("a flag", 1, "its settings are those of another version of this code"),
+    ],
+)
+def test_settings_of_an_earlier_run_pass_the_checks_of_flags(name, value, sentence, tmp_path, capsys):
+    settings = dataclasses.asdict(parse_args(["--backend", "hf+torch"]))
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert dataclasses.asdict(parse_args(["--resume", str(tmp_path)])) == settings | {"resume": str(tmp_path)}
+    (tmp_path / "config.json").write_text(json.dumps(settings | {name: value}))
+    with pytest.raises(SystemExit):
+        parse_args(["--resume", str(tmp_path)])
+    assert f": error: --resume is {tmp_path}, {OF_A_RUN} {sentence}" in capsys.readouterr().err
+
+
+def test_off_is_no_flag_without_effect():
+    """Arms of the comparisons: a flag that switches something off may be repeated."""
+    assert parse_args("--method per --beta 0 --alpha 0 --eviction fifo".split()).alpha == 0
+    assert parse_args("--alpha 0 --decay limit --tau 9".split()).tau == 9
+    assert parse_args("--method on_policy --ppo_epochs 3 --dual_clip 3".split()).dual_clip == 3
+
+
+def test_ctrl_c_during_imports():
+    code = """if True:
+        import os, runpy, signal, sys
+
+        class Interrupt:
+            def find_spec(name, *_):
+                if name == "torch":
+                    os.kill(os.getpid(), signal.SIGINT)
+
+        sys.meta_path.insert(0, Interrupt)
+        sys.argv = ["train.py"]
+        runpy.run_path("train.py", run_name="__main__")"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 @pytest.mark.parametrize(

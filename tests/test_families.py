@@ -1,5 +1,8 @@
 """Models that are not ours, with random weights: each is computed as its own forward pass does it, or is refused."""
 
+import json
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -10,10 +13,11 @@ from envs import ENVS
 from freshper.backends import check, load
 from freshper.engine_hf import HFEngine, Sampling
 from freshper.episode import collate
+from freshper.errors import time_limit
 from freshper.flags import parse_args
 from freshper.models import Policy
 from freshper.rollout import Conversation
-from freshper.tiny import build_tokenizer
+from freshper.tiny import CHAT_TEMPLATE, build_tokenizer
 from freshper.trainer import action_logprobs
 
 TOKENIZER = build_tokenizer(ENVS["frozenlake"]().words)
@@ -70,6 +74,38 @@ def test_a_family_of_another_build_is_refused_in_one_sentence(tmp_path):
     Policy(transformers.GPT2LMHeadModel(config), TOKENIZER).save(str(tmp_path))
     with pytest.raises(ValueError, match="a chat model that can be computed: 'GPT2LMHeadModel' object has no"):
         load(parse_args(["--model", str(tmp_path), "--max_tokens", "500", "--backend", "hf+torch"]), [0])
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ 1 / 0 }}", "loaded: division by zero"),
+        ("{{ raise_exception('no system prompt') }}", "loaded: no system prompt"),
+        (
+            "{% if messages | length == 1 %}{{ [] + 1 }}{% endif %}" + CHAT_TEMPLATE,
+            "computed: can only concatenate list",
+        ),
+        ("{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3, "loaded: its chat template took longer than 0.2 s"),
+    ],
+)
+def test_a_chat_template_that_raises_or_never_ends_is_refused(template, reason, text_policy, tmp_path, monkeypatch):
+    monkeypatch.setattr("freshper.models.time_limit", lambda seconds, phase: time_limit(0.2, phase))
+    text_policy.save(str(tmp_path))
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(ValueError, match=f"a chat model that can be {re.escape(reason)}"):
+        load(parse_args(["--model", str(tmp_path), "--backend", "hf+torch"]), [0])
+
+
+def test_a_model_with_invalid_generation_settings_can_be_saved(text_policy, tmp_path):
+    """transformers loads them with a warning, and does not save them."""
+    text_policy.save(str(tmp_path / "model"))
+    path = tmp_path / "model/generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"temperature": 0.5}))
+    policy = load(parse_args(["--model", str(tmp_path / "model"), "--backend", "hf+torch"]), [0])
+    policy.save(str(tmp_path / "saved"))
+    saved = load(parse_args(["--model", str(tmp_path / "saved"), "--backend", "hf+torch"]), [0])
+    assert saved.suppressed_ids == policy.suppressed_ids == text_policy.suppressed_ids
+    assert saved.model.generation_config.temperature == 0.99
 
 
 def test_the_end_of_a_turn_is_the_template_s_whatever_the_tokenizer_s_eos(text_policy):
