@@ -226,13 +226,12 @@ def test_a_first_batch_without_a_readable_reply_is_announced_and_cut_replies_are
     monkeypatch.setattr(FrozenLake, "step_many", lambda envs, texts: seen.extend(texts) or step_many(envs, texts))
     assert train.main(flags("--max_new_tokens 1", tmp_path / "run")) == 0  # too short for a reply
     out = capsys.readouterr().out
-    start, *told, end = out.split("no reply of the first batch could be read")
+    _, *told, end = out.split("no reply of the first batch could be read")
     assert len(told) == 1  # at once, and again in the end
     assert "written to" not in told[0]
     assert "written to" in end
     cut = read(tmp_path / "run", "metrics.csv")["cut"][1]
     assert cut > 0.9
-    print(seen[:60])
     assert all(reply.endswith("…") for reply in seen if reply)  # one token, or none and the end
     assert f"{cut:.0%} were cut by --max_new_tokens" in out
     seen.clear()
