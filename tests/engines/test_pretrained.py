@@ -23,9 +23,10 @@ from transformers import AutoModelForCausalLM
 from envs.base import Observation
 from freshper.backends import backends, load
 from freshper.diagnostics import read
+from freshper.engine_hf import HFEngine, Sampling
 from freshper.episode import Episode, collate
 from freshper.flags import parse_args
-from freshper.rollout import rollout, training_seeds
+from freshper.rollout import Conversation, rollout, training_seeds
 
 SHORT = """--dtype float32 --rollout_batch_size 2 --batch_size 2 --replay_ratio 1 --capacity 4 --micro_batch_size 2
 --eval_episodes 1 --eval_every 2 --save_every 0 --max_new_tokens 8""".split()
@@ -139,32 +140,58 @@ def test_log_probs_are_those_of_the_checkpoint_in_plain_transformers(run, folder
         np.testing.assert_allclose(trained[: len(mask)][mask], expected, atol=1e-4)
 
 
+class Reader(HFEngine):
+    """An engine that replies what it is told."""
+
+    def _sample(self, logits):
+        logprobs = (logits / self.sampling.temperature).log_softmax(-1)
+        token = self.reply.pop(0)
+        return [token], [logprobs[0, token].item()]
+
+
 def test_bfloat16_mixed_precision(folder):
-    """Two turns whose tokens are fixed. The first update has learning rate 0 (warm-up), so both are made from the same
-    float32 weights."""
-    policy, trainer, sampled = play(flags("gsm8k", folder / "none", *TORCH, "--dtype", "bfloat16"))
+    """Two turns of fixed tokens, at learning rate 0 (warm-up). `rounding` is by how much bfloat16
+    moves a log-prob on this machine; the other bounds follow from it. No ratio is clipped: that
+    would be a jump."""
+    more = [*TORCH, "--dtype", "bfloat16", "--ratio_clip", "9"]
+    policy, trainer, _ = play(flags("gsm8k", folder / "none", *more))
     assert policy.mixed
-    assert 0.0 < trainer.record_behavior_logprobs(sampled)["mismatch"] < 0.05
     question = "Tom has 9 fish and loses 2. How many fish does Tom have left? Answer in one short sentence."
-    observation, again, episodes = Observation(question), Observation("Wrong. " + question), []
-    for reward, texts in enumerate([("Tom has 9 + 2 = 11 fish.", "I do not know."), ("He has 2 fish.", "9 - 2 = 7")]):
-        first, second = ([*policy.tokenizer.encode(text), policy.eos_id] for text in texts)
-        parts = policy.user_turn(observation), first, policy.bridge(again, closed=True), second
-        mask = np.repeat([False, True, False, True], [len(part) for part in parts])
-        arrays = np.concatenate(parts).astype(np.int32), mask, np.zeros(len(mask), dtype=np.float32)
-        episodes.append(Episode(*arrays, float(reward), np.array([0.0, reward], dtype=np.float32)))
-    trainer.record_behavior_logprobs(episodes)
-    found, batch = [], collate(episodes)
+    first, again, episodes = Observation(question), Observation("Wrong. " + question), []
+    replies = ("Tom has 9 + 2 = 11 fish.", "I do not know."), ("He has 2 fish.", "9 - 2 = 7")
+    engine = Reader(policy, Sampling(trainer.config.temperature), seed=0)
+    for reward, texts in enumerate(replies):
+        conversation, mask, logprobs = Conversation([]), [], []
+        turns = policy.user_turn(first), policy.bridge(again, closed=True)
+        for text, turn in zip(texts, turns, strict=True):
+            engine.reply = [*policy.tokenizer.encode(text), policy.eos_id]
+            conversation.tokens += turn
+            (reply,) = engine.generate([conversation], 99)
+            conversation.tokens += reply.tokens
+            mask += [False] * len(turn) + [True] * len(reply.tokens)
+            logprobs += [0.0] * len(turn) + reply.logprobs
+        tokens, logprobs = np.array(conversation.tokens, np.int32), np.array(logprobs, np.float32)
+        rewards = np.array([0.0, reward], dtype=np.float32)
+        episodes.append(Episode(tokens, np.array(mask), logprobs, float(reward), rewards))
+
+    mismatch = trainer.record_behavior_logprobs(episodes)["mismatch"]
+    batch, found = collate(episodes), []
     episodes[0].behavior_logprobs -= 0.1  # away from rho = 1
-    for mixed in (True, False):
-        policy.mixed, trainer.step = mixed, 0
+    for policy.mixed in (True, False):
+        trainer.step = 0
         logprobs = trainer.logprobs(batch)[batch.action_mask]
         loss = trainer.update(episodes).stats["loss"]
-        found.append((logprobs, loss, torch.cat([p.grad.flatten() for p in policy.model.parameters()]).double()))
+        gradient = torch.cat([p.grad.flatten() for p in policy.model.parameters()])
+        found.append((logprobs, loss, gradient.double()))
+    state = trainer.optimizer.state_dict()["state"][0]
+    tensors = *policy.model.parameters(), state["exp_avg"], state["exp_avg_sq"]
+    assert {x.dtype for x in tensors} == {torch.float32}
+    policy.model.to(torch.bfloat16)  # weights and the sums of layers, too
+    rounded = trainer.logprobs(batch)[batch.action_mask]
+
     (logprobs, loss, gradient), (expected_logprobs, expected_loss, expected) = found
     rounding = float(abs(logprobs - expected_logprobs).mean())
-    assert 0.0 < rounding < 0.05
-    assert abs(loss - expected_loss) < rounding  # the two advantages are about -1 and 1
-    assert 0.0 < (gradient - expected).norm() < 0.1 * expected.norm()
-    state = trainer.optimizer.state_dict()["state"][0]
-    assert {p.dtype for p in (*policy.model.parameters(), state["exp_avg"], state["exp_avg_sq"])} == {torch.float32}
+    assert 0.0 < rounding < 2 * float(abs(rounded - expected_logprobs).mean())
+    assert 0.0 < mismatch < 3 * rounding  # engine and trainer round in different places
+    assert abs(loss - expected_loss) < 2 * rounding  # the two advantages are about -1 and 1
+    assert 0.0 < (gradient - expected).norm() < 10 * rounding * expected.norm()
