@@ -61,6 +61,9 @@ def load(config: Config, seeds: list[int]) -> Policy:
     out rows of --data that do not fit it. Raises ValueError if it cannot be loaded, cannot read --env's
     images, has no room for the first turn, or has done --iterations already; if --env breaks a promise
     of environments, or the server at --search_url does not answer."""
+    env = config.make_env()
+    if not config.search_url:  # a server of one's own would be asked
+        check_environment(env)
     saved = find_saved(config) if config.resume else None
     name = str(saved or (tiny_model(config.env) if config.model == "tiny" else config.model))
     if config.search_url:
@@ -69,9 +72,6 @@ def load(config: Config, seeds: list[int]) -> Policy:
         except ConnectionError as error:
             raise ValueError(f"--search_url must be the address of a search server: {error}") from error
 
-    env = config.make_env()
-    if not config.search_url:  # a server of one's own would be asked
-        check_environment(env)
     observations = [env.reset(seed=seed)[0] for seed in (*seeds, EVAL_SEEDS)]
     # plain torch keeps float32 master weights and computes in --dtype; DeepSpeed keeps its own
     mixed = config.dtype == "bfloat16" and config.trainer == "torch"
