@@ -34,18 +34,37 @@ from freshper.flags import parse_args
 from freshper.presets import CONFIG_A, CONFIG_DEFAULT, PRESETS, defaults
 from freshper.report import baselines, plot
 
-PHRASES = {"on_policy": "On-policy", "per": "Standard PER", "freshper": "FreshPER", "alpha 0": "uniform"}
+PHRASES = {
+    "on_policy": "On-policy",
+    "per": "Standard PER",
+    "freshper": "FreshPER",
+    "alpha 0": "uniform",
+}
 PHRASES |= {"beta 0": "without IS", "beta 0.4": "with IS", "decay none": "without decay"}
-A, DEFAULT = (" ".join(f"--{name} {value}" for name, value in c.items()) for c in (CONFIG_A, CONFIG_DEFAULT))
-RUN_FLAGS = {"--env", "--method", "--seed", "--out", "--resume"}  # of train.py, set here for every run
-METHOD_COLORS = {"on_policy": "#4285F4", "per": "#FBBC04", "freshper": "#EA4335"}  # the paper's, Fig. 3
+A, DEFAULT = (
+    " ".join(f"--{name} {value}" for name, value in c.items()) for c in (CONFIG_A, CONFIG_DEFAULT)
+)
+RUN_FLAGS = {
+    "--env",
+    "--method",
+    "--seed",
+    "--out",
+    "--resume",
+}  # of train.py, set here for every run
+METHOD_COLORS = {
+    "on_policy": "#4285F4",
+    "per": "#FBBC04",
+    "freshper": "#EA4335",
+}  # the paper's, Fig. 3
 
 
 def exhibits(preset: str, env: str) -> dict[str, list[str]]:
     """Return ready-made comparisons: name -> arms, each a method and flags of train.py."""
     known = vars(Config(**defaults(preset, env, "freshper")))
     epochs = f"on_policy --ppo_epochs {known['replay_ratio'] + 1}"  # as many updates as with replay
-    oldest = 2 * known["tau"] / known["alpha"]  # steps: the same mean age drawn, by a limit or by a queue
+    oldest = (
+        2 * known["tau"] / known["alpha"]
+    )  # steps: the same mean age drawn, by a limit or by a queue
     limit = f"--decay limit --tau {oldest:.0f}"
     queue = f"--capacity {oldest * known['rollout_batch_size'] / (1 + known['replay_ratio']):.0f}"
     taus = (500, 1000, 1500) if preset == "paper" else (5, 20, 80, 320)
@@ -92,7 +111,9 @@ def checked(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> li
     asked = vars(parse_args(flags))
     for name, value in vars(config_of(folder)).items() if folder.exists() else ():
         if name not in ("out", "backend") and value != asked[name]:
-            raise ValueError(f"--{name} is {asked[name]}, but must be {value} as in {folder}, or use another --out")
+            raise ValueError(
+                f"--{name} is {asked[name]}, but must be {value} as in {folder}, or use another --out"
+            )
     return flags
 
 
@@ -102,13 +123,23 @@ def run(env: str, arm: str, seed: int, folder: Path, flags: list[str], threads: 
     done = read(folder, "metrics.csv")["iteration"][-1] if (folder / "metrics.csv").exists() else 0
     if (folder / "stopped.txt").exists() or (done and done == config_of(folder).iterations):
         return
-    command = [sys.executable, "train.py", *(["--resume", where] if folder.exists() else [*flags, "--out", where])]
+    command = [
+        sys.executable,
+        "train.py",
+        *(["--resume", where] if folder.exists() else [*flags, "--out", where]),
+    ]
     variables = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    ended = subprocess.run(command, cwd=Path(__file__).parent, env=variables, capture_output=True, text=True)
-    if ended.returncode == 1 and re.search("^stopped after iteration .*finite", ended.stdout, re.MULTILINE):
+    ended = subprocess.run(
+        command, cwd=Path(__file__).parent, env=variables, capture_output=True, text=True
+    )
+    if ended.returncode == 1 and re.search(
+        "^stopped after iteration .*finite", ended.stdout, re.MULTILINE
+    ):
         (folder / "stopped.txt").write_text(ended.stdout)
     elif ended.returncode:
-        sys.exit(f"{' '.join(command)} ended with {ended.returncode}: {(ended.stdout + ended.stderr)[-2000:]}")
+        sys.exit(
+            f"{' '.join(command)} ended with {ended.returncode}: {(ended.stdout + ended.stderr)[-2000:]}"
+        )
 
 
 def summary(folder: Path, metric: str = "success") -> dict[str, float]:
@@ -117,18 +148,31 @@ def summary(folder: Path, metric: str = "success") -> dict[str, float]:
     values = metrics[f"eval_{metric}"][1:]
     values = values[~np.isnan(values)]
     missed = -(-config.iterations // config.eval_every) - len(values)
-    values = np.append(values, np.full(missed, 0.0 if metric == "success" else min(values, default=np.nan)))
+    values = np.append(
+        values, np.full(missed, 0.0 if metric == "success" else min(values, default=np.nan))
+    )
     invalid = np.mean(metrics["invalid"][1:][-10:]) if len(metrics["invalid"]) > 1 else 1.0
     diverged = int((folder / "stopped.txt").exists() or invalid > 0.5)
-    ends = {"episodes": metrics["episodes"][-1], "updates": metrics["step"][-1], "wall_s": metrics["wall_s"][-1]}
-    return {"last": values[-3:].mean(), "peak": values.max(), "invalid": invalid, "diverged": diverged} | ends
+    ends = {
+        "episodes": metrics["episodes"][-1],
+        "updates": metrics["step"][-1],
+        "wall_s": metrics["wall_s"][-1],
+    }
+    return {
+        "last": values[-3:].mean(),
+        "peak": values.max(),
+        "invalid": invalid,
+        "diverged": diverged,
+    } | ends
 
 
 def welch_interval(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the 95 % interval of the difference of means, x - y, by Welch's t: few seeds each, and
     variances that may differ. [..., n], [..., m] -> low and high, [...]."""
     n, m = x.shape[-1], y.shape[-1]
-    u = np.maximum(x.var(-1, ddof=1) / n, 1e-30)  # squared standard errors; not 0 / 0 if all are equal
+    u = np.maximum(
+        x.var(-1, ddof=1) / n, 1e-30
+    )  # squared standard errors; not 0 / 0 if all are equal
     v = np.maximum(y.var(-1, ddof=1) / m, 1e-30)
     freedom = (u + v) ** 2 / (u**2 / (n - 1) + v**2 / (m - 1))
 
@@ -150,21 +194,37 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
         if n > 1 and arm != first:
             low, high = welch_interval(np.array(last), np.array(base))
             difference = f"{low:+.3f} to {high:+.3f}"
-        mean = {name: np.mean([run[name] for run in runs]) for name in ("last", "peak", "updates", "wall_s")}
+        mean = {
+            name: np.mean([run[name] for run in runs])
+            for name in ("last", "peak", "updates", "wall_s")
+        }
         text += f"| {label(arm)} | {' '.join(f'{x:.3f}' for x in last)} | {mean['last']:.3f}{half} | {difference} "
         text += f"| {mean['peak']:.3f} | {mean['updates']:.0f} | {sum(run['diverged'] for run in runs)} of {n} "
         text += f"| {mean['wall_s']:.0f} |\n"
     return text
 
 
-def figure(path: Path, runs: dict[str, list[dict]], title: str, known: dict[str, float], metric: str) -> None:
+def figure(
+    path: Path, runs: dict[str, list[dict]], title: str, known: dict[str, float], metric: str
+) -> None:
     """Draw the metric on held-out seeds against episodes: the mean over seeds, and each seed as a thin line."""
-    lines, others, column = [], (f"C{k}" for k in count(4)), f"eval_{metric}"  # matplotlib's, unlike METHOD_COLORS
+    lines, others, column = (
+        [],
+        (f"C{k}" for k in count(4)),
+        f"eval_{metric}",
+    )  # matplotlib's, unlike METHOD_COLORS
     for arm, tables in runs.items():
-        color, x = METHOD_COLORS.get(arm) or next(others), max((table["episodes"] for table in tables), key=len)
-        lines += [(table, column, {"color": color, "alpha": 0.3, "linewidth": 1}) for table in tables]
+        color, x = (
+            METHOD_COLORS.get(arm) or next(others),
+            max((table["episodes"] for table in tables), key=len),
+        )
+        lines += [
+            (table, column, {"color": color, "alpha": 0.3, "linewidth": 1}) for table in tables
+        ]
         there = [~np.isnan(table[column]) for table in tables]
-        seeds = [np.interp(x, t["episodes"][k], t[column][k]) for t, k in zip(tables, there, strict=True)]
+        seeds = [
+            np.interp(x, t["episodes"][k], t[column][k]) for t, k in zip(tables, there, strict=True)
+        ]
         style = {"color": color, "linewidth": 2.2, "label": label(arm)}
         lines.append(({"episodes": x, column: np.mean(seeds, axis=0)}, column, style))
     plot(path, title, f"{metric} on held-out seeds", lines, known)
@@ -172,10 +232,14 @@ def figure(path: Path, runs: dict[str, list[dict]], title: str, known: dict[str,
 
 def main() -> None:
     layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=layout, allow_abbrev=False
+    )
     parser.add_argument("--env", default="frozenlake", choices=list(ENVS))
     parser.add_argument("--exhibit", default="main", choices=list(exhibits("tiny", "frozenlake")))
-    parser.add_argument("--arm", action="append", help="a method and flags of train.py; may be repeated")
+    parser.add_argument(
+        "--arm", action="append", help="a method and flags of train.py; may be repeated"
+    )
     parser.add_argument("--metric", default="success", help="or one of the task's own: score")
     parser.add_argument("--preset", default="tiny", choices=list(PRESETS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -194,7 +258,9 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     if args.metric not in (metrics := ("success", *ENVS[args.env]().metrics)):
-        parser.error(f"--metric is {args.metric}, but must be one of {', '.join(metrics)} with --env {args.env}")
+        parser.error(
+            f"--metric is {args.metric}, but must be one of {', '.join(metrics)} with --env {args.env}"
+        )
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -214,7 +280,9 @@ def main() -> None:
         writer.writerows(sum(results.values(), []))
     (out / "table.md").write_text(text := table(results))
     runs = {arm: [read(jobs[arm, seed], "metrics.csv") for seed in args.seeds] for arm in arms}
-    title = f"{config_of(folder).task()}, preset {args.preset}\nseeds {' '.join(map(str, args.seeds))}"
+    title = (
+        f"{config_of(folder).task()}, preset {args.preset}\nseeds {' '.join(map(str, args.seeds))}"
+    )
     known = baselines(config_of(folder)) if args.metric == "success" else {}
     figure(out / "figure.png", runs, title, known, args.metric)
     print(text)

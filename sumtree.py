@@ -91,7 +91,9 @@ class SumTree:
         """Draw a leaf from each of B equal segments of S ("stratified sampling", section 3.5).
         Returns int64 [B], in order."""
         total = self.total()
-        shares = (np.arange(batch_size) + rng.random(batch_size)) / batch_size  # one in each [b, b + 1) / B
+        shares = (
+            np.arange(batch_size) + rng.random(batch_size)
+        ) / batch_size  # one in each [b, b + 1) / B
         below_total = np.nextafter(total, 0.0)  # rounding may give S itself
         return self.find(np.minimum(shares * total, below_total))
 

@@ -37,14 +37,30 @@ from freshper.trainer import TorchTrainer
 
 
 def train(
-    config: Config, policy: Policy, trainer: TorchTrainer, engine: HFEngine, report: Report, signals: StopSignals
+    config: Config,
+    policy: Policy,
+    trainer: TorchTrainer,
+    engine: HFEngine,
+    report: Report,
+    signals: StopSignals,
 ) -> None:
     """Run Algorithm 1, from its start or a checkpoint. Raises NonFiniteError if log-probs, loss or gradient stop being
     numbers, OSError if the disk fails, BackendError if vLLM or DeepSpeed does, Interrupted after a signal."""
     envs = [config.make_env() for _ in range(max(config.rollout_batch_size, config.eval_episodes))]
-    buffer = ReplayBuffer(config.capacity, config.alpha, config.decay_function(), config.eviction, config.seed)
+    buffer = ReplayBuffer(
+        config.capacity, config.alpha, config.decay_function(), config.eviction, config.seed
+    )
     baseline = Baseline(config.baseline, config.kl_reward_coef)
-    run = RunState(config, policy, report, signals, trainer=trainer, engine=engine, buffer=buffer, baseline=baseline)
+    run = RunState(
+        config,
+        policy,
+        report,
+        signals,
+        trainer=trainer,
+        engine=engine,
+        buffer=buffer,
+        baseline=baseline,
+    )
     run.restore()
     report.evaluate_if_due(engine, policy, envs)
     for iteration in report.iterations():  # Algorithm 1, line 1
@@ -69,7 +85,9 @@ def train(
             # 8: sample batch S from B with P(i) ~ p_i^alpha, stratified
             drawn = buffer.sample(config.batch_size, step=trainer.step)
             # 9: compute IS weights w_i (beta = 0: all 1)
-            weights = importance_weights(drawn.probabilities, len(buffer), config.beta_at(iteration))
+            weights = importance_weights(
+                drawn.probabilities, len(buffer), config.beta_at(iteration)
+            )
             # 10: train pi_theta on S with the IS-weighted policy gradient
             advantages = baseline.advantages(drawn.episodes)
             replayed = trainer.update(drawn.episodes, advantages, weights)
@@ -91,7 +109,9 @@ def main(argv: list[str] | None = None) -> int:
     keep_freed_memory()
     logging.set_verbosity_error()  # its report of weights that do not fit becomes one sentence
     if config.tiny:
-        torch.set_num_threads(min(2, torch.get_num_threads()))  # a tiny model gains little from more
+        torch.set_num_threads(
+            min(2, torch.get_num_threads())
+        )  # a tiny model gains little from more
     set_seed(config.seed)  # Python's, numpy's and torch's generators
     try:
         with StopSignals() as signals:
@@ -115,7 +135,12 @@ def run(config: Config, signals: StopSignals) -> int:
     try:
         with report, backends(policy, config) as (trainer, engine):
             train(config, policy, trainer, engine, report, signals)
-    except (NonFiniteError, OSError, BackendError, torch.OutOfMemoryError):  # the report has printed it
+    except (
+        NonFiniteError,
+        OSError,
+        BackendError,
+        torch.OutOfMemoryError,
+    ):  # the report has printed it
         return 1
     return 0
 

@@ -72,7 +72,9 @@ def timed(call):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--episodes", type=int, default=50_000)
     parser.add_argument("--tokens", type=int, default=130)
     parser.add_argument("--images", type=int, default=0, help="different ones; 0: a text task")
@@ -91,11 +93,16 @@ def main():
         print(
             f"checkpoint:  {saving:5.2f} s to save, {loading:5.2f} s to load, {checking:4.2f} s to check, {size:.1f} MB"
         )
-        assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(loaded.episodes, buffer.episodes, strict=True))
+        assert all(
+            np.array_equal(a.tokens, b.tokens)
+            for a, b in zip(loaded.episodes, buffer.episodes, strict=True)
+        )
 
         saving = timed(lambda: torch.save(buffer.state_dict(), path))
         loading = timed(lambda: torch.load(path, weights_only=False))
-        print(f"torch.save:  {saving:5.2f} s to save, {loading:5.2f} s to load, {path.stat().st_size / 1e6:6.1f} MB")
+        print(
+            f"torch.save:  {saving:5.2f} s to save, {loading:5.2f} s to load, {path.stat().st_size / 1e6:6.1f} MB"
+        )
 
 
 if __name__ == "__main__":

@@ -37,7 +37,9 @@ def build(env: str, folder: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--env", choices=["frozenlake", "frozenlake_vlm"], default="frozenlake")
     parser.add_argument("--out", type=Path, default=Path("out/engines-learn"))
@@ -45,7 +47,16 @@ def main() -> int:
     model = args.out.resolve() / f"model-{args.env}"
     if not model.exists():
         build(args.env, model)
-    command = [sys.executable, "compare.py", "--env", args.env, "--jobs", "1", "--out", str(args.out.resolve())]
+    command = [
+        sys.executable,
+        "compare.py",
+        "--env",
+        args.env,
+        "--jobs",
+        "1",
+        "--out",
+        str(args.out.resolve()),
+    ]
     command += [part for arm in ARMS for part in ("--arm", arm)]
     return subprocess.call([*command, "--model", str(model), *flags], cwd=ROOT)
 

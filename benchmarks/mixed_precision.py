@@ -26,18 +26,31 @@ from freshper.trainer import TorchTrainer
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--episodes", type=int, default=16)
-    parser.add_argument("--length", type=int, default=96, help="tokens of an episode, a quarter of them a reply")
+    parser.add_argument(
+        "--length", type=int, default=96, help="tokens of an episode, a quarter of them a reply"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
     torch.manual_seed(0)
-    shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=49_152, num_key_value_heads=3, tie_word_embeddings=True, **shape))
+    shape = {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+    }
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=49_152, num_key_value_heads=3, tie_word_embeddings=True, **shape)
+    )
     policy = Policy(model, build_tokenizer(()))
-    trainer = TorchTrainer(policy, Config(model="random", lr=1e-9, micro_batch_size=args.episodes), 100)
+    trainer = TorchTrainer(
+        policy, Config(model="random", lr=1e-9, micro_batch_size=args.episodes), 100
+    )
     rng = np.random.default_rng(0)
     mask = np.arange(args.length) >= 3 * args.length // 4
     episodes = [
@@ -52,10 +65,16 @@ def main() -> None:
             began = time.perf_counter()
             update = trainer.update(episodes)
             seconds[policy.mixed].append(time.perf_counter() - began)
-            print(f"bfloat16 {policy.mixed}: k3 to float32 {update.stats['kl']:.1e}, {seconds[policy.mixed][-1]:.1f} s")
-    single, mixed = (np.median(times[1:]) for times in seconds.values())  # the first of each warms up
+            print(
+                f"bfloat16 {policy.mixed}: k3 to float32 {update.stats['kl']:.1e}, {seconds[policy.mixed][-1]:.1f} s"
+            )
+    single, mixed = (
+        np.median(times[1:]) for times in seconds.values()
+    )  # the first of each warms up
     tokens = args.episodes * args.length
-    print(f"float32 {tokens / single:.0f} tokens/s, bfloat16 {tokens / mixed:.0f}: ratio {single / mixed:.2f}")
+    print(
+        f"float32 {tokens / single:.0f} tokens/s, bfloat16 {tokens / mixed:.0f}: ratio {single / mixed:.2f}"
+    )
 
 
 if __name__ == "__main__":

@@ -83,14 +83,26 @@ def measure(n):
     base = reward_priority(np.random.default_rng(0).random(n) < 0.3, EPSILON)
     steps = np.arange(n) // BATCH * 3
     age, now = steps[-1] - steps, int(steps[-1])
-    episode = Episode(np.zeros(8, np.int32), np.ones(8, bool), np.zeros(8, np.float32), 1.0, np.ones(1, np.float32))
+    episode = Episode(
+        np.zeros(8, np.int32),
+        np.ones(8, bool),
+        np.zeros(8, np.float32),
+        1.0,
+        np.ones(1, np.float32),
+    )
     new = [episode] * BATCH
-    fifo, lowest = (ReplayBuffer(n, ALPHA, partial(exponential_decay, tau=TAU), e) for e in ("fifo", "lowest_priority"))
+    fifo, lowest = (
+        ReplayBuffer(n, ALPHA, partial(exponential_decay, tau=TAU), e)
+        for e in ("fifo", "lowest_priority")
+    )
     for buffer in (fifo, lowest):
         for k in range(0, n, BATCH):
             buffer.add(new[: n - k], base[k : k + BATCH], int(steps[k]))
         buffer.refresh(now)
-    cpprb, slots = PrioritizedReplayBuffer(n, {"slot": {"dtype": np.int64}}, alpha=ALPHA, eps=0.0), np.arange(n)
+    cpprb, slots = (
+        PrioritizedReplayBuffer(n, {"slot": {"dtype": np.int64}}, alpha=ALPHA, eps=0.0),
+        np.arange(n),
+    )
     cpprb.add(slot=slots, priorities=base)
     plain, held = PlainTree(n), list(fifo.episodes)
     entries = list(zip(range(n), base.tolist(), age.tolist(), strict=True))
@@ -104,7 +116,9 @@ def measure(n):
         p = np.array([plain.sums[plain.size + i] for i in indices]) / plain.sums[1]
         return [held[i] for i in indices], importance_weights(p, n, BETA)
 
-    ours_draw, plain_draw = (partial(tree.stratified_sample, BATCH, fifo.rng) for tree in (fifo.tree, plain))
+    ours_draw, plain_draw = (
+        partial(tree.stratified_sample, BATCH, fifo.rng) for tree in (fifo.tree, plain)
+    )
     cpprb_draw, plain_add = partial(cpprb.sample, BATCH, beta=BETA), partial(plain_set, BATCH)
     cpprb_add = partial(cpprb.add, slot=slots[:BATCH], priorities=base[:BATCH])
     table = {}
@@ -114,10 +128,15 @@ def measure(n):
         bare=lambda: (base * np.exp(-age / TAU)) ** ALPHA,
         cpprb=lambda: cpprb.update_priorities(slots, base * np.exp(-age / TAU)),
     )
-    leaves, drawn = fifo.tree[slots], cpprb.sample(BATCH, beta=1.0)  # where beta = 1 a weight is min p / p_i
+    leaves, drawn = (
+        fifo.tree[slots],
+        cpprb.sample(BATCH, beta=1.0),
+    )  # where beta = 1 a weight is min p / p_i
     assert np.allclose(leaves, plain.sums[plain.size : plain.size + n])
     assert np.allclose(drawn["weights"], leaves.min() / leaves[drawn["indexes"]], rtol=1e-3)
-    table["draw, indices"] = milliseconds(ROUNDS, ours=ours_draw, cpprb=cpprb_draw, Python=plain_draw)
+    table["draw, indices"] = milliseconds(
+        ROUNDS, ours=ours_draw, cpprb=cpprb_draw, Python=plain_draw
+    )
     table["draw, batch"] = milliseconds(
         ROUNDS,
         ours=lambda: importance_weights(fifo.sample(BATCH).probabilities, n, BETA),
@@ -126,24 +145,37 @@ def measure(n):
     )
     for buffer in (fifo, lowest):
         ours_add = partial(buffer.add, new, base[:BATCH], now)
-        table[f"add, {buffer.eviction}"] = milliseconds(ROUNDS, ours=ours_add, cpprb=cpprb_add, Python=plain_add)
+        table[f"add, {buffer.eviction}"] = milliseconds(
+            ROUNDS, ours=ours_add, cpprb=cpprb_add, Python=plain_add
+        )
     return table
 
 
 def show(n, table):
     """Print the table and return one verdict a target."""
-    print(f"N = {n:<8,} of {BATCH:<8}     ours    bare   cpprb  Python     ours / bare, cpprb, Python")
+    print(
+        f"N = {n:<8,} of {BATCH:<8}     ours    bare   cpprb  Python     ours / bare, cpprb, Python"
+    )
     for name, times in table.items():
-        ours, *others = (times.get(column, math.nan) for column in ("ours", "bare", "cpprb", "Python"))
-        cells = "".join(f"{t:8.3f}" for t in (ours, *others)) + "".join(f"{ours / t:9.3g}" for t in others)
+        ours, *others = (
+            times.get(column, math.nan) for column in ("ours", "bare", "cpprb", "Python")
+        )
+        cells = "".join(f"{t:8.3f}" for t in (ours, *others)) + "".join(
+            f"{ours / t:9.3g}" for t in others
+        )
         print(f"{name:25}{cells.replace('nan', '  -')}")
     print()
     checks = [(name, table[name]["ours"], "ms", limit) for name, limit in MILLISECONDS.items()]
-    checks += [(row, table[row]["ours"] / table[row][to], f"x {to}", limit) for (row, to), limit in RATIOS.items()]
+    checks += [
+        (row, table[row]["ours"] / table[row][to], f"x {to}", limit)
+        for (row, to), limit in RATIOS.items()
+    ]
     for name, value, unit, limit in checks:
         yield f"{'met   ' if value <= limit else 'MISSED'}  {n:7,}  {name}: {value:.2f} <= {limit:g} {unit}"
 
 
 if __name__ == "__main__":
     keep_freed_memory()  # as train.py does
-    print("\n".join([verdict for size in (50_000, 100_000) for verdict in show(size, measure(size))]))
+    print(
+        "\n".join([verdict for size in (50_000, 100_000) for verdict in show(size, measure(size))])
+    )

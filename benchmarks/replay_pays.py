@@ -52,7 +52,9 @@ def ratio(e1: np.ndarray, e2: np.ndarray) -> np.ndarray:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="of a comparison that is complete")
     parser.add_argument("--success", type=float, default=0.6)
     args = parser.parse_args()
@@ -60,7 +62,9 @@ def main() -> None:
     for row in csv.DictReader((args.folder / "results.csv").open()):
         folder = folder_of(args.folder, row["arm"], int(row["seed"]))
         arms.setdefault(row["arm"], []).append(read(folder, "metrics.csv"))
-    print(f"| arm | episodes until {args.success:g}, per seed | mean | seconds per episode |", end="")
+    print(
+        f"| arm | episodes until {args.success:g}, per seed | mean | seconds per episode |", end=""
+    )
     print(" time, free episodes | time, expensive episodes |\n" + "|---" * 6 + "|")
     axes = matplotlib.figure.Figure(figsize=(7, 4.5), layout="constrained").subplots()
     first = None
@@ -68,17 +72,24 @@ def main() -> None:
         e = np.array([episodes_until(args.success, table) for table in tables])
         s = np.median([seconds_per_episode(table) for table in tables])
         first = first or (e, s)
-        times = ("{:.2f} ({:.2f} to {:.2f})".format(*ratio(first[0], e) * k) for k in (s / first[1], 1.0))
+        times = (
+            "{:.2f} ({:.2f} to {:.2f})".format(*ratio(first[0], e) * k) for k in (s / first[1], 1.0)
+        )
         cells = [label(arm), " ".join(f"{x:.0f}" for x in e), f"{e.mean():.0f}", f"{s:.4f}", *times]
         print(f"| {' | '.join(cells)} |")
         (line,) = axes.plot(COSTS, e.mean() * (s + COSTS) / 60, marker="o", label=label(arm))
         low, high = (f(e) * (s + COSTS) / 60 for f in (np.min, np.max))
         axes.fill_between(COSTS, low, high, color=line.get_color(), alpha=0.2)
     axes.set(
-        xlim=(0, 1), yscale="log", xlabel="c: seconds that the environment takes more per episode", ylabel="minutes"
+        xlim=(0, 1),
+        yscale="log",
+        xlabel="c: seconds that the environment takes more per episode",
+        ylabel="minutes",
     )
     axes.set_xscale("symlog", linthresh=0.01)
-    axes.set_title(f"Time until a held-out success of {args.success:g} (mean, and range over seeds)")
+    axes.set_title(
+        f"Time until a held-out success of {args.success:g} (mean, and range over seeds)"
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     axes.figure.savefig(args.folder / "replay_pays.png", dpi=100)

@@ -44,7 +44,12 @@ from freshper.tiny import build_policy, keep_freed_memory
 
 SEEDS, TURNS, REPLY, ROUNDS = list(range(64)), 10, 4, {"terse": 5, "full": 1}
 SPEEDUP, GROWTH = 4.0, 1.5  # the targets: at least, at most
-QWEN = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
+QWEN = {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+}
 
 
 class EndlessLake(FrozenLake):
@@ -69,7 +74,9 @@ class GenerateEngine:
         self.policy.model.eval()
         longest, pad = max(len(c.tokens) for c in conversations), self.policy.tokenizer.pad_token_id
         tokens = torch.tensor([[pad] * (longest - len(c.tokens)) + c.tokens for c in conversations])
-        mask = torch.tensor([[0] * (longest - len(c.tokens)) + [1] * len(c.tokens) for c in conversations])
+        mask = torch.tensor(
+            [[0] * (longest - len(c.tokens)) + [1] * len(c.tokens) for c in conversations]
+        )
         out = self.policy.model.generate(
             input_ids=tokens,
             attention_mask=mask,
@@ -87,9 +94,13 @@ class GenerateEngine:
         for image in images:
             if id(image) not in self.pixels:
                 picture = Image.fromarray(image)
-                self.pixels[id(image)] = self.policy.image_processor(images=[picture], return_tensors="pt")
+                self.pixels[id(image)] = self.policy.image_processor(
+                    images=[picture], return_tensors="pt"
+                )
         names = ("pixel_values", "image_grid_thw")
-        inputs = {name: torch.cat([self.pixels[id(image)][name] for image in images]) for name in names}
+        inputs = {
+            name: torch.cat([self.pixels[id(image)][name] for image in images]) for name in names
+        }
         return inputs | {"mm_token_type_ids": (tokens == self.policy.image_token_id).int()}
 
 
@@ -110,10 +121,16 @@ class Timed:
 def play(policy, engine, style, images):
     """One game: seconds of the rollout, seconds of its turns [TURNS], lengths [TURNS, B]."""
     policy._features.clear()  # the rounds show the same pictures again
-    envs, engine, start = [EndlessLake(image=images, style=style) for _ in SEEDS], Timed(engine), time.perf_counter()
+    envs, engine, start = (
+        [EndlessLake(image=images, style=style) for _ in SEEDS],
+        Timed(engine),
+        time.perf_counter(),
+    )
     episodes = rollout(engine, policy, envs, SEEDS, max_tokens=4096, max_new_tokens=REPLY)
     seconds = time.perf_counter() - start
-    assert all(len(e.turn_rewards) == TURNS and e.action_mask.sum() == TURNS * REPLY for e in episodes)
+    assert all(
+        len(e.turn_rewards) == TURNS and e.action_mask.sum() == TURNS * REPLY for e in episodes
+    )
     return seconds, np.array(engine.seconds), np.array(engine.lengths)
 
 
@@ -121,12 +138,16 @@ def compare(policy, style, images):
     """Print the table of one prompt style; returns the speed-up of the whole rollout, and our growth."""
     games, sampling = {"GenerateEngine": [], "HFEngine": []}, Sampling()
     for _ in range(1 + ROUNDS[style]):
-        games["GenerateEngine"].append(play(policy, GenerateEngine(policy, sampling), style, images))
+        games["GenerateEngine"].append(
+            play(policy, GenerateEngine(policy, sampling), style, images)
+        )
         games["HFEngine"].append(play(policy, HFEngine(policy, sampling, seed=0), style, images))
     lengths = games["HFEngine"][0][2]
     assert all((game[2] == lengths).all() for rounds in games.values() for game in rounds)
 
-    fed = (lengths.sum() + TURNS * len(SEEDS) * (REPLY - 1)) / (lengths[-1].sum() + len(SEEDS) * (REPLY - 1))
+    fed = (lengths.sum() + TURNS * len(SEEDS) * (REPLY - 1)) / (
+        lengths[-1].sum() + len(SEEDS) * (REPLY - 1)
+    )
     first, last = lengths[0].mean(), lengths[-1].mean()
     print(f"{style}: {first:.0f} tokens at turn 1, {last:.0f} at turn {TURNS}; fed {fed:.1f}x")
     print(f"{'':14} rollout  engine  tokens/s  growth   turns 1 to {TURNS}, ms")
@@ -136,15 +157,22 @@ def compare(policy, style, images):
         whole.append(np.median([game[0] for game in rounds]))
         inside.append(np.median([game[1].sum() for game in rounds]))
         growth.append(turns[7:10].mean() / turns[1:4].mean())
-        speed, cells = len(SEEDS) * TURNS * REPLY / whole[-1], "".join(f"{1000 * t:6.0f}" for t in turns)
-        print(f"{name:14} {whole[-1]:7.2f} {inside[-1]:7.2f} {speed:9.0f} {growth[-1]:7.2f}  {cells}")
+        speed, cells = (
+            len(SEEDS) * TURNS * REPLY / whole[-1],
+            "".join(f"{1000 * t:6.0f}" for t in turns),
+        )
+        print(
+            f"{name:14} {whole[-1]:7.2f} {inside[-1]:7.2f} {speed:9.0f} {growth[-1]:7.2f}  {cells}"
+        )
     print(f"{'ratio':14} {whole[0] / whole[1]:6.1f}x {inside[0] / inside[1]:6.1f}x\n")
     return whole[0] / whole[1], growth[1]
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--images", action="store_true", help="the lake as pictures, with the tiny Qwen2.5-VL")
+    parser.add_argument(
+        "--images", action="store_true", help="the lake as pictures, with the tiny Qwen2.5-VL"
+    )
     parser.add_argument("--layers", type=int, default=0, help="of Qwen2.5-0.5B's shape")
     args = parser.parse_args()
     images = args.images
@@ -152,10 +180,20 @@ if __name__ == "__main__":
     keep_freed_memory()
     policy = build_policy(FrozenLake(image=images))
     if args.layers:
-        shape = policy.model.config.to_dict() | QWEN | {"num_hidden_layers": args.layers, "layer_types": None}
+        shape = (
+            policy.model.config.to_dict()
+            | QWEN
+            | {"num_hidden_layers": args.layers, "layer_types": None}
+        )
         policy.model, ROUNDS = Qwen2ForCausalLM(Qwen2Config(**shape)), {"terse": 1}
     policy.freeze_vision = images  # as in the tiny preset: a picture is seen once and remembered
     policy.suppressed_ids = [*policy.suppressed_ids, policy.eos_id]
-    for style, (speedup, growth) in {style: compare(policy, style, images) for style in ROUNDS}.items():
-        print(f"{'met   ' if speedup >= SPEEDUP else 'MISSED'}  {style}: rollout {speedup:.1f}x >= {SPEEDUP:g}x")
-        print(f"{'met   ' if growth <= GROWTH else 'MISSED'}  {style}: growth {growth:.2f} <= {GROWTH:g}")
+    for style, (speedup, growth) in {
+        style: compare(policy, style, images) for style in ROUNDS
+    }.items():
+        print(
+            f"{'met   ' if speedup >= SPEEDUP else 'MISSED'}  {style}: rollout {speedup:.1f}x >= {SPEEDUP:g}x"
+        )
+        print(
+            f"{'met   ' if growth <= GROWTH else 'MISSED'}  {style}: growth {growth:.2f} <= {GROWTH:g}"
+        )

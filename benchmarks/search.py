@@ -50,24 +50,33 @@ def main() -> int:
     def timed(name, action):
         began = time.perf_counter(), time.process_time()
         result = action()
-        seconds.setdefault(name, []).append((time.perf_counter() - began[0], time.process_time() - began[1]))
+        seconds.setdefault(name, []).append(
+            (time.perf_counter() - began[0], time.process_time() - began[1])
+        )
         return result
 
     for k in range(ROUNDS):
         batch = [people[i] for i in rng.integers(len(people), size=BATCH)]
         vectors = timed("encode", lambda batch=batch: encoder.encode(batch))
         found = timed("HTTP", lambda batch=batch: retrieve(server.url, batch, TOPK))
-        inside = timed("in process", lambda batch=batch: synthetic_wiki.search("train", batch, TOPK))
+        inside = timed(
+            "in process", lambda batch=batch: synthetic_wiki.search("train", batch, TOPK)
+        )
         rows = timed("FAISS", lambda vectors=vectors: index.search(vectors, TOPK)[1])
         exact = timed("numpy", lambda vectors=vectors: brute_force(vectors, passages, TOPK))
         if k < ALONE_ROUNDS:
-            singles = timed("HTTP, one by one", lambda batch=batch: [retrieve(server.url, [q], TOPK)[0] for q in batch])
+            singles = timed(
+                "HTTP, one by one",
+                lambda batch=batch: [retrieve(server.url, [q], TOPK)[0] for q in batch],
+            )
             assert singles == found
         assert found == inside == [[articles[i] for i in row] for row in rows]
         assert rows.tolist() == exact.tolist()
     ms = {name: 1e3 * np.median(values[1:], axis=0) for name, values in seconds.items()}
     batch, alone = ms["HTTP"], ms["HTTP, one by one"]
-    print(f"{BATCH} queries, {len(articles)} passages of {encoder.dimension} numbers, top {TOPK}; milliseconds")
+    print(
+        f"{BATCH} queries, {len(articles)} passages of {encoder.dimension} numbers, top {TOPK}; milliseconds"
+    )
     for name in ("in process", "HTTP", "HTTP, one by one", "encode", "FAISS", "numpy"):
         print(f"  {name:18}{ms[name][0]:9.2f}{ms[name][1]:9.2f}")
     ratios = [*ms["FAISS"] / ms["numpy"], *alone / batch]

@@ -42,7 +42,9 @@ class NearOptimalEngine(RandomEngine):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--env", choices=list(ENVS), default="frozenlake")
     parser.add_argument("--batches", type=int, default=800, help=f"of {BATCH} episodes")
     parser.add_argument("--mistakes", type=float, default=NearOptimalEngine.mistakes)
@@ -57,13 +59,20 @@ def main() -> None:
     envs = [config.make_env() for _ in range(max(2 * BATCH, config.eval_episodes))]
     held_out = [EVAL_SEEDS + k for k in range(config.eval_episodes)]
     known = {name: round(value, 3) for name, value in baselines(config).items()}
-    print(f"{config.task()}: {known}\n| batches | held-out success | seconds |\n|---|---|---|", flush=True)
+    print(
+        f"{config.task()}: {known}\n| batches | held-out success | seconds |\n|---|---|---|",
+        flush=True,
+    )
     start, seed = time.perf_counter(), 0
     for batch in range(args.batches + 1):
         if batch % 100 == 0:
             policy.model.eval()
-            engine = HFEngine(policy, Sampling(config.temperature, config.top_k, config.top_p), seed=batch)
-            played = rollout(engine, policy, envs, held_out, config.max_tokens, config.max_new_tokens)
+            engine = HFEngine(
+                policy, Sampling(config.temperature, config.top_k, config.top_p), seed=batch
+            )
+            played = rollout(
+                engine, policy, envs, held_out, config.max_tokens, config.max_new_tokens
+            )
             success = np.mean([episode.success for episode in played])
             print(f"| {batch} | {success:.3f} | {time.perf_counter() - start:.0f} |", flush=True)
         if batch == args.batches:

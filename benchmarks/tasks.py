@@ -22,7 +22,13 @@ from envs import ENVS
 from freshper.diagnostics import read
 from freshper.report import baselines
 
-GOALS = {"frozenlake": 0.85, "frozenlake_vlm": 0.85, "sokoban_simple": 0.45, "sokoban_hard": 0.15, "cliffwalking": 0.8}
+GOALS = {
+    "frozenlake": 0.85,
+    "frozenlake_vlm": 0.85,
+    "sokoban_simple": 0.45,
+    "sokoban_hard": 0.15,
+    "cliffwalking": 0.8,
+}
 GOALS |= {"nq_search": 0.6, "gsm8k": 0.8, "aime": 0.9, "geoqa": 0.9}
 SCORES = {"cliffwalking": -25.0}
 
@@ -36,12 +42,29 @@ def row(env: str, seeds: list[int], out: Path, jobs: int) -> str:
     found, config = [summary(folder) for folder in folders], config_of(folders[0])
     tables = [read(folder, "metrics.csv") for folder in folders]
     known, before = baselines(config), np.mean([table["eval_success"][0] for table in tables])
-    last, ends = [run["last"] for run in found], {name: np.mean([run[name] for run in found]) for name in found[0]}
-    score = [t["eval_score"][~np.isnan(t["eval_score"])][-3:].mean() for t in tables if "eval_score" in t]
-    mean, half = np.mean(last), stats.t.ppf(0.975, len(last) - 1) * stats.sem(last) if len(last) > 1 else 0.0
-    reached = mean >= GOALS[env] and mean - half > known["random"] and np.mean(score or 0) >= SCORES.get(env, -np.inf)
+    last, ends = (
+        [run["last"] for run in found],
+        {name: np.mean([run[name] for run in found]) for name in found[0]},
+    )
+    score = [
+        t["eval_score"][~np.isnan(t["eval_score"])][-3:].mean() for t in tables if "eval_score" in t
+    ]
+    mean, half = (
+        np.mean(last),
+        stats.t.ppf(0.975, len(last) - 1) * stats.sem(last) if len(last) > 1 else 0.0,
+    )
+    reached = (
+        mean >= GOALS[env]
+        and mean - half > known["random"]
+        and np.mean(score or 0) >= SCORES.get(env, -np.inf)
+    )
     reached &= ends["wall_s"] <= (300 if "frozenlake" in env else 600)
-    cells = [config.task(), f"{known['random']:.3f}", f"{before:.3f}", " ".join(f"{x:.3f}" for x in last)]
+    cells = [
+        config.task(),
+        f"{known['random']:.3f}",
+        f"{before:.3f}",
+        " ".join(f"{x:.3f}" for x in last),
+    ]
     cells += [f"{mean:.3f} ± {half:.3f}", f"{known.get('optimal', np.nan):.3f}", f"{GOALS[env]:g}"]
     cells += ["yes" if reached else "no", f"{np.mean(score):.2f}" if score else ""]
     cells += [f"{ends['invalid']:.1%}", f"{ends['episodes']:.0f}", f"{ends['wall_s']:.0f}"]
@@ -49,7 +72,9 @@ def row(env: str, seeds: list[int], out: Path, jobs: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--env", choices=list(ENVS), nargs="+", default=list(ENVS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; only one: two threads")
@@ -57,7 +82,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.out.exists():  # an old run must not stand in the table
         parser.error(f"--out is {args.out}, but must be a folder that does not exist yet")
-    print("| task | random | before | after, per seed | mean | optimum | goal | reached | score |", end="")
+    print(
+        "| task | random | before | after, per seed | mean | optimum | goal | reached | score |",
+        end="",
+    )
     print(" unreadable | episodes | seconds |\n" + "|---" * 12 + "|", flush=True)
     for env in args.env:
         print(row(env, args.seeds, args.out, args.jobs), flush=True)

@@ -28,10 +28,17 @@ from freshper.tiny import build_tokenizer, keep_freed_memory
 from freshper.trainer import action_logprobs
 
 
-def measure(at_once: int, vocabulary: int, episodes: int, length: int, queue: multiprocessing.Queue) -> None:
+def measure(
+    at_once: int, vocabulary: int, episodes: int, length: int, queue: multiprocessing.Queue
+) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=vocabulary, num_key_value_heads=4, **shape))
     policy = Policy(model, build_tokenizer(()))
     rng = np.random.default_rng(0)
@@ -51,20 +58,31 @@ def measure(at_once: int, vocabulary: int, episodes: int, length: int, queue: mu
     seconds = time.perf_counter() - began
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20
     gradient = policy.model.model.layers[0].mlp.up_proj.weight.grad
-    queue.put((int(batch.action_mask.sum()) / seconds, peak, logprobs.sum().item(), gradient.norm().item()))
+    queue.put(
+        (
+            int(batch.action_mask.sum()) / seconds,
+            peak,
+            logprobs.sum().item(),
+            gradient.norm().item(),
+        )
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--episodes", type=int, default=4, help="of a micro-batch")
-    parser.add_argument("--length", type=int, default=512, help="tokens of an episode; three quarters are actions")
+    parser.add_argument(
+        "--length", type=int, default=512, help="tokens of an episode; three quarters are actions"
+    )
     a = parser.parse_args()
     keep_freed_memory()
     context = multiprocessing.get_context("spawn")
     for name, at_once in (("all at once", 2**62), ("in chunks", freshper.trainer.LOGITS_AT_ONCE)):
         queue = context.Queue()
-        process = context.Process(target=measure, args=(at_once, a.vocabulary, a.episodes, a.length, queue))
+        process = context.Process(
+            target=measure, args=(at_once, a.vocabulary, a.episodes, a.length, queue)
+        )
         process.start()
         speed, peak, total, norm = queue.get()
         process.join()

@@ -28,17 +28,30 @@ from pygments.lexers import PythonLexer
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted([*ROOT.glob("*.py"), *ROOT.glob("freshper/*.py"), *ROOT.glob("envs/*.py")])
 TABLE = ROOT / "docs/paper_to_code.md"
-KINDS = {"eq": "eq.", "tab": "table", "fig": "fig.", "sec": "section", "app": "appendix", "alg": "line"}
-CITED = re.compile(r"\b(eq\.|Tables?|Fig\.|[Ss]ection|[Aa]ppendix|Algorithm 1,? lines?)\s((?:[A-Z]\b|\d+)(?:\.\d)?)")
+KINDS = {
+    "eq": "eq.",
+    "tab": "table",
+    "fig": "fig.",
+    "sec": "section",
+    "app": "appendix",
+    "alg": "line",
+}
+CITED = re.compile(
+    r"\b(eq\.|Tables?|Fig\.|[Ss]ection|[Aa]ppendix|Algorithm 1,? lines?)\s((?:[A-Z]\b|\d+)(?:\.\d)?)"
+)
 ANCHOR = re.compile(r'<a id="([^"]+)"')
 FORMATTER = HtmlFormatter(nowrap=True, style="friendly")
 
 DOCSTRING = MarkdownIt("commonmark", {"html": False})
-MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table").use(anchors_plugin, max_level=3)
+MARKDOWN = (
+    MarkdownIt("commonmark", {"html": False}).enable("table").use(anchors_plugin, max_level=3)
+)
 MARKDOWN.use(
     dollarmath_plugin,
     double_inline=True,
-    renderer=lambda latex, options: convert(latex, display="block" if options["display_mode"] else "inline"),
+    renderer=lambda latex, options: convert(
+        latex, display="block" if options["display_mode"] else "inline"
+    ),
 )
 
 
@@ -81,7 +94,10 @@ def symbols(node: ast.AST, name: str = "") -> Iterator[tuple[str, ast.AST]]:
 def split(path: Path) -> list[Part]:
     """Split a module into parts. Settings, constants and the lines of Algorithm 1 get anchors."""
     text = path.read_text(encoding="utf-8")
-    lines, shown = text.splitlines(), highlight(text, PythonLexer(stripnl=False), FORMATTER).splitlines()
+    lines, shown = (
+        text.splitlines(),
+        highlight(text, PythonLexer(stripnl=False), FORMATTER).splitlines(),
+    )
     starts: dict[int, tuple[str, str]] = {1: ("", "")}  # line: name, docstring
     docstrings: set[int] = set()  # line numbers
     for name, node in symbols(ast.parse(text)):
@@ -101,7 +117,9 @@ def split(path: Path) -> list[Part]:
     for n, line in enumerate(lines if path.name == "train.py" else ()):
         if found := re.search(r"# (?:Algorithm 1, line )?(\d+)\b", line):
             link = f'<a id="line-{found[1]}" href="index.html#alg:freshper:{found[1]}">'
-            shown[n] = shown[n].replace("# ", f"{link}# ", 1).removesuffix("</span>") + "</a></span>"
+            shown[n] = (
+                shown[n].replace("# ", f"{link}# ", 1).removesuffix("</span>") + "</a></span>"
+            )
     parts = []
     for start, end in zip(sorted(starts), [*sorted(starts)[1:], len(lines) + 1], strict=True):
         code = [shown[n - 1] for n in range(start, end) if n not in docstrings]
@@ -114,22 +132,38 @@ class Edition:
 
     def __init__(self) -> None:
         self.rows = {row.label: row for row in read_rows()}
-        modules = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in SOURCES}
+        modules = {
+            ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
+            for p in SOURCES
+        }
         self.parts = {module: split(path) for module, path in modules.items()}
         self.anchors = {module: f"{module}.html" for module in modules}
         for module, parts in self.parts.items():
-            for name in (name for part in parts for name in [part.name, *ANCHOR.findall(part.code)] if name):
+            for name in (
+                name for part in parts for name in [part.name, *ANCHOR.findall(part.code)] if name
+            ):
                 self.anchors[f"{module}.{name}"] = f"{module}.html#{name}"
                 self.anchors[name.replace("Config.", "--")] = f"{module}.html#{name}"
         self.labels: dict[str, str] = {}  # label of a place as prose cites it: "eq. 13"
         self.naming: dict[str, list[Row]] = defaultdict(list)  # rows of a symbol
         for row in self.rows.values():
-            kind, number = KINDS.get(row.label.partition(":")[0]), re.sub(r"^\D+ |[()]", "", row.place)
-            numbers = re.findall(r"(\d+) `eq:", row.says)  # of appendix C, whose sections have a row each
-            self.labels |= {f"{kind} {number}": row.label} | {f"eq. {n}": row.label for n in numbers}
-            for symbol in re.findall(r"`((?:envs|freshper|compare|sumtree|train)(?:\.\w+)*)`", row.code):
+            kind, number = (
+                KINDS.get(row.label.partition(":")[0]),
+                re.sub(r"^\D+ |[()]", "", row.place),
+            )
+            numbers = re.findall(
+                r"(\d+) `eq:", row.says
+            )  # of appendix C, whose sections have a row each
+            self.labels |= {f"{kind} {number}": row.label} | {
+                f"eq. {n}": row.label for n in numbers
+            }
+            for symbol in re.findall(
+                r"`((?:envs|freshper|compare|sumtree|train)(?:\.\w+)*)`", row.code
+            ):
                 if symbol not in self.anchors:
-                    raise ValueError(f"docs/paper_to_code.md, {row.label}: {symbol} is not in the code")
+                    raise ValueError(
+                        f"docs/paper_to_code.md, {row.label}: {symbol} is not in the code"
+                    )
                 self.naming[symbol].append(row)
 
     def order(self) -> dict[str, str]:
@@ -162,22 +196,32 @@ class Edition:
         """Return the page of a module: a row per part, prose left, code right."""
         out = [f"<h1><code>{name}</code></h1>"]
         for k, part in enumerate(self.parts[name]):
-            named = [name] * (k == 0) + [f"{name}.{n}" for n in [part.name, *ANCHOR.findall(part.code)]]
+            named = [name] * (k == 0) + [
+                f"{name}.{n}" for n in [part.name, *ANCHOR.findall(part.code)]
+            ]
             left = f'<a id="{part.name}"></a>' if part.name else ""
             left += self.link(DOCSTRING.render(part.docstring), name)
-            for row in {row.label: row for symbol in named for row in self.naming.get(symbol, ())}.values():
+            for row in {
+                row.label: row for symbol in named for row in self.naming.get(symbol, ())
+            }.values():
                 says = self.link(MARKDOWN.renderInline(row.says))
                 left += f'<div class=paper><a href="index.html#{row.label}">{row.place}</a> {says}</div>'
             kind = "head" if k == 0 else "symbol"
-            out.append(f"<section class={kind}><div>{left}</div><pre>{self.link(part.code, name)}</pre></section>")
+            out.append(
+                f"<section class={kind}><div>{left}</div><pre>{self.link(part.code, name)}</pre></section>"
+            )
         return "\n".join(out)
 
     def index(self) -> str:
         """Return the list of modules in reading order, and the table with an anchor for every label."""
         out = "<h1>FreshPER, to read beside the paper</h1><ol class=modules>"
         for module, section in self.order().items():
-            first = " ".join(self.parts[module][0].docstring.split("\n\n")[0].split()).split(". ")[0]
-            out += f'<li><a href="{module}.html"><code>{module}</code></a> <small>{section}</small> '
+            first = " ".join(self.parts[module][0].docstring.split("\n\n")[0].split()).split(". ")[
+                0
+            ]
+            out += (
+                f'<li><a href="{module}.html"><code>{module}</code></a> <small>{section}</small> '
+            )
             out += f"{DOCSTRING.renderInline(first)}</li>"
         table = self.link(MARKDOWN.render(TABLE.read_text(encoding="utf-8")))
         for label in self.rows:
@@ -194,14 +238,22 @@ def build(out: Path) -> None:
     order = list(edition.order())
     pages = {"index": edition.index()} | {name: edition.module(name) for name in order}
     out.mkdir(parents=True, exist_ok=True)
-    style = (ROOT / "docs/reading.css").read_text(encoding="utf-8") + FORMATTER.get_style_defs("pre")
+    style = (ROOT / "docs/reading.css").read_text(encoding="utf-8") + FORMATTER.get_style_defs(
+        "pre"
+    )
     (out / "style.css").write_text(style, encoding="utf-8")
 
     for name, body in pages.items():
         k = order.index(name) if name in order else len(order)
-        near = [("←", other) for other in order[max(k - 1, 0) : k]] + [("→", other) for other in order[k + 1 : k + 2]]
-        around = "".join(f'<a href="{other}.html">{arrow} {other}</a>' for arrow, other in near if k < len(order))
-        body = re.sub(r'<a href="[\w/.-]+\.md[^"]*">(.*?)</a>', r"\1", body)  # pages that are not part of the edition
+        near = [("←", other) for other in order[max(k - 1, 0) : k]] + [
+            ("→", other) for other in order[k + 1 : k + 2]
+        ]
+        around = "".join(
+            f'<a href="{other}.html">{arrow} {other}</a>' for arrow, other in near if k < len(order)
+        )
+        body = re.sub(
+            r'<a href="[\w/.-]+\.md[^"]*">(.*?)</a>', r"\1", body
+        )  # pages that are not part of the edition
         head = f'<meta charset=utf-8><meta name=viewport content="width=device-width"><title>{name}</title>'
         head += f'<link rel=stylesheet href=style.css><nav><a href="index.html">Contents</a>{around}</nav>'
         page = f"<!doctype html><html lang=en>{head}<main class={name}>{body}</main></html>\n"
@@ -209,7 +261,9 @@ def build(out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the reading edition: every module beside the paper.")
+    parser = argparse.ArgumentParser(
+        description="Write the reading edition: every module beside the paper."
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "out/reading")
     out = parser.parse_args().out
     build(out)

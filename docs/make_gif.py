@@ -31,7 +31,9 @@ TURN_MS, LAST_MS = 600, 2500
 class FilmedLake(FrozenLake):
     """A FrozenLake that keeps an image of every state and the text of every reply."""
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Observation, dict]:
+    def reset(
+        self, *, seed: int | None = None, options: dict | None = None
+    ) -> tuple[Observation, dict]:
         result = super().reset(seed=seed, options=options)
         self.images, self.replies = [draw(self.cells, self.position(), CELL)], [""]
         return result
@@ -70,7 +72,9 @@ def frames(lakes: tuple[FilmedLake, FilmedLake]) -> list[Image.Image]:
     for turn in range(max(len(lake.images) for lake in lakes)):
         page = Image.new("RGB", (2 * side + 3 * MARGIN, side + HEADER + FOOTER), "white")
         pen = ImageDraw.Draw(page)
-        for k, (lake, name) in enumerate(zip(lakes, ("before training", "after training"), strict=True)):
+        for k, (lake, name) in enumerate(
+            zip(lakes, ("before training", "after training"), strict=True)
+        ):
             x, last = MARGIN + k * (side + MARGIN), len(lake.images) - 1
             page.paste(Image.fromarray(lake.images[min(turn, last)]), (x, HEADER))
             result = results.get(lake.cell(), "out of turns")
@@ -84,20 +88,28 @@ def frames(lakes: tuple[FilmedLake, FilmedLake]) -> list[Image.Image]:
 
 def main() -> None:
     """Choose a map, draw it, and save the GIF."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", help="a trained policy of frozenlake_vlm: a run's checkpoint")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "frozenlake.gif")
     args = parser.parse_args()
     config = parse_args(["--env", "frozenlake_vlm", "--model", "tiny"])
-    pairs = list(zip(act(str(tiny_model("frozenlake_vlm")), config), act(args.folder, config), strict=True))
+    pairs = list(
+        zip(act(str(tiny_model("frozenlake_vlm")), config), act(args.folder, config), strict=True)
+    )
     rates = [np.mean([lake.cell() == "G" for lake in lakes]) for lakes in zip(*pairs, strict=True)]
     print(f"success on {MAPS} held-out maps: {rates[0]:.2f} before, {rates[1]:.2f} after")
     telling = [pair for pair in pairs if pair[0].cell() == "H" and pair[1].cell() == "G"]
     if not telling:
-        parser.error(f"{args.folder} reaches the goal on none of the maps on which the start falls into a hole")
+        parser.error(
+            f"{args.folder} reaches the goal on none of the maps on which the start falls into a hole"
+        )
     drawn = frames(max(telling, key=lambda pair: pair[1].way()))
     durations = [TURN_MS] * (len(drawn) - 1) + [LAST_MS]
-    drawn[0].save(args.out, save_all=True, append_images=drawn[1:], duration=durations, loop=0, optimize=True)
+    drawn[0].save(
+        args.out, save_all=True, append_images=drawn[1:], duration=durations, loop=0, optimize=True
+    )
     print(f"{args.out}, {args.out.stat().st_size / 1000:.0f} kB")
 
 

@@ -23,7 +23,10 @@ TOUR = Path(__file__).parent / "tour.py"
 def cells(source: str) -> list[tuple[str, str]]:
     """(kind, text) of each cell, with kind "markdown", "solution" or "" (code)."""
     parts = re.split(r"^# %%(.*)\n", source, flags=re.MULTILINE)[1:]
-    return [(kind.strip(" []"), text.strip()) for kind, text in zip(parts[::2], parts[1::2], strict=True)]
+    return [
+        (kind.strip(" []"), text.strip())
+        for kind, text in zip(parts[::2], parts[1::2], strict=True)
+    ]
 
 
 def prose(text: str) -> str:

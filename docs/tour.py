@@ -25,7 +25,12 @@ from freshper.priority import exponential_decay, polynomial_decay
 from freshper.reinforce import advantages
 
 ITERATIONS = os.environ.get("TOUR_ITERATIONS", "60")
-BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "fontsize": "small", "frameon": False}
+BELOW = {
+    "loc": "upper center",
+    "bbox_to_anchor": (0.5, -0.2),
+    "fontsize": "small",
+    "frameon": False,
+}
 OUT = Path(os.environ.get("TOUR_OUT", "out/tour"))
 
 # %% [markdown]
@@ -43,7 +48,9 @@ runs = {name: OUT / f"{name.replace(' ', '-')}-{ITERATIONS}" for name in ARMS}
 for name, folder in runs.items():
     compare.run("frozenlake", ARMS[name], 7, folder, FLAGS)
     found = compare.summary(folder)
-    print(f"{name}: {found['episodes']:.0f} episodes, {found['updates']:.0f} updates, success {found['last']:.2f}")
+    print(
+        f"{name}: {found['episodes']:.0f} episodes, {found['updates']:.0f} updates, success {found['last']:.2f}"
+    )
 
 
 def load_buffer(folder: Path, alpha: float = 0.6, decay: str | None = None) -> ReplayBuffer:
@@ -53,7 +60,9 @@ def load_buffer(folder: Path, alpha: float = 0.6, decay: str | None = None) -> R
     buffer = ReplayBuffer(config.capacity, alpha, config.decay_function())
     state = torch.load(checkpoint.newest(folder).folder / "state.pt", weights_only=True)["buffer"]
     arrays = {name: x.numpy() for name, x in state.items() if isinstance(x, torch.Tensor)}
-    buffer.load_state_dict(state | arrays | {"episodes": checkpoint.unpack_episodes(state["episodes"])})
+    buffer.load_state_dict(
+        state | arrays | {"episodes": checkpoint.unpack_episodes(state["episodes"])}
+    )
     buffer.refresh(buffer.now)
     return buffer
 
@@ -75,12 +84,19 @@ for (name, folder), panel in zip(runs.items(), axes[:2], strict=True):
     buffer = load_buffer(folder)
     reward = np.array([e.reward for e in buffer.episodes])
     for chosen, label in ((reward > 0, "successes"), (reward <= 0, "failures")):
-        panel.semilogy(buffer.ages()[chosen], (buffer.tree[np.flatnonzero(chosen)]) ** (1 / 0.6), ".", label=label)
+        panel.semilogy(
+            buffer.ages()[chosen],
+            (buffer.tree[np.flatnonzero(chosen)]) ** (1 / 0.6),
+            ".",
+            label=label,
+        )
     panel.set(title=f"p_i {name}", xlabel="age, optimizer steps")
     drawn = diagnostics.read(folder)["age"]
     axes[2].hist(drawn, bins=40, histtype="step", label=name)
     old = np.quantile(buffer.ages(), 0.5)
-    print(f"{name}: mean age {buffer.ages().mean():.0f} in the buffer, {drawn.mean():.0f} of what was drawn;")
+    print(
+        f"{name}: mean age {buffer.ages().mean():.0f} in the buffer, {drawn.mean():.0f} of what was drawn;"
+    )
     print(f"    P(the older half of the buffer) = {exact(buffer)[buffer.ages() > old].sum():.4f}")
 axes[2].set(title="ages drawn", xlabel="age, optimizer steps")
 for panel in axes:
@@ -98,7 +114,9 @@ figure, axes = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
 bins = {name: diagnostics.by_age(diagnostics.read(folder), 10) for name, folder in runs.items()}
 for name, found in bins.items():
     (line,) = axes[0].plot(found["age"], found["ess"], "o-", label=f"ESS / n {name}")
-    axes[0].plot(found["age"], np.exp(-found["kl"]), "--", color=line.get_color(), label="its bound exp(-KL)")
+    axes[0].plot(
+        found["age"], np.exp(-found["kl"]), "--", color=line.get_color(), label="its bound exp(-KL)"
+    )
     axes[1].plot(found["age"], found["kl_reverse"], "o-", label=name)
     tau, offset, r2 = diagnostics.drift_rate(found["age"], found["kl_reverse"])
     print(f"{name}: KL(mu||theta) = {offset:.2f} + age / {tau:.0f}, R2 {r2:.2f}")
@@ -121,13 +139,21 @@ figure.suptitle("ESS and KL divergence of replayed trajectories")
 # %%
 folder = runs["with decay"]
 print("alpha  decay        successes: exact, drawn     mean age: exact, drawn")
-for alpha, decay in ((0.0, "none"), (0.6, "none"), (1.0, "none"), (0.6, "exponential"), (1.0, "exponential")):
+for alpha, decay in (
+    (0.0, "none"),
+    (0.6, "none"),
+    (1.0, "none"),
+    (0.6, "exponential"),
+    (1.0, "exponential"),
+):
     buffer = load_buffer(folder, alpha, decay)
     won, p = np.array([e.reward > 0 for e in buffer.episodes]), exact(buffer)
     replay = buffer.sample(20_000)
     drawn = np.mean([e.reward > 0 for e in replay.episodes])
     ages = (p @ buffer.ages(), replay.ages.mean())
-    print(f"{alpha:5.1f}  {decay:11s}  {p @ won:.3f}  {drawn:.3f}               {ages[0]:6.1f}  {ages[1]:6.1f}")
+    print(
+        f"{alpha:5.1f}  {decay:11s}  {p @ won:.3f}  {drawn:.3f}               {ages[0]:6.1f}  {ages[1]:6.1f}"
+    )
     np.testing.assert_allclose([drawn, ages[1]], [p @ won, ages[0]], atol=0.01, rtol=0.01)
 
 # %% [markdown]
@@ -151,7 +177,10 @@ for beta in (0.0, 0.4, 1.0):
 # Line 6 of Algorithm 1 matters because *new* entries come in at age 0 beside leaves that were computed earlier.
 
 # %%
-for name, decay in (("exponential", exponential_decay), ("polynomial", partial(polynomial_decay, power=1.0))):
+for name, decay in (
+    ("exponential", exponential_decay),
+    ("polynomial", partial(polynomial_decay, power=1.0)),
+):
     buffer = load_buffer(folder)
     buffer.decay = partial(decay, tau=20.0)
     buffer.refresh(buffer.now)
@@ -161,10 +190,14 @@ for name, decay in (("exponential", exponential_decay), ("polynomial", partial(p
     print(f"{name}: 30 steps later, P(i) has changed by at most {change:.1e} of itself")
 
 buffer = load_buffer(folder)
-buffer.add(buffer.episodes[-32:], np.full(32, 0.1), step=buffer.now + 30)  # 32 fresh failures, and no refresh
+buffer.add(
+    buffer.episodes[-32:], np.full(32, 0.1), step=buffer.now + 30
+)  # 32 fresh failures, and no refresh
 before = exact(buffer)[-32:].sum()
 buffer.refresh(buffer.now)
-print(f"P(32 fresh failures) = {before:.4f} before the refresh, {exact(buffer)[-32:].sum():.4f} after it")
+print(
+    f"P(32 fresh failures) = {before:.4f} before the refresh, {exact(buffer)[-32:].sum():.4f} after it"
+)
 
 # %% [markdown]
 # ## Exercises
@@ -179,7 +212,9 @@ print(f"P(32 fresh failures) = {before:.4f} before the refresh, {exact(buffer)[-
 # (1 + epsilon) exp(-age / tau) = epsilon. Alpha does not matter: both sides are raised to it.
 crossing = 20 * np.log(1.1 / 0.1)
 print(f"age {crossing:.1f}")
-p = np.array([1.1, 1.1, 0.1]) * exponential_decay(np.array([np.floor(crossing), np.ceil(crossing), 0.0]), tau=20.0)
+p = np.array([1.1, 1.1, 0.1]) * exponential_decay(
+    np.array([np.floor(crossing), np.ceil(crossing), 0.0]), tau=20.0
+)
 assert p[0] > p[2] > p[1]
 
 # %% [markdown]
@@ -206,7 +241,11 @@ assert np.isclose(two.tree[0] / two.tree[1], 0.5, atol=1e-3)
 # No: with these estimates it is Jensen's inequality for the sample itself (the head of freshper/diagnostics.py).
 for found in bins.values():
     assert (found["ess"] <= np.exp(-found["kl"]) + 1e-9).all()
-print("loosest bin:", max(round(float((np.exp(-f["kl"]) / f["ess"]).max()), 1) for f in bins.values()), "times")
+print(
+    "loosest bin:",
+    max(round(float((np.exp(-f["kl"]) / f["ess"]).max()), 1) for f in bins.values()),
+    "times",
+)
 
 # %% [markdown]
 # ### Exercise 4
@@ -230,5 +269,7 @@ replay = buffer.sample(50_000)
 w = importance_weights(replay.probabilities, len(buffer), beta=1.0)
 estimate = np.average(replay.ages, weights=w)
 error = np.sqrt(np.sum((w * (replay.ages - estimate)) ** 2)) / w.sum()
-print(f"buffer {buffer.ages().mean():.2f}; weighted {estimate:.2f} +- {error:.2f}; plain {replay.ages.mean():.2f}")
+print(
+    f"buffer {buffer.ages().mean():.2f}; weighted {estimate:.2f} +- {error:.2f}; plain {replay.ages.mean():.2f}"
+)
 assert abs(estimate - buffer.ages().mean()) < 5 * error

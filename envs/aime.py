@@ -19,7 +19,11 @@ from envs.answer_parsing import bare
 from envs.question_answering import FEEDBACK, Question, QuestionAnswering
 
 LARGEST = 16
-GCD, SMALLEST, MULTIPLES = "Find the greatest common divisor of", "Find the smallest of", "Find how many multiples of"
+GCD, SMALLEST, MULTIPLES = (
+    "Find the greatest common divisor of",
+    "Find the smallest of",
+    "Find how many multiples of",
+)
 AMONG = " there are among"
 
 
@@ -39,14 +43,18 @@ class AIME(QuestionAnswering):
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Question:
         if (gold := cls.read(str(row["answer"]))) is None:
-            raise ValueError(f"the field answer is {str(row['answer'])[:30]!r}, but must be an integer from 000 to 999")
+            raise ValueError(
+                f"the field answer is {str(row['answer'])[:30]!r}, but must be an integer from 000 to 999"
+            )
         return Question(str(row["problem"]), f"{gold:03d}")
 
     @classmethod
     def problems(cls, style: str) -> Iterator[tuple[str, int, Hashable, Any]]:
         for numbers in combinations_with_replacement(range(1, LARGEST + 1), 4):
             found = [(math.gcd(*numbers), GCD), (numbers[0], SMALLEST)]
-            found += [(sum(n % m == 0 for n in numbers), f"{MULTIPLES} {m}{AMONG}") for m in (2, 3, 5)]
+            found += [
+                (sum(n % m == 0 for n in numbers), f"{MULTIPLES} {m}{AMONG}") for m in (2, 3, 5)
+            ]
             for answer, task in found:
                 yield f"{answer:03d}", 0, numbers, (task, numbers)
 

@@ -67,7 +67,10 @@ class TextEnv(gymnasium.Env):
     layers: int = 2
     words: ClassVar[tuple[str, ...]] = ()
     warm_start: tuple[tuple[int, int], ...] = ((300, 10),)
-    data, rows = "", dict[str, list]()  # of tasks with questions: where they come from (envs/data.py), rows by split
+    data, rows = (
+        "",
+        dict[str, list](),
+    )  # of tasks with questions: where they come from (envs/data.py), rows by split
     action_space, observation_space = Instances(str), Instances(Observation)
 
     def __init__(self, style: str = "terse", format_penalty: float = 0.15, max_turns: int = 0):
@@ -104,14 +107,23 @@ class TextEnv(gymnasium.Env):
         """Return the success of the `random` policy on this seed, and of the `optimal` one if there is `optimal_reply`.
         This default plays one episode of each; tasks that know the exact probability return that."""
         rng = np.random.default_rng((seed, 1))  # independent of the stream that draws the task
-        policies = {"random": lambda: self.random_reply(rng), "optimal": getattr(self, "optimal_reply", None)}
-        return {name: float(play_out(self, seed, reply)[2]["success"]) for name, reply in policies.items() if reply}
+        policies = {
+            "random": lambda: self.random_reply(rng),
+            "optimal": getattr(self, "optimal_reply", None),
+        }
+        return {
+            name: float(play_out(self, seed, reply)[2]["success"])
+            for name, reply in policies.items()
+            if reply
+        }
 
     def data_summary(self) -> str:
         """Return a sentence that counts the rows of `data`, or "" without."""
         if not self.rows:
             return ""
-        train, held_out, left_out = (len(self.rows.get(s, ())) for s in ("train", "held_out", "left_out"))
+        train, held_out, left_out = (
+            len(self.rows.get(s, ())) for s in ("train", "held_out", "left_out")
+        )
         reason = f", {left_out} left out: too long for --max_tokens, or with an image too narrow"
         return f"{self.data}: {train} rows for training, {held_out} held out{reason if left_out else ''}"
 
@@ -126,9 +138,14 @@ def check_environment(env: TextEnv) -> None:
 
     def content(observation: Any, method: str) -> tuple[str, list[bytes]]:
         fits = isinstance(observation, Observation) and isinstance(observation.text, str)
-        require(fits, f"{method}() showed {observation!r}, but must show an Observation with a text")
+        require(
+            fits, f"{method}() showed {observation!r}, but must show an Observation with a text"
+        )
         forms = {(np.asarray(image).dtype, np.shape(image)[2:]) for image in observation.images}
-        require(forms <= {(np.dtype(np.uint8), (3,))}, f"{method}() showed images that are not uint8 [H, W, 3]")
+        require(
+            forms <= {(np.dtype(np.uint8), (3,))},
+            f"{method}() showed images that are not uint8 [H, W, 3]",
+        )
         return observation.text, [image.tobytes() for image in observation.images]
 
     def episode(seed: int) -> list[tuple]:
@@ -140,26 +157,40 @@ def check_environment(env: TextEnv) -> None:
         for turn in range(env.max_turns):
             ended = env.step(env.random_reply(rng) if offline else "")
             whole = type(ended) is tuple and len(ended) == 5
-            require(whole, f"step() returned {ended!r}, but must return observation, reward, two bools and a dict")
+            require(
+                whole,
+                f"step() returned {ended!r}, but must return observation, reward, two bools and a dict",
+            )
             observation, *outcome, info = ended
             require("success" in info, f"step() returned the dict {info!r}, which lacks `success`")
             seen.append((content(observation, "step"), outcome, info["success"]))
             if any(outcome[1:]) or turn == 100:
                 return seen
-        raise ValueError(f"{name}.step() did not end the episode in turn {env.max_turns}, its last by max_turns")
+        raise ValueError(
+            f"{name}.step() did not end the episode in turn {env.max_turns}, its last by max_turns"
+        )
 
     for method in ("reset", "step", "observe"):
         defined = getattr(type(env), method, None) is not getattr(gymnasium.Env, method, None)
         require(defined, f"{method}() is missing")
     for field in ("actions", "words"):
-        require(isinstance(getattr(env, field), tuple), f"{field} is {getattr(env, field)!r}, but must be a tuple")
+        require(
+            isinstance(getattr(env, field), tuple),
+            f"{field} is {getattr(env, field)!r}, but must be a tuple",
+        )
     own_reply = type(env).random_reply is not TextEnv.random_reply
-    require(own_reply or len(env.actions) > 0, "actions is empty, but the random policy chooses from them")
+    require(
+        own_reply or len(env.actions) > 0,
+        "actions is empty, but the random policy chooses from them",
+    )
 
     offline = "step_many" not in vars(type(env))  # else random replies may query a service
     for seed in range(8):
         advice = "all that is random must follow from the seed: begin with super().reset(seed=seed)"
-        require(episode(seed) == episode(seed), f"reset(seed={seed}) began two different episodes, but {advice}")
+        require(
+            episode(seed) == episode(seed),
+            f"reset(seed={seed}) began two different episodes, but {advice}",
+        )
 
 
 def play_out(env: TextEnv, seed: int, reply: Callable[[], str]) -> tuple[float, int, dict]:

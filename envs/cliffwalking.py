@@ -21,7 +21,12 @@ from envs.base import WARM_START_SEEDS, Observation, held_out
 from envs.grid_world import FORM, GridWorld, cell_name
 
 COLUMNS = 12
-WAY = (36, 36, 36, *range(24, 36))  # cells (12 row + column) of the shortest way, the start three times as often
+WAY = (
+    36,
+    36,
+    36,
+    *range(24, 36),
+)  # cells (12 row + column) of the shortest way, the start three times as often
 
 RULES = f"""\
 You are walking along a cliff, on a grid of 4 rows and 12 columns. You start in row 4, column 1; the goal G is in row \
@@ -77,11 +82,20 @@ class CliffWalking(GridWorld):
 
     def caption(self) -> str:
         """Return the four neighbours, such as `Up c2 Right d3 Down X Left b3`; X is the cliff."""
-        cells = ["X" if mark == "C" else cell_name(*divmod(cell, COLUMNS)) for cell, mark in self.around()]
+        cells = [
+            "X" if mark == "C" else cell_name(*divmod(cell, COLUMNS))
+            for cell, mark in self.around()
+        ]
         return " ".join(f"{way} {cell}" for way, cell in zip(self.actions, cells, strict=True))
 
     def observe(self) -> Observation:
         row, col = divmod(int(self.cliff.s), COLUMNS)
         if self.style == "terse":
-            return Observation(f" {cell_name(row, col)} {' '.join(mark for _, mark in self.around())}")
-        return Observation(self.prompt(RULES.format(budget=self.budget()), f"You: row {row + 1}, column {col + 1}."))
+            return Observation(
+                f" {cell_name(row, col)} {' '.join(mark for _, mark in self.around())}"
+            )
+        return Observation(
+            self.prompt(
+                RULES.format(budget=self.budget()), f"You: row {row + 1}, column {col + 1}."
+            )
+        )

@@ -28,7 +28,9 @@ falling into a hole; you have {budget}.{slippery}
 {legend}
 Actions: Left, Down, Right, Up."""
 LEGEND = "Symbols: P you, _ ice, O hole, G goal, X you in a hole, √ you on the goal."
-IMAGE_LEGEND = "In the image the red figure is you, dark blue cells are holes, the green flag is the goal."
+IMAGE_LEGEND = (
+    "In the image the red figure is you, dark blue cells are holes, the green flag is the goal."
+)
 SLIPPERY = " The ice is slippery: you may slide to either side of where you want to go."
 
 
@@ -45,7 +47,9 @@ def random_map(seed: int) -> list[str]:
         near = np.pad(cells == "S", 1)  # has a border, `reached` none
         reached = near[1:-1, 1:-1]
         for _ in range(SIDE * SIDE):
-            reached |= (cells != "H") & (near[:-2, 1:-1] | near[2:, 1:-1] | near[1:-1, :-2] | near[1:-1, 2:])
+            reached |= (cells != "H") & (
+                near[:-2, 1:-1] | near[2:, 1:-1] | near[1:-1, :-2] | near[1:-1, 2:]
+            )
         if reached[goal]:
             return ["".join(row) for row in cells]
 
@@ -69,7 +73,18 @@ class FrozenLake(GridWorld):
     left, below, right and above of the player, # the edge."""
 
     layers = 4  # detours need depth
-    words = (*GridWorld.actions, " _", " #", "√", " G", " O", " a", " b", " c", " d")  # captions name column and row
+    words = (
+        *GridWorld.actions,
+        " _",
+        " #",
+        "√",
+        " G",
+        " O",
+        " a",
+        " b",
+        " c",
+        " d",
+    )  # captions name column and row
 
     def __init__(self, slippery: bool = False, image: bool = False, **common: Any):
         super().__init__(**common)
@@ -77,12 +92,16 @@ class FrozenLake(GridWorld):
         self.warm_start = ((250, 1), (150, 10)) if image else ((400, 1), (200, 10))
 
     def start(self, seed: int) -> None:
-        self.lake = gymnasium.make("FrozenLake-v1", desc=random_map(seed), is_slippery=self.slippery).unwrapped
+        self.lake = gymnasium.make(
+            "FrozenLake-v1", desc=random_map(seed), is_slippery=self.slippery
+        ).unwrapped
         self.lake.reset(seed=seed)
         self.cells = self.lake.desc.astype(str)  # [4, 4] of S, G, F, H
 
     def act(self, action: int) -> tuple[float, bool, bool]:
-        _, reward, ended, _, _ = self.lake.step(action)  # GridWorld.actions are in Gymnasium's order
+        _, reward, ended, _, _ = self.lake.step(
+            action
+        )  # GridWorld.actions are in Gymnasium's order
         return float(reward), reward > 0, bool(ended)
 
     def optimal_reply(self) -> str:
@@ -108,9 +127,15 @@ class FrozenLake(GridWorld):
     def caption(self) -> str:
         """Return the cells of player, goal and holes, such as `P b1 G d3 O a2 c4`; of an image also its fifth row."""
         here = self.position()
-        goal, holes = ("".join(f" {cell_name(*at)}" for at in np.argwhere(self.cells == cell)) for cell in "GH")
+        goal, holes = (
+            "".join(f" {cell_name(*at)}" for at in np.argwhere(self.cells == cell)) for cell in "GH"
+        )
         beside = f" {' '.join(self.beside())}".translate(SYMBOLS) if self.image else ""
-        return f"{PLAYER_ON[self.cells[here]]} {cell_name(*here)} G{goal}" + (f" O{holes}" if holes else "") + beside
+        return (
+            f"{PLAYER_ON[self.cells[here]]} {cell_name(*here)} G{goal}"
+            + (f" O{holes}" if holes else "")
+            + beside
+        )
 
     def observe(self) -> Observation:
         here, cells = self.position(), self.cells.copy()
@@ -148,11 +173,20 @@ def draw(cells: np.ndarray, player: tuple[int, int], cell_size: int) -> np.ndarr
     for row, col in np.ndindex(rows, columns):
         for on, shape, color, corners in SHAPES:
             if on == cells[row, col] or (on == "player" and (row, col) == player):
-                places = [big * (at + share) for at, share in zip((col, row) * 3, corners, strict=False)]
+                places = [
+                    big * (at + share) for at, share in zip((col, row) * 3, corners, strict=False)
+                ]
                 getattr(pen, shape)(places, fill=color)
-        pen.rectangle((big * col, big * row, big * (col + 1) - 1, big * (row + 1) - 1), outline=LINE, width=big // 28)
+        pen.rectangle(
+            (big * col, big * row, big * (col + 1) - 1, big * (row + 1) - 1),
+            outline=LINE,
+            width=big // 28,
+        )
     image = np.array(canvas.reduce(4))
-    tiles, ruler = image.reshape(rows, cell_size, columns, cell_size, 3), cell_size // 7  # row, y, column, x
+    tiles, ruler = (
+        image.reshape(rows, cell_size, columns, cell_size, 3),
+        cell_size // 7,
+    )  # row, y, column, x
     shades = np.arange(40, 250, 50, dtype=np.uint8)
     tiles[:, :, :, :ruler] = shades[:rows, None, None, None, None]
     tiles[:, :ruler] = shades[:columns, None, None]

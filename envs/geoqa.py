@@ -34,7 +34,9 @@ TOLERANCE = 0.005  # relative, for decimals such as 3.46 for 2√3
 CHOICE = re.compile(r"\(?([A-F])(?:[).:]+ *(.*))?")  # letter and what is behind it
 MAX_SIDE = 896  # pixels; larger images are scaled down, to at most 1024 tokens of Qwen2.5-VL
 
-Polygon = tuple[tuple[int, ...], ...]  # corners in order: column from the left, row from the top, in squares
+Polygon = tuple[
+    tuple[int, ...], ...
+]  # corners in order: column from the left, row from the top, in squares
 
 
 class Figure(NamedTuple):
@@ -66,16 +68,24 @@ def same(a: Measure | None, b: Measure | None) -> bool:
 def polygons() -> list[Polygon]:
     """Return every triangle, and every quadrilateral with two sides along the same direction of the grid."""
     points = list(product(range(SIDE + 1), repeat=2))
-    found: dict[Polygon, Polygon] = {corners: corners for corners in combinations(points, 3) if area(corners)}
+    found: dict[Polygon, Polygon] = {
+        corners: corners for corners in combinations(points, 3) if area(corners)
+    }
     pairs = list(combinations(range(SIDE + 1), 2))
     for (a, b), (c, d), (near, far) in product(pairs, repeat=3):
-        for corners in (((a, near), (b, near), (d, far), (c, far)), ((near, a), (near, b), (far, d), (far, c))):
+        for corners in (
+            ((a, near), (b, near), (d, far), (c, far)),
+            ((near, a), (near, b), (far, d), (far, c)),
+        ):
             found[tuple(sorted(corners))] = corners  # rectangles are found twice
     return list(found.values())
 
 
 def area(polygon: Polygon) -> float:
-    return abs(sum(polygon[k - 1][0] * y - x * polygon[k - 1][1] for k, (x, y) in enumerate(polygon))) / 2
+    return (
+        abs(sum(polygon[k - 1][0] * y - x * polygon[k - 1][1] for k, (x, y) in enumerate(polygon)))
+        / 2
+    )
 
 
 @lru_cache(1024)
@@ -117,7 +127,16 @@ def decode(source: bytes | str) -> np.ndarray:
 
 class GeoQA(QuestionAnswering):
     generated_answers = ("1", "2", "3", "4", "5", "6", "8", "10", "45", "90", "135")
-    words = (*QUESTIONS, " triangle", " quadrilateral", " a", " b", " c", " d", " e")  # a point of a caption: " b3"
+    words = (
+        *QUESTIONS,
+        " triangle",
+        " quadrilateral",
+        " a",
+        " b",
+        " c",
+        " d",
+        " e",
+    )  # a point of a caption: " b3"
     words += (*FEEDBACK, *map(" {}".format, generated_answers))
     warm_start = ((250, 1), (150, 3))  # first to see, then to play
     fields = ("image", "problem", "solution")
@@ -129,7 +148,9 @@ class GeoQA(QuestionAnswering):
         solution, image = str(row["solution"]), row["image"]
         tagged = solution if "<answer>" in solution else f"<answer>{solution}</answer>"
         if cls.read(gold := parse_answer(tagged) or "") is None:
-            raise ValueError(f"the field solution must hold one short answer, but is {solution[:MAX_ANSWER]!r}")
+            raise ValueError(
+                f"the field solution must hold one short answer, but is {solution[:MAX_ANSWER]!r}"
+            )
         if isinstance(image, dict):  # an image column of `datasets`
             image = image.get("bytes") or image.get("path")
         decode(image)  # now, not in the middle of a run
@@ -142,7 +163,9 @@ class GeoQA(QuestionAnswering):
             for k, corner in enumerate(polygon):
                 after = polygon[k + 1 - len(polygon)]
                 one, other = np.subtract(polygon[k - 1], corner), np.subtract(after, corner)
-                degrees = math.degrees(math.acos(one @ other / math.hypot(*one) / math.hypot(*other)))
+                degrees = math.degrees(
+                    math.acos(one @ other / math.hypot(*one) / math.hypot(*other))
+                )
                 found.append((round(degrees, 6), Figure(polygon, "angle?", (corner,))))
                 if 0 in other:  # a side along the grid
                     found.append((math.hypot(*other), Figure(polygon, "length?", (corner, after))))

@@ -27,7 +27,15 @@ MOST_FULL = 20  # things at any time, in full prompts
 
 class GSM8K(QuestionAnswering):
     generated_answers = tuple(str(n) for n in range(MOST + 1))
-    words = (*NAMES, *THINGS, " has", *CHANGES.values(), ". How many", *FEEDBACK, *map(" {}".format, generated_answers))
+    words = (
+        *NAMES,
+        *THINGS,
+        " has",
+        *CHANGES.values(),
+        ". How many",
+        *FEEDBACK,
+        *map(" {}".format, generated_answers),
+    )
     fields = ("question", "answer")
     rules = "Solve this problem step by step."
     form = "End your reply with the number alone between tags, for example <answer>42</answer>."
@@ -41,7 +49,9 @@ class GSM8K(QuestionAnswering):
     def from_row(cls, row: dict[str, Any]) -> Question:
         gold = str(row["answer"]).rpartition("####")[2].strip()
         if cls.read(gold) is None:
-            raise ValueError(f"the field answer must end in #### and a number, but ends in {gold[-30:]!r}")
+            raise ValueError(
+                f"the field answer must end in #### and a number, but ends in {gold[-30:]!r}"
+            )
         return Question(str(row["question"]), gold)
 
     @classmethod
@@ -49,11 +59,21 @@ class GSM8K(QuestionAnswering):
         if style == "full":
             for first, now in permutations(range(MOST_FULL + 1), 2):
                 if now != abs(now - first):  # the answer is no number of the question
-                    yield str(now), 1, tuple(sorted((first, now - first))), (first, now - first)  # 4 + 3 is 3 + 4
+                    yield (
+                        str(now),
+                        1,
+                        tuple(sorted((first, now - first))),
+                        (first, now - first),
+                    )  # 4 + 3 is 3 + 4
             return
         found: list[tuple[tuple[int, ...], int]] = [((first,), first) for first in range(MOST + 1)]
         for _ in range(MOST_CHANGES):
-            found = [((*made, n), now + n) for made, now in found for n in CHANGES if 0 <= now + n <= MOST]
+            found = [
+                ((*made, n), now + n)
+                for made, now in found
+                for n in CHANGES
+                if 0 <= now + n <= MOST
+            ]
             for content, now in found:
                 yield str(now), len(content), (content[0], *sorted(content[1:])), content
 
@@ -65,4 +85,6 @@ class GSM8K(QuestionAnswering):
             text = f"{name} has {first}{thing} and {verb} {abs(changes[0])}. How many{thing} does {name} have {when}?"
             return Question(text, answer, one_sentence=True)
         events = "".join(CHANGES[n] for n in changes)
-        return Question(f"{name} has {first}{thing}{events}. How many{thing}?", answer, f" {first}{events}")
+        return Question(
+            f"{name} has {first}{thing}{events}. How many{thing}?", answer, f" {first}{events}"
+        )

@@ -44,9 +44,13 @@ def exact_match(answer: str, golden_answers: list[str]) -> bool:
 
 def parse_action(reply: str) -> tuple[str, str]:
     """Return ("search", query) or ("answer", text), or ("", "") unless exactly one of them stands outside `<think>`."""
-    parts = re.split("<(/?)(search|answer|information)>", outside_think(reply), flags=re.ASCII | re.IGNORECASE)
+    parts = re.split(
+        "<(/?)(search|answer|information)>", outside_think(reply), flags=re.ASCII | re.IGNORECASE
+    )
     match [part.strip() for part in parts]:
-        case [_, "", kind, text, "/", end, _] if text and kind.lower() == end.lower() != "information":
+        case [_, "", kind, text, "/", end, _] if (
+            text and kind.lower() == end.lower() != "information"
+        ):
             return kind.lower(), text
     return "", ""
 
@@ -58,7 +62,11 @@ def harmless(text: str) -> str:
 
 def from_row(row: dict[str, Any]) -> tuple[str, list[str]]:
     """Return question and golden answers of a row of data, which has a list of them or the only one."""
-    answers = row["golden_answers"] if isinstance(row["golden_answers"], list) else [row["golden_answers"]]
+    answers = (
+        row["golden_answers"]
+        if isinstance(row["golden_answers"], list)
+        else [row["golden_answers"]]
+    )
     return harmless(str(row["question"])), list(map(str, answers))
 
 
@@ -73,12 +81,19 @@ class NQSearch(TextEnv):
     def __init__(self, data: str = "", search_url: str = "", **common: Any):
         super().__init__(**common)
         if bool(data) != bool(search_url) or not re.match("https?://|$", search_url):
-            raise ValueError(f"--data {data!r} and --search_url {search_url!r} need each other and an http:// address")
+            raise ValueError(
+                f"--data {data!r} and --search_url {search_url!r} need each other and an http:// address"
+            )
         self.topk = 1 if self.style == "terse" else TOPK
-        self.data, self.place = data, search_url  # where to search: an address, or the group of a generated question
+        self.data, self.place = (
+            data,
+            search_url,
+        )  # where to search: an address, or the group of a generated question
         self.rows = load_rows(data, ("question", "golden_answers"), from_row) if data else {}
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Observation, dict]:
+    def reset(
+        self, *, seed: int | None = None, options: dict | None = None
+    ) -> tuple[Observation, dict]:
         super().reset(seed=seed)
         seed = self.episode_seed(seed)
         self.puzzle = None if self.data else synthetic_wiki.question(seed)
@@ -101,14 +116,20 @@ class NQSearch(TextEnv):
         fails, raises ConnectionError before any environment has taken its turn."""
         actions = list(map(parse_action, replies))
         passages: dict[int, list[str]] = {}  # by the index of the environment
-        for place in {env.place for env, (kind, _) in zip(envs, actions, strict=True) if kind == "search"}:
-            asking = [k for k, env in enumerate(envs) if env.place == place and actions[k][0] == "search"]
+        for place in {
+            env.place for env, (kind, _) in zip(envs, actions, strict=True) if kind == "search"
+        }:
+            asking = [
+                k for k, env in enumerate(envs) if env.place == place and actions[k][0] == "search"
+            ]
             search = synthetic_wiki.search if place in synthetic_wiki.GROUPS else retrieve
             queries = [actions[k][1][:MAX_TEXT] for k in asking]
             passages |= zip(asking, search(place, queries, envs[0].topk), strict=True)
         return [env._take(*actions[k], passages.get(k, [])) for k, env in enumerate(envs)]
 
-    def _take(self, kind: str, text: str, passages: list[str]) -> tuple[Observation, float, bool, bool, dict]:
+    def _take(
+        self, kind: str, text: str, passages: list[str]
+    ) -> tuple[Observation, float, bool, bool, dict]:
         """Take one turn. `passages`: what a search found."""
         self.turn += 1
         self.readable = kind != ""
@@ -118,27 +139,44 @@ class NQSearch(TextEnv):
             self.seen += self.passages
         success = kind == "answer" and exact_match(text, self.golden_answers)
         reward = float(success) if self.readable else -self.format_penalty
-        info = {"success": success, "valid": self.readable, "metrics": {"searches": float(self.searches)}}
+        info = {
+            "success": success,
+            "valid": self.readable,
+            "metrics": {"searches": float(self.searches)},
+        }
         return self.observe(), reward, kind == "answer", self.turn >= self.max_turns, info
 
     def observe(self) -> Observation:
         """Return the passages of the last search, then the question."""
         if self.style == "terse":
             shown = "\n".join(self.passages).replace("\n", "\n ")
-            return Observation((f"<information> {shown}</information>" if self.passages else "") + self.question)
+            return Observation(
+                (f"<information> {shown}</information>" if self.passages else "") + self.question
+            )
         opening = RULES.format(budget=self.budget("reply", "replies")) if self.turn == 0 else ""
         if not self.readable:
             opening = "Your last reply could not be read.\n"
         if self.searches:
-            opening += "<information>\n" + ("\n\n".join(self.passages) or "Nothing was found.") + "\n</information>\n"
-        return Observation(f"{opening}Question: {self.question}\nReplies left: {self.max_turns - self.turn}. {FORM}")
+            opening += (
+                "<information>\n"
+                + ("\n\n".join(self.passages) or "Nothing was found.")
+                + "\n</information>\n"
+            )
+        return Observation(
+            f"{opening}Question: {self.question}\nReplies left: {self.max_turns - self.turn}. {FORM}"
+        )
 
     def random_reply(self, rng: np.random.Generator) -> str:
         """Return a search for a person, or a value as answer, with probability 1/2 each. With `data`,
         return a word of the question as answer: a run's baseline asks no server."""
         search = self.puzzle and rng.random() < 0.5
-        tag, named = ("search", synthetic_wiki.PERSON) if search else ("answer", synthetic_wiki.VALUE)
-        choices = re.findall(named if self.puzzle else r"\w+", "\n".join(self.seen)) or synthetic_wiki.VALUES
+        tag, named = (
+            ("search", synthetic_wiki.PERSON) if search else ("answer", synthetic_wiki.VALUE)
+        )
+        choices = (
+            re.findall(named if self.puzzle else r"\w+", "\n".join(self.seen))
+            or synthetic_wiki.VALUES
+        )
         choices = list(dict.fromkeys(choices))
         return f"<{tag}> {choices[rng.integers(len(choices))]}</{tag}>"
 
@@ -154,4 +192,7 @@ class NQSearch(TextEnv):
         asked about if there are none. It never singles out the answer."""
         articles = [passage.split("\n") for passage in self.passages]
         facts = [f" {person} {fact}" for person, values in articles for fact in values.split(", ")]
-        return "".join(self.np_random.permutation(facts)) or f" {synthetic_wiki.PERSON.findall(self.question)[0]}"
+        return (
+            "".join(self.np_random.permutation(facts))
+            or f" {synthetic_wiki.PERSON.findall(self.question)[0]}"
+        )

@@ -32,7 +32,9 @@ def ask(env: TextEnv) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """Play episodes of an environment, one per seed, until `q` or the end of the input."""
-    parser = argparse.ArgumentParser(prog="envs.play", description="Play; a line is a reply, or just an action.")
+    parser = argparse.ArgumentParser(
+        prog="envs.play", description="Play; a line is a reply, or just an action."
+    )
     parser.add_argument("env", choices=list(ENVS))
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
     args = parser.parse_args(argv)
@@ -42,7 +44,9 @@ def main(argv: list[str] | None = None) -> None:
             print(f"Episode of seed {seed}; q or Ctrl-D leaves.")
             total, turns, info = play_out(env, seed, lambda: ask(env))
             show(env)
-            print(f"{'success' if info['success'] else 'no success'} after {turns} turns, return {total:g}\n")
+            print(
+                f"{'success' if info['success'] else 'no success'} after {turns} turns, return {total:g}\n"
+            )
     except EOFError:
         print("\nleft")
     except gymnasium.error.Error as error:  # a negative seed

@@ -41,7 +41,9 @@ class QuestionAnswering(TextEnv):
     rules: str  # the first sentence of a full prompt
     form: str  # how to reply
     fields: ClassVar[tuple[str, ...]]  # of a row of data
-    from_row: Callable[[dict[str, Any]], Question]  # a ValueError says what is wrong with which field
+    from_row: Callable[
+        [dict[str, Any]], Question
+    ]  # a ValueError says what is wrong with which field
     generated_answers: tuple[str, ...]  # equally likely
     # of a style: answer, kind (equally likely), key and content
     problems: Callable[[str], Iterator[tuple[str, int, Hashable, Any]]]
@@ -55,7 +57,11 @@ class QuestionAnswering(TextEnv):
         """`data` as in envs/data.py. Raises ValueError if a row of it is no question of this task."""
         super().__init__(**common)
         self.data, self.rows = data, load_rows(data, self.fields, self.from_row) if data else {}
-        golds = sorted({question.gold for question in self.rows["train"]}) if data else self.generated_answers
+        golds = (
+            sorted({question.gold for question in self.rows["train"]})
+            if data
+            else self.generated_answers
+        )
         self.actions = tuple(f" {gold}" for gold in golds)
 
     @classmethod
@@ -82,14 +88,22 @@ class QuestionAnswering(TextEnv):
             contents[tenths[tenth(key)], answer][kind].append(content)
         return contents
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Observation, dict]:
+    def reset(
+        self, *, seed: int | None = None, options: dict | None = None
+    ) -> tuple[Observation, dict]:
         super().reset(seed=seed)
         seed = self.episode_seed(seed)
         if self.data:
             self.question = row_for(self.rows, seed)
         else:
             rng = np.random.default_rng(seed)
-            split = "held_out" if held_out(seed) else SPARE[self.style] if seed >= WARM_START_SEEDS else "train"
+            split = (
+                "held_out"
+                if held_out(seed)
+                else SPARE[self.style]
+                if seed >= WARM_START_SEEDS
+                else "train"
+            )
             generated = self.generated(self.style)
             answers = [answer for answer in self.generated_answers if (split, answer) in generated]
             answer = answers[rng.integers(len(answers))]
@@ -111,8 +125,15 @@ class QuestionAnswering(TextEnv):
         if value is not None:
             reward, self.feedback = float(success), RIGHT if success else WRONG
         else:  # terse prompts stay the same: a tiny model learns from the reward alone
-            reward, self.feedback = -self.format_penalty, UNREADABLE if self.style == "full" else self.feedback
-        info = {"success": success, "valid": value is not None, "metrics": {"first_success": float(self.first_success)}}
+            reward, self.feedback = (
+                -self.format_penalty,
+                UNREADABLE if self.style == "full" else self.feedback,
+            )
+        info = {
+            "success": success,
+            "valid": value is not None,
+            "metrics": {"first_success": float(self.first_success)},
+        }
         return self.observe(), reward, success, self.turn >= self.max_turns, info
 
     def observe(self) -> Observation:
@@ -122,10 +143,20 @@ class QuestionAnswering(TextEnv):
         left, form = self.max_turns - self.turn, SHORT if self.question.one_sentence else self.form
         if self.turn == 0:
             several = f"You have {left} attempts; after a wrong answer you may try again."
-            attempts = several if left > 1 else "" if self.question.one_sentence else "You have one attempt."
+            attempts = (
+                several
+                if left > 1
+                else ""
+                if self.question.one_sentence
+                else "You have one attempt."
+            )
             rules = attempts if self.question.one_sentence else f"{self.rules} {attempts}"
             return Observation(f"{rules}\n\n{self.question.text}\n\n{form}".strip(), self.images())
-        again = f"Try again; attempts left: {left}.\n{form}" if left > 0 and self.feedback != RIGHT else ""
+        again = (
+            f"Try again; attempts left: {left}.\n{form}"
+            if left > 0 and self.feedback != RIGHT
+            else ""
+        )
         return Observation((self.feedback + again).strip())
 
     def optimal_reply(self) -> str:

@@ -33,7 +33,10 @@ from urllib.request import ProxyHandler, Request, build_opener
 import numpy as np
 
 BATCH = 64  # texts per forward pass of a transformer
-TITLE, TRIGRAM = 4.0, 0.25  # hashed words: weights of the words of a passage's title (its first line), and of trigrams
+TITLE, TRIGRAM = (
+    4.0,
+    0.25,
+)  # hashed words: weights of the words of a passage's title (its first line), and of trigrams
 MOST_BYTES, MOST_QUERIES, MOST_TOPK = 1 << 25, 1024, 100  # of a request
 SECONDS = 30.0  # in which a request must arrive, and then a part of its answer be taken
 # a client's attempts; the seconds that each may take; seconds before the second, twice that before the third
@@ -48,13 +51,18 @@ class LocalEncoder:
 
     def __init__(self, corpus: list[str], dimension: int = 2048):
         self.dimension = dimension
-        documents = sum(self._terms(contents) != 0 for contents in corpus)  # number of those that have a term there
+        documents = sum(
+            self._terms(contents) != 0 for contents in corpus
+        )  # number of those that have a term there
         self.idf = np.log((1 + len(corpus)) / (1 + documents)) + 1
 
     def encode(self, texts: list[str], passages: bool = False) -> np.ndarray:
         """Return unit vectors of queries or of passages, float32 [n, dimension]; zeros for a text without words."""
         split = [text.partition("\n")[::2] for text in texts]
-        terms = [(TITLE if passages else 1.0) * self._terms(title) + self._terms(body) for title, body in split]
+        terms = [
+            (TITLE if passages else 1.0) * self._terms(title) + self._terms(body)
+            for title, body in split
+        ]
         vectors = self.idf * np.array(terms).reshape(len(texts), self.dimension)
         norms = np.linalg.norm(vectors, axis=1, keepdims=True)
         return (vectors / np.where(norms > 0, norms, 1)).astype(np.float32)
@@ -64,7 +72,10 @@ class LocalEncoder:
         counts = np.zeros(self.dimension)
         for word in re.findall(r"\w+", text.lower()):
             framed = f"#{word}#"
-            for term, share in [(word, 1.0), *((framed[k : k + 3], TRIGRAM) for k in range(len(word)))]:
+            for term, share in [
+                (word, 1.0),
+                *((framed[k : k + 3], TRIGRAM) for k in range(len(word))),
+            ]:
                 digest = zlib.crc32(term.encode("utf-8", "replace"))
                 counts[digest % self.dimension] += share if digest >> 31 else -share
         return counts
@@ -81,13 +92,24 @@ class TransformerEncoder:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(name)
-            self.model = AutoModel.from_pretrained(name, use_safetensors=True).to(self.device).eval()
+            self.model = (
+                AutoModel.from_pretrained(name, use_safetensors=True).to(self.device).eval()
+            )
         except (OSError, ValueError) as error:
-            raise ValueError(f"--encoder is {name}, but no model could be loaded from there") from error
+            raise ValueError(
+                f"--encoder is {name}, but no model could be loaded from there"
+            ) from error
         self.prefixes = ("query: ", "passage: ") if "e5" in Path(name).name.lower() else ("", "")
         self.dimension = self.model.config.hidden_size
-        longest = min(512, self.model.config.max_position_embeddings)  # tokens; the rest of a text is cut off
-        self.options = {"padding": True, "truncation": True, "max_length": longest, "return_tensors": "pt"}
+        longest = min(
+            512, self.model.config.max_position_embeddings
+        )  # tokens; the rest of a text is cut off
+        self.options = {
+            "padding": True,
+            "truncation": True,
+            "max_length": longest,
+            "return_tensors": "pt",
+        }
 
     def encode(self, texts: list[str], passages: bool = False) -> np.ndarray:
         """Return unit vectors of queries or of passages, float32 [n, dimension]."""
@@ -113,14 +135,18 @@ def read_corpus(path: str) -> list[str]:
             try:
                 passages.append(json.loads(line)["contents"])
             except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(f"{path}, line {len(passages) + 1}: must be a JSON object with contents") from error
+                raise ValueError(
+                    f"{path}, line {len(passages) + 1}: must be a JSON object with contents"
+                ) from error
     return passages
 
 
 class Retriever:
     """Search passages with a FAISS index, which is built if it is not given. Raises ValueError if they do not fit."""
 
-    def __init__(self, corpus: list[str], encoder: LocalEncoder | TransformerEncoder, index: Any = None):
+    def __init__(
+        self, corpus: list[str], encoder: LocalEncoder | TransformerEncoder, index: Any = None
+    ):
         if index is None:
             import faiss  # here, because clients do without
 
@@ -128,7 +154,9 @@ class Retriever:
             for start in range(0, len(corpus), 1024):
                 index.add(encoder.encode(corpus[start : start + 1024], passages=True))
         if (index.ntotal, index.d) != (len(corpus), encoder.dimension):
-            raise ValueError(f"the index of {index.ntotal} passages is of another corpus or encoder: build it again")
+            raise ValueError(
+                f"the index of {index.ntotal} passages is of another corpus or encoder: build it again"
+            )
         self.corpus, self.encoder, self.index = corpus, encoder, index
 
     def search(self, queries: list[str], topk: int) -> list[list[tuple[str, float]]]:
@@ -186,11 +214,16 @@ class Handler(BaseHTTPRequestHandler):
             raise ValueError(f"Content-Length must be from 1 to {MOST_BYTES}")
 
         match json.loads(self.rfile.read(size)):
-            case {"queries": [*queries], **options} if all(isinstance(query, str) for query in queries):
+            case {"queries": [*queries], **options} if all(
+                isinstance(query, str) for query in queries
+            ):
                 topk = options.get("topk", 3)
                 if 0 < len(queries) <= MOST_QUERIES and type(topk) is int and 0 < topk <= MOST_TOPK:
                     found = self.server.retriever.search(list(map(encodable, queries)), topk)
-                    return [[{"document": {"contents": text}, "score": score} for text, score in row] for row in found]
+                    return [
+                        [{"document": {"contents": text}, "score": score} for text, score in row]
+                        for row in found
+                    ]
         raise ValueError(
             f"send a JSON object with queries, a list of 1 to {MOST_QUERIES} strings, "
             f"and topk, a whole number from 1 to {MOST_TOPK}"
@@ -244,7 +277,9 @@ def retrieve(url: str, queries: list[str], topk: int) -> list[list[str]]:
                 reason = f"{error!r:.300}"
         else:
             attempts = f"{ATTEMPTS} times, for up to {TIMEOUT:g} s each"
-            raise ConnectionError(f"the search server {url} failed {attempts}, at last with {reason}")
+            raise ConnectionError(
+                f"the search server {url} failed {attempts}, at last with {reason}"
+            )
     return passages
 
 
@@ -274,25 +309,46 @@ def _contents(hit: Any) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """Build or serve an index. Exits with status 2 and one sentence if a file, a model or an address is no good."""
-    parser = argparse.ArgumentParser(description="Build a FAISS index of a corpus, or serve it (Search-R1's protocol).")
+    parser = argparse.ArgumentParser(
+        description="Build a FAISS index of a corpus, or serve it (Search-R1's protocol)."
+    )
     parser.add_argument("--build", action="store_true", help="write the index and stop")
     parser.add_argument("--corpus", required=True, help='JSON lines: {"contents": "Title\\ntext"}')
-    parser.add_argument("--index", required=True, help="FAISS index, read or (with --build) written")
-    parser.add_argument("--encoder", default="local", help="local, or a hub id or folder; e5 in its name adds prefixes")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; there is no authentication")
+    parser.add_argument(
+        "--index", required=True, help="FAISS index, read or (with --build) written"
+    )
+    parser.add_argument(
+        "--encoder",
+        default="local",
+        help="local, or a hub id or folder; e5 in its name adds prefixes",
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; there is no authentication"
+    )
     parser.add_argument("--port", type=int, default=8000, help="0: any free one")
     args = parser.parse_args(argv)
     import faiss
 
     try:
         corpus = read_corpus(args.corpus)
-        encoder = LocalEncoder(corpus) if args.encoder == "local" else TransformerEncoder(args.encoder)
+        encoder = (
+            LocalEncoder(corpus) if args.encoder == "local" else TransformerEncoder(args.encoder)
+        )
         if args.build:
-            open(args.index, "ab").close()  # if it cannot be written, say so before the corpus is encoded
+            open(
+                args.index, "ab"
+            ).close()  # if it cannot be written, say so before the corpus is encoded
             faiss.write_index(Retriever(corpus, encoder).index, args.index)
             return
-        server = SearchServer(Retriever(corpus, encoder, faiss.read_index(args.index)), args.host, args.port)
-    except (ValueError, OSError, OverflowError, RuntimeError) as error:  # of a file, the model, the port, FAISS
+        server = SearchServer(
+            Retriever(corpus, encoder, faiss.read_index(args.index)), args.host, args.port
+        )
+    except (
+        ValueError,
+        OSError,
+        OverflowError,
+        RuntimeError,
+    ) as error:  # of a file, the model, the port, FAISS
         parser.error(f"corpus {args.corpus}, index {args.index}: {error}")
     print(f"{len(corpus)} documents at {server.url}", flush=True)
     with server, contextlib.suppress(KeyboardInterrupt):

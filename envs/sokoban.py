@@ -69,11 +69,18 @@ def random_room(seed: int, side: int, boxes: int, longest: int) -> tuple[Cells, 
         cells = np.flatnonzero(free).tolist()
         if len(cells) <= 2 * boxes:
             continue
-        floor, targets = frozenset(cells), frozenset(cells[k] for k in rng.permutation(len(cells))[:boxes])
+        floor, targets = (
+            frozenset(cells),
+            frozenset(cells[k] for k in rng.permutation(len(cells))[:boxes]),
+        )
         if not fits((cells, sorted(targets)), seed):
             continue
         turns = turns_to_solve(floor, targets, shortest)
-        starts = sorted((sorted(b), player) for (b, player), n in turns.items() if n == shortest and not b & targets)
+        starts = sorted(
+            (sorted(b), player)
+            for (b, player), n in turns.items()
+            if n == shortest and not b & targets
+        )
         if starts:
             placed, player = starts[rng.integers(len(starts))]
             return floor, targets, (frozenset(placed), player), shortest
@@ -86,7 +93,19 @@ class Sokoban(GridWorld):
     metrics = ("score",)
     turn_reward = -0.1
     warm_start = ((900, 1), (150, 10))
-    words = (*GridWorld.actions, "√", " X", " O", " #", " a", " b", " c", " d", " e", " f")  # captions: column and row
+    words = (
+        *GridWorld.actions,
+        "√",
+        " X",
+        " O",
+        " #",
+        " a",
+        " b",
+        " c",
+        " d",
+        " e",
+        " f",
+    )  # captions: column and row
 
     def __init__(self, side: int = 6, boxes: int = 1, longest: int = LONGEST, **common: Any):
         super().__init__(**common)
@@ -102,7 +121,11 @@ class Sokoban(GridWorld):
         before = len(self.boxes & self.targets)
         self.boxes, self.player = move(self.floor, self.boxes, self.player, STEPS[action])
         solved = self.boxes == self.targets
-        return self.turn_reward + len(self.boxes & self.targets) - before + 10.0 * solved, solved, solved
+        return (
+            self.turn_reward + len(self.boxes & self.targets) - before + 10.0 * solved,
+            solved,
+            solved,
+        )
 
     def optimal_reply(self) -> str:
         """Return a step of the shortest solution, or any action if the turns that are left do not suffice."""
@@ -118,7 +141,10 @@ class Sokoban(GridWorld):
         cells = dict.fromkeys(self.floor, "_") | dict.fromkeys(self.targets, "O")
         cells |= {box: "√" if box in self.targets else "X" for box in self.boxes}
         cells[self.player] = "S" if self.player in self.targets else "P"
-        return ["".join(cells.get(STRIDE * row + col, "#") for col in range(self.side)) for row in range(self.side)]
+        return [
+            "".join(cells.get(STRIDE * row + col, "#") for col in range(self.side))
+            for row in range(self.side)
+        ]
 
     def caption(self) -> str:
         """Return the cells of player, boxes, targets and inner walls, such as `P b1 X c2 O d3 # a2 b4`."""
@@ -133,5 +159,8 @@ class Sokoban(GridWorld):
         rows = self.grid()
         if self.style == "terse":
             return Observation("\n".join(row[1:-1] for row in rows[1:-1]))
-        rules, grid = RULES.format(side=self.side, budget=self.budget()), "\n".join(map(" ".join, rows))
+        rules, grid = (
+            RULES.format(side=self.side, budget=self.budget()),
+            "\n".join(map(" ".join, rows)),
+        )
         return Observation(self.prompt(rules, f"State:\n{grid}\n{FORM}"))

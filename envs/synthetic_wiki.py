@@ -29,7 +29,9 @@ PLACES = "Oslo Rome Lima Cairo Delhi Kyoto Quito Perth".split()
 JOBS = "cook baker pilot judge nurse tailor miner singer".split()
 VALUES = PLACES + JOBS
 RELATIONS = ("born", "job", "friend")
-WORDS = tuple(f" {word}" for word in (*RELATIONS, *GIVEN, *FAMILY, *VALUES))  # one token each, with its space
+WORDS = tuple(
+    f" {word}" for word in (*RELATIONS, *GIVEN, *FAMILY, *VALUES)
+)  # one token each, with its space
 PERSON = re.compile(rf"\b(?:{'|'.join(GIVEN)}) (?:{'|'.join(FAMILY)})\b")
 VALUE = re.compile(rf"\b(?:{'|'.join(VALUES)})\b")
 
@@ -45,7 +47,11 @@ def facts(group: str) -> dict[str, dict[str, str]]:
     people = np.random.default_rng(7).permutation(everybody)[start:stop].tolist()
     rng = np.random.default_rng((3, start))
     return {
-        person: {"born": PLACES[rng.integers(len(PLACES))], "job": JOBS[rng.integers(len(JOBS))], "friend": friend}
+        person: {
+            "born": PLACES[rng.integers(len(PLACES))],
+            "job": JOBS[rng.integers(len(JOBS))],
+            "friend": friend,
+        }
         for person, friend in zip(people, people[1:] + people[:1], strict=True)
     }
 
@@ -66,15 +72,27 @@ def question(seed: int) -> Question:
     person = list(known)[rng.integers(len(known))]
     people, terse, full = [person], f" {person}", person
     if rng.random() >= 0.5:
-        people, terse, full = [person, known[person]["friend"]], f" {person} friend", f"the friend of {person}"
+        people, terse, full = (
+            [person, known[person]["friend"]],
+            f" {person} friend",
+            f"the friend of {person}",
+        )
     relation = ("born", "job")[rng.integers(2)]
-    return Question(group, people, known[people[-1]][relation], f"{terse} {relation}", FULL[relation].format(full))
+    return Question(
+        group,
+        people,
+        known[people[-1]][relation],
+        f"{terse} {relation}",
+        FULL[relation].format(full),
+    )
 
 
 @cache
 def retriever(group: str) -> Retriever:
     """Return the index of the articles about the people of a group."""
-    known = {person: ", ".join(map(" ".join, values.items())) for person, values in facts(group).items()}
+    known = {
+        person: ", ".join(map(" ".join, values.items())) for person, values in facts(group).items()
+    }
     articles = [f"{person}\n{values}" for person, values in known.items()]
     return Retriever(articles, LocalEncoder(articles))
 

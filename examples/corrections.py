@@ -56,7 +56,9 @@ def icepop(rho: Tensor, advantages: Tensor, action_mask: Tensor) -> Tensor:
 def gspo(rho: Tensor, advantages: Tensor, action_mask: Tensor) -> Tensor:
     """Return PPO's objective with one ratio per episode, the geometric mean of its tokens' (GSPO, arXiv 2507.18071).
     [B, T]. GSPO's own clip of 4e-4 would silence every replayed episode; CLIP is PPO's."""
-    mean = torch.where(action_mask, rho.log(), 0.0).sum(-1, keepdim=True) / action_mask.sum(-1, keepdim=True)
+    mean = torch.where(action_mask, rho.log(), 0.0).sum(-1, keepdim=True) / action_mask.sum(
+        -1, keepdim=True
+    )
     s = mean.exp()  # [B, 1]
     return torch.minimum(s * advantages, s.clamp(1.0 - CLIP, 1.0 + CLIP) * advantages)
 
@@ -73,7 +75,9 @@ def corrected_loss(
     stats = policy_loss(*given, batch_size=batch_size, scale=scale)[1]
     log_ratio = torch.where(action_mask, logprobs - behavior_logprobs, 0.0)
     rho = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # [B, T]
-    sample_loss = -torch.where(action_mask, objective(rho, advantages, action_mask), 0.0).sum(-1) / scale  # [B]
+    sample_loss = (
+        -torch.where(action_mask, objective(rho, advantages, action_mask), 0.0).sum(-1) / scale
+    )  # [B]
     return (weights * sample_loss).sum() / batch_size, stats
 
 
@@ -83,22 +87,35 @@ def run(job: tuple[str, int], out: Path, flags: list[str]) -> dict[str, float]:
     folder = out / f"{name}-seed{seed}"
     if name in RIVALS:
         freshper.trainer.policy_loss = partial(corrected_loss, RIVALS[name])
-    if not folder.exists() and (status := train.main([*flags, "--seed", str(seed), "--out", str(folder)])):
+    if not folder.exists() and (
+        status := train.main([*flags, "--seed", str(seed), "--out", str(folder)])
+    ):
         (folder / "stopped.txt").write_text(f"exit status {status}")
     return summary(folder)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path("out/corrections"))
     args, flags = parser.parse_known_args()
     names = ["PPO clip and dual clip", *RIVALS]
     jobs = list(product(names, args.seeds))
     args.out.mkdir(parents=True, exist_ok=True)
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(
+        2, multiprocessing.get_context("spawn"), max_tasks_per_child=1
+    ) as pool:
         found = list(pool.map(partial(run, out=args.out, flags=flags), jobs))
-    print(table({name: [row for job, row in zip(jobs, found, strict=True) if job[0] == name] for name in names}))
+    print(
+        table(
+            {
+                name: [row for job, row in zip(jobs, found, strict=True) if job[0] == name]
+                for name in names
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -30,8 +30,12 @@ class ReplayGRPOTrainer(GRPOTrainer):
         batch = super()._prepare_inputs(generation_batch)
         size = len(batch["advantages"])
         if self._step % self.num_iterations == 0:  # `_step` counts updates: the clock of age
-            episodes = [to_episode({k: v[i] for k, v in batch.items() if v.ndim}) for i in range(size)]
-            self.buffer.add(episodes, advantage_priority(batch["advantages"], epsilon=0.01), self._step)
+            episodes = [
+                to_episode({k: v[i] for k, v in batch.items() if v.ndim}) for i in range(size)
+            ]
+            self.buffer.add(
+                episodes, advantage_priority(batch["advantages"], epsilon=0.01), self._step
+            )
             return batch
         self.buffer.refresh(self._step)
         drawn = self.buffer.sample(size, self._step).episodes
@@ -53,9 +57,13 @@ def to_episode(row: dict[str, torch.Tensor]) -> Episode:
     prompt = row["prompt_ids"][row["prompt_mask"] == 1].numpy()
     sampled = row["completion_mask"] == 1
     tokens = np.append(prompt, row["completion_ids"][sampled].numpy())
-    logprobs = np.append(np.zeros(len(prompt), np.float32), row["old_per_token_logps"][sampled].numpy())
+    logprobs = np.append(
+        np.zeros(len(prompt), np.float32), row["old_per_token_logps"][sampled].numpy()
+    )
     advantage = row["advantages"].numpy()
-    return Episode(tokens, np.arange(len(tokens)) >= len(prompt), logprobs, float(advantage), advantage[None])
+    return Episode(
+        tokens, np.arange(len(tokens)) >= len(prompt), logprobs, float(advantage), advantage[None]
+    )
 
 
 def reward(completions: list[list[dict]], seed: list[int], **_: object) -> list[float]:
@@ -82,9 +90,13 @@ def make_trainer(kind: type[GRPOTrainer] = ReplayGRPOTrainer, **settings: object
     )
     model = str(tiny_model("frozenlake"))
     trainer = kind(model, reward, config, Dataset.from_dict({"seed": seeds, "prompt": prompts}))
-    trainer.buffer = ReplayBuffer(10_000, alpha=0.6, decay=lambda age: exponential_decay(age, tau=20.0))
+    trainer.buffer = ReplayBuffer(
+        10_000, alpha=0.6, decay=lambda age: exponential_decay(age, tau=20.0)
+    )
     return trainer
 
 
 if __name__ == "__main__":
-    make_trainer(max_steps=400, learning_rate=1e-3, per_device_train_batch_size=32, output_dir="out/trl").train()
+    make_trainer(
+        max_steps=400, learning_rate=1e-3, per_device_train_batch_size=32, output_dir="out/trl"
+    ).train()

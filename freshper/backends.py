@@ -33,15 +33,21 @@ MAX_ASPECT = 200  # of an image: transformers' image processor takes no other
 
 def choose_backend(config: Config) -> None:
     """Replace `--backend auto` by a concrete one. Raises ValueError if a package is missing or flags do not fit it."""
-    missing = [package for package in ("vllm", "deepspeed") if importlib.util.find_spec(package) is None]
+    missing = [
+        package for package in ("vllm", "deepspeed") if importlib.util.find_spec(package) is None
+    ]
     if config.backend == "auto":
         config.backend = "vllm+deepspeed" if config.device == "cuda" and not missing else "hf+torch"
         lacks = f", without {' and '.join(missing)}" if missing else ""
         config.notes += (f"backend {config.backend}: on {config.device}{lacks}",)
     if lacking := [package for package in missing if package in config.backend]:
-        raise ValueError(f"--backend is {config.backend}, but {lacking[0]} is not installed: see requirements-gpu.txt")
+        raise ValueError(
+            f"--backend is {config.backend}, but {lacking[0]} is not installed: see requirements-gpu.txt"
+        )
     if config.trainer == "torch" and (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
-        raise ValueError(f"--backend is {config.backend}, but must train with deepspeed on the {ranks} ranks started")
+        raise ValueError(
+            f"--backend is {config.backend}, but must train with deepspeed on the {ranks} ranks started"
+        )
     validate(config)
 
 
@@ -70,7 +76,9 @@ def load(config: Config, seeds: list[int]) -> Policy:
         try:
             retrieve(config.search_url, ["test"], 1)
         except ConnectionError as error:
-            raise ValueError(f"--search_url must be the address of a search server: {error}") from error
+            raise ValueError(
+                f"--search_url must be the address of a search server: {error}"
+            ) from error
 
     observations = [env.reset(seed=seed)[0] for seed in (*seeds, EVAL_SEEDS)]
     # plain torch keeps float32 master weights and computes in --dtype; DeepSpeed keeps its own
@@ -78,18 +86,33 @@ def load(config: Config, seeds: list[int]) -> Policy:
     dtype = torch.float32 if mixed else getattr(torch, config.dtype)
     with refused(name, "loaded"):
         policy = load_policy(name, config.device, dtype, freeze_vision=config.tiny)
-        known, vocabulary = len(policy.tokenizer), policy.model.get_input_embeddings().num_embeddings
+        known, vocabulary = (
+            len(policy.tokenizer),
+            policy.model.get_input_embeddings().num_embeddings,
+        )
         if not policy.tokenizer.encode("text", add_special_tokens=False) or known > vocabulary:
-            raise ValueError(f"its tokenizer, of {known} tokens, does not belong to it ({vocabulary})")
+            raise ValueError(
+                f"its tokenizer, of {known} tokens, does not belong to it ({vocabulary})"
+            )
     policy.model.generation_config = generation_config(policy, config)
-    positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None) or config.max_tokens
+    positions = (
+        getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
+        or config.max_tokens
+    )
     if config.max_tokens > positions:
-        raise ValueError(f"--max_tokens is {config.max_tokens}, but must be at most {positions} with --model {name}")
+        raise ValueError(
+            f"--max_tokens is {config.max_tokens}, but must be at most {positions} with --model {name}"
+        )
     if any(o.images for o in observations) and not policy.image_processor:
-        raise ValueError(f"--model is {name}, which reads text only, but --env {config.env} shows images")
+        raise ValueError(
+            f"--model is {name}, which reads text only, but --env {config.env} shows images"
+        )
     with refused(name, "computed"):
         check(policy, config)
-        for first in (True, False):  # both forms of its chat template, with images if the task has any
+        for first in (
+            True,
+            False,
+        ):  # both forms of its chat template, with images if the task has any
             shown = tuple(np.zeros((56, 56, 3), dtype=np.uint8) for _ in observations[-1].images)
             policy.user_turn(Observation("?", shown), first)
     policy.mixed = mixed
@@ -99,7 +122,9 @@ def load(config: Config, seeds: list[int]) -> Policy:
 
     longest = max(len(policy.user_turn(o)) for o in observations)
     if (needed := longest + config.max_new_tokens) > config.max_tokens:
-        raise ValueError(f"--max_tokens is {config.max_tokens}, but must be at least {needed} for the first turn")
+        raise ValueError(
+            f"--max_tokens is {config.max_tokens}, but must be at least {needed} for the first turn"
+        )
     return policy
 
 
@@ -118,7 +143,9 @@ def rows_that_fit(policy: Policy, env: TextEnv, room: int) -> dict[str, list]:
 
         if not rows[split]:
             limit = f"{room} tokens, --max_tokens less --max_new_tokens"
-            raise ValueError(f"--data is {env.data}, but no {split} row has a first turn of at most {limit}")
+            raise ValueError(
+                f"--data is {env.data}, but no {split} row has a first turn of at most {limit}"
+            )
     return rows
 
 
@@ -128,11 +155,15 @@ def refused(name: str, how: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise ValueError(f"--model is {name}, but the GPU's memory is too small for it: see docs/gpus.md") from error
+        raise ValueError(
+            f"--model is {name}, but the GPU's memory is too small for it: see docs/gpus.md"
+        ) from error
     except (OSError, ValueError, LookupError, AttributeError, TypeError, ImportError, RuntimeError, ArithmeticError,
             MemoryError, SafetensorError, TemplateError, StrictDataclassError) as error:  # fmt: skip
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ValueError(f"--model is {name}, but must be a chat model that can be {how}: {reason}") from error
+        raise ValueError(
+            f"--model is {name}, but must be a chat model that can be {how}: {reason}"
+        ) from error
 
 
 def generation_config(policy: Policy, config: Config) -> GenerationConfig:
@@ -161,10 +192,15 @@ def check(policy: Policy, config: Config) -> None:
     positions = torch.from_numpy(policy.positions(np.array(text), []))[:, None]
     found = {"the trainer": policy.logits(policy.hidden(tokens, positions, [])[:, -1])[0]}
     if config.engine == "hf":
-        found["the embedded engine"] = HFEngine(policy, Sampling(), seed=0).logits(Conversation(text))
+        found["the embedded engine"] = HFEngine(policy, Sampling(), seed=0).logits(
+            Conversation(text)
+        )
     for name, logits in found.items():
         difference = (own - logits)[logits.isfinite()].abs().max().item()
-        if not difference <= TOLERANCE["float32" if policy.model.dtype == torch.float32 else "bfloat16"]:
+        if (
+            not difference
+            <= TOLERANCE["float32" if policy.model.dtype == torch.float32 else "bfloat16"]
+        ):
             other = f"other logits than a {type(policy.model).__name__} itself, by {difference:.2g}"
             raise ValueError(f"{name} computes {other}; try a smaller --max_tokens")
 
@@ -193,7 +229,12 @@ def backends(policy: Policy, config: Config) -> Iterator[tuple[TorchTrainer, Any
     """Yield rank 0's trainer and an engine with its weights; their processes end afterwards."""
     with contextlib.closing(make_trainer(policy, config)) as trainer:
         if config.engine == "hf":
-            yield trainer, HFEngine(policy, Sampling(config.temperature, config.top_k, config.top_p), config.seed)
+            yield (
+                trainer,
+                HFEngine(
+                    policy, Sampling(config.temperature, config.top_k, config.top_p), config.seed
+                ),
+            )
             return
         from freshper.engine_vllm import VLLMEngine
 

@@ -36,19 +36,34 @@ class ReplayBuffer:
     """Trajectory-level prioritized replay. Raises ValueError for capacity < 1, alpha outside [0, 1], an unknown
     eviction, base priorities that are not finite and positive, and a draw from an empty buffer."""
 
-    def __init__(self, capacity: int, alpha: float, decay: Callable | None, eviction: str = "fifo", seed: int = 0):
+    def __init__(
+        self,
+        capacity: int,
+        alpha: float,
+        decay: Callable | None,
+        eviction: str = "fifo",
+        seed: int = 0,
+    ):
         if not 0.0 <= alpha <= 1.0 or eviction not in ("fifo", "lowest_priority"):
-            raise ValueError(f"alpha {alpha} must lie in [0, 1], eviction {eviction} be fifo or lowest_priority")
+            raise ValueError(
+                f"alpha {alpha} must lie in [0, 1], eviction {eviction} be fifo or lowest_priority"
+            )
         self.tree = SumTree(capacity)
         self.capacity, self.alpha, self.decay, self.eviction = capacity, alpha, decay, eviction
         self.episodes: list[Episode] = []  # by slot; slots 0..len-1 are in use
         self.base_priorities = np.zeros(capacity)
-        self.steps, self.order = np.zeros((2, capacity), dtype=np.int64)  # t_i, number of episodes added before
+        self.steps, self.order = np.zeros(
+            (2, capacity), dtype=np.int64
+        )  # t_i, number of episodes added before
         self.added = self.now = 0  # episodes so far; t of the last refresh or addition
         self.rng = np.random.default_rng(seed)
-        self._images: weakref.WeakValueDictionary[bytes, StoredImage] = weakref.WeakValueDictionary()  # by key
+        self._images: weakref.WeakValueDictionary[bytes, StoredImage] = (
+            weakref.WeakValueDictionary()
+        )  # by key
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="refresh")
-        self._pending: Future = Future()  # the last asynchronous refresh, for whose end (or error) other methods ask
+        self._pending: Future = (
+            Future()
+        )  # the last asynchronous refresh, for whose end (or error) other methods ask
         self._pending.set_result(None)
 
     def __len__(self) -> int:
@@ -59,7 +74,9 @@ class ReplayBuffer:
         """Store episodes [n] collected at t_i = `step` (line 4), evicting if full. Equal images become one PNG."""
         base_priorities, n = _checked(base_priorities), len(episodes)
         if n > self.capacity or n != len(base_priorities):
-            raise ValueError(f"{n} episodes, {len(base_priorities)} priorities, capacity {self.capacity}")
+            raise ValueError(
+                f"{n} episodes, {len(base_priorities)} priorities, capacity {self.capacity}"
+            )
         self._pending.result()
         order = self.added + np.arange(n)
         slots = order % self.capacity  # unused ones first, then the oldest
@@ -71,7 +88,11 @@ class ReplayBuffer:
             episode.images = [self._stored(image) for image in episode.images]
             episode.step = step
             self.episodes[slot : slot + 1] = [episode]  # appends at the end
-        self.base_priorities[slots], self.steps[slots], self.order[slots] = base_priorities, step, order
+        self.base_priorities[slots], self.steps[slots], self.order[slots] = (
+            base_priorities,
+            step,
+            order,
+        )
         self.added, self.now = self.added + n, max(self.now, step)
         self.tree.set(slots, self._leaves(slots))
 
@@ -137,12 +158,16 @@ class ReplayBuffer:
         """Return p_i^alpha at the time `now`, float64 [n]. Never 0, so a buffer of only stale entries can be drawn."""
         ages = self.now - self.steps[slots]
         p = self.base_priorities[slots] * (1.0 if self.decay is None else self.decay(ages))
-        powers = np.where(p > 0.0, p**self.alpha, 0.0)  # 0^0 would be 1: --decay limit with --alpha 0
+        powers = np.where(
+            p > 0.0, p**self.alpha, 0.0
+        )  # 0^0 would be 1: --decay limit with --alpha 0
         return np.maximum(powers, np.finfo(np.float64).tiny)
 
 
 def _checked(base_priorities: np.ndarray) -> np.ndarray:
     base_priorities = np.asarray(base_priorities, dtype=np.float64)
     if not ((base_priorities > 0.0) & (base_priorities < np.inf)).all():
-        raise ValueError(f"base priorities must be finite and positive (epsilon > 0?), got {base_priorities}")
+        raise ValueError(
+            f"base priorities must be finite and positive (epsilon > 0?), got {base_priorities}"
+        )
     return base_priorities

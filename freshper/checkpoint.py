@@ -45,7 +45,10 @@ class StopSignals:
     graceful, received = False, 0
 
     def __enter__(self) -> "StopSignals":
-        self.before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.before = {
+            number: signal.signal(number, self._handle)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -57,13 +60,18 @@ class StopSignals:
             raise Interrupted(number)
         self.received = number
         # not print: the signal may have come in the middle of one
-        os.write(2, b"\nstopping after this iteration, with a checkpoint; once more stops at once, without\n")
+        os.write(
+            2,
+            b"\nstopping after this iteration, with a checkpoint; once more stops at once, without\n",
+        )
 
 
 class RunState:
     """Saves and restores a run. `parts` are the objects with `state_dict` and `load_state_dict`, by name."""
 
-    def __init__(self, config: Config, policy: Policy, report: Report, signals: StopSignals, **parts: Any):
+    def __init__(
+        self, config: Config, policy: Policy, report: Report, signals: StopSignals, **parts: Any
+    ):
         self.config, self.policy, self.report, self.signals = config, policy, report, signals
         self.parts = parts | {"report": report}
         transformers.utils.logging.disable_progress_bar()  # of every save, across ours
@@ -74,30 +82,42 @@ class RunState:
         if self.config.saved:
             self._load(*self.config.saved)
         elif self.config.resume:
-            self.report.say(f"there is no checkpoint in {self.report.folder} yet: the run starts over")
+            self.report.say(
+                f"there is no checkpoint in {self.report.folder} yet: the run starts over"
+            )
         self.signals.graceful = True
 
     def _load(self, folder: Path, manifest: bytes, damage: str) -> None:
         if (folder / MANIFEST).read_bytes() != manifest:
             raise OSError(f"another process has replaced {folder} while it was loaded")
         if damage:  # it must not replace the other at the next save
-            self.report.say(f"the newest checkpoint is damaged ({damage}), so it is removed and the one before it used")
+            self.report.say(
+                f"the newest checkpoint is damaged ({damage}), so it is removed and the one before it used"
+            )
             shutil.rmtree(folder.with_name("checkpoint"))
         try:
             state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
         except UnpicklingError as error:
-            raise OSError(f"{folder / 'state.pt'} does not hold plain data: {str(error).splitlines()[0]}") from error
+            raise OSError(
+                f"{folder / 'state.pt'} does not hold plain data: {str(error).splitlines()[0]}"
+            ) from error
 
-        arrays = {name: x.numpy() for name, x in state["buffer"].items() if isinstance(x, torch.Tensor)}
+        arrays = {
+            name: x.numpy() for name, x in state["buffer"].items() if isinstance(x, torch.Tensor)
+        }
         state["buffer"] |= arrays | {"episodes": unpack_episodes(state["buffer"]["episodes"])}
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
-        self.policy._features.update({key: x.to(self.policy.device) for key, x in state["features"].items()})
+        self.policy._features.update(
+            {key: x.to(self.policy.device) for key, x in state["features"].items()}
+        )
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"])
         torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
-        self.report.say(f"resuming from {folder}, after iteration {self.report.done} of {self.config.iterations}")
+        self.report.say(
+            f"resuming from {folder}, after iteration {self.report.done} of {self.config.iterations}"
+        )
 
     def save_if_due(self) -> None:
         """Save every `save_every` iterations, at a new best evaluation, at the end, and after a signal, which is then
@@ -107,13 +127,19 @@ class RunState:
         best = done == max(found, key=found.__getitem__, default=0)  # the first of equals
         if best or finished or self.signals.received or (every and done % every == 0):
             try:
-                if best:  # first: a run that is killed after this comes to the same evaluation again
+                if (
+                    best
+                ):  # first: a run that is killed after this comes to the same evaluation again
                     _write(out / "checkpoint-best", self.parts["trainer"].save)
                 _write(out / "checkpoint", self._save, before=out / "checkpoint-before")
             except (OSError, RuntimeError, SafetensorError) as error:
                 shutil.rmtree(out / ".checkpoint-new", ignore_errors=True)
-                reason = error.__context__ if isinstance(error.__context__, OSError) else error  # torch.save hides it
-                raise OSError(f"the checkpoint after iteration {done} was not written to {out}: {reason}") from error
+                reason = (
+                    error.__context__ if isinstance(error.__context__, OSError) else error
+                )  # torch.save hides it
+                raise OSError(
+                    f"the checkpoint after iteration {done} was not written to {out}: {reason}"
+                ) from error
         if self.signals.received and not finished:
             raise Interrupted(self.signals.received)
 
@@ -121,12 +147,16 @@ class RunState:
         """Write model, state and settings, and last the manifest of them all."""
         self.parts["trainer"].save(folder)
         # features of a frozen vision tower: their last bit can depend on the batch in which they were computed
-        state = {name: part.state_dict() for name, part in self.parts.items()} | {"features": self.policy._features}
+        state = {name: part.state_dict() for name, part in self.parts.items()} | {
+            "features": self.policy._features
+        }
         state["buffer"] |= {"episodes": pack_episodes(state["buffer"]["episodes"])}
         state |= {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
         state |= {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
         new = Path(folder)
-        with open(new / "state.pt", "wb") as file:  # by its path, torch would not say that the disk is full
+        with open(
+            new / "state.pt", "wb"
+        ) as file:  # by its path, torch would not say that the disk is full
             torch.save(plain(state), file)
 
         run = {"iteration": self.report.done, "settings": dataclasses.asdict(self.config)}
@@ -154,7 +184,9 @@ def find_saved(config: Config) -> Path | None:
     run = json.loads((saved.folder / "run.json").read_bytes())
     check_unchanged(run["settings"], vars(config))
     if "iterations" in config.given and (done := run["iteration"]) >= config.iterations:
-        raise ValueError(f"--iterations is {config.iterations}, but must be above {done}, which the run has done")
+        raise ValueError(
+            f"--iterations is {config.iterations}, but must be above {done}, which the run has done"
+        )
     return saved.folder
 
 
@@ -168,7 +200,9 @@ def newest(out: Path) -> Saved | None:
                 return Saved(folder, (folder / MANIFEST).read_bytes(), damage)
             damage = damage or found
     except OSError as error:
-        raise ValueError(f"--resume is {out}, but its checkpoint cannot be read: {error}") from error
+        raise ValueError(
+            f"--resume is {out}, but its checkpoint cannot be read: {error}"
+        ) from error
     if damage:
         raise ValueError(f"--resume is {out}, but all of its checkpoints are damaged: {damage}")
     return None
@@ -223,11 +257,16 @@ def pack_episodes(episodes: list[Episode]) -> dict[str, Any]:
     tensors would take long to save), and each image of the buffer, which shares them, once."""
     images = {id(image): image for e in episodes for image in e.images}
     number = {key: k for k, key in enumerate(images)}
-    columns: dict[str, Any] = {f.name: [getattr(e, f.name) for e in episodes] for f in dataclasses.fields(Episode)}
+    columns: dict[str, Any] = {
+        f.name: [getattr(e, f.name) for e in episodes] for f in dataclasses.fields(Episode)
+    }
     columns["images"] = [[number[id(image)] for image in shown] for shown in columns["images"]]
     for name, column in columns.items():
         if column and isinstance(column[0], np.ndarray):
-            columns[name] = {"values": np.concatenate(column), "lengths": np.array([len(part) for part in column])}
+            columns[name] = {
+                "values": np.concatenate(column),
+                "lengths": np.array([len(part) for part in column]),
+            }
     return {"columns": columns, "images": [dataclasses.astuple(image) for image in images.values()]}
 
 
@@ -237,6 +276,13 @@ def unpack_episodes(packed: dict[str, Any]) -> list[Episode]:
     columns = dict(packed["columns"])
     columns["images"] = [[images[k] for k in shown] for shown in columns["images"]]
     for name, column in columns.items():
-        if isinstance(column, dict):  # copies: one episode must not keep the arrays of all others in memory
-            columns[name] = [part.numpy().copy() for part in column["values"].split(column["lengths"].tolist())]
-    return [Episode(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+        if isinstance(
+            column, dict
+        ):  # copies: one episode must not keep the arrays of all others in memory
+            columns[name] = [
+                part.numpy().copy() for part in column["values"].split(column["lengths"].tolist())
+            ]
+    return [
+        Episode(**dict(zip(columns, row, strict=True)))
+        for row in zip(*columns.values(), strict=True)
+    ]

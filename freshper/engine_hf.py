@@ -36,9 +36,13 @@ class KVCache:
     """Keys and values of a batch: a transformers `Cache` whose buffers double, and are not copied every token."""
 
     def __init__(self, n: int, device: torch.device):
-        self.layers: list[list[Tensor]] = []  # per layer: keys, values [B, heads, capacity, head_dim]
+        self.layers: list[
+            list[Tensor]
+        ] = []  # per layer: keys, values [B, heads, capacity, head_dim]
         self.length = 0  # slots written by all layers
-        self.visible = torch.zeros(n, 0, dtype=torch.bool, device=device)  # [B, slots]: False in the holes
+        self.visible = torch.zeros(
+            n, 0, dtype=torch.bool, device=device
+        )  # [B, slots]: False in the holes
         self.images_fed = np.zeros(n, dtype=np.int64)  # [B]
         self.position = np.zeros(n, dtype=np.int64)  # [B]: the next position id
 
@@ -88,7 +92,9 @@ class HFEngine:
         self.policy.model.eval()
         cache = self._cache(conversations)
         replies = [Reply([], []) for _ in conversations]
-        chunks = [c.tokens[n:] for c, n in zip(conversations, cache.visible.sum(1).tolist(), strict=True)]
+        chunks = [
+            c.tokens[n:] for c, n in zip(conversations, cache.visible.sum(1).tolist(), strict=True)
+        ]
         images = [c.images[n:] for c, n in zip(conversations, cache.images_fed, strict=True)]
         active = set(range(len(conversations)))
 
@@ -101,7 +107,10 @@ class HFEngine:
                 open_rows = {i for i in active if tokens[i] != self.policy.eos_id}
                 active = {i for i in open_rows if len(replies[i].tokens) < max_new_tokens}
                 # a reply's last token is fed with the next turn
-                chunks, images = [[t] if i in active else [] for i, t in enumerate(tokens)], [[]] * len(replies)
+                chunks, images = (
+                    [[t] if i in active else [] for i, t in enumerate(tokens)],
+                    [[]] * len(replies),
+                )
         return replies
 
     @torch.no_grad()
@@ -120,10 +129,14 @@ class HFEngine:
                 cache.keep(rows)
         else:
             cache = KVCache(len(conversations), self.policy.device)
-        self.rows = WeakKeyDictionary({conversation: (cache, k) for k, conversation in enumerate(conversations)})
+        self.rows = WeakKeyDictionary(
+            {conversation: (cache, k) for k, conversation in enumerate(conversations)}
+        )
         return cache
 
-    def _feed(self, cache: KVCache, chunks: list[list[int]], images: list[list[np.ndarray]]) -> Tensor:
+    def _feed(
+        self, cache: KVCache, chunks: list[list[int]], images: list[list[np.ndarray]]
+    ) -> Tensor:
         """Feed new tokens, or a hole to a row without any, and return the logits after each row's last one, [B, V]."""
         lengths, device = np.array([len(chunk) for chunk in chunks]), self.policy.device
         width = lengths.max()
@@ -131,17 +144,27 @@ class HFEngine:
         tokens = np.zeros((len(chunks), width), dtype=np.int64)
         tokens[real] = np.concatenate(chunks)
 
-        positions = np.repeat((cache.position[:, None] + real.cumsum(1) - 1)[None], 3, axis=0)  # [3, B, width]: of text
+        positions = np.repeat(
+            (cache.position[:, None] + real.cumsum(1) - 1)[None], 3, axis=0
+        )  # [3, B, width]: of text
         for row, shown in enumerate(images):
             if shown:
-                positions[:, row, real[row]] = self.policy.positions(np.array(chunks[row]), shown, cache.position[row])
+                positions[:, row, real[row]] = self.policy.positions(
+                    np.array(chunks[row]), shown, cache.position[row]
+                )
         cache.position = positions.max((0, 2)) + 1
         cache.images_fed += [len(shown) for shown in images]
 
-        cache.visible = torch.cat([cache.visible, torch.from_numpy(real).to(device)], dim=1)  # [B, slots]
-        mask = cache.visible[:, None].repeat(1, width, 1)  # [B, width, slots]: True if a query looks at a slot
+        cache.visible = torch.cat(
+            [cache.visible, torch.from_numpy(real).to(device)], dim=1
+        )  # [B, slots]
+        mask = cache.visible[:, None].repeat(
+            1, width, 1
+        )  # [B, width, slots]: True if a query looks at a slot
         mask[:, :, -width:] &= torch.ones(width, width, dtype=torch.bool, device=device).tril()
-        mask.diagonal(mask.shape[2] - width, 1, 2).fill_(True)  # a hole sees itself: no row of the softmax is empty
+        mask.diagonal(mask.shape[2] - width, 1, 2).fill_(
+            True
+        )  # a hole sees itself: no row of the softmax is empty
 
         ids = torch.from_numpy(tokens), torch.from_numpy(positions)
         hidden = self.policy.hidden(*ids, sum(images, []), mask[:, None], cache)
@@ -154,9 +177,13 @@ class HFEngine:
         probabilities = truncated(logprobs.exp(), self.sampling.top_k, self.sampling.top_p)
         # the smallest token whose cumulative probability exceeds a uniform draw; in float64 it cannot miss the last
         cumulative = probabilities.double().cumsum(-1)
-        masses = torch.rand(len(logits), 1, generator=self.generator, dtype=torch.float64, device=logits.device)
+        masses = torch.rand(
+            len(logits), 1, generator=self.generator, dtype=torch.float64, device=logits.device
+        )
         tokens = torch.searchsorted(cumulative, masses * cumulative[:, -1:], right=True)  # [B, 1]
-        tokens.clamp_max_(logits.shape[1] - 1)  # without effect on numbers; NaN must not end as an index out of range
+        tokens.clamp_max_(
+            logits.shape[1] - 1
+        )  # without effect on numbers; NaN must not end as an index out of range
         return tokens[:, 0].tolist(), logprobs.gather(1, tokens)[:, 0].tolist()
 
 

@@ -54,9 +54,13 @@ class Episode:
     invalid: int = 0  # replies that the environment could not read
     cut: int = 0  # replies that --max_new_tokens ended
     truncated: bool = False  # ended because the next turn would not fit max_tokens
-    metrics: dict[str, float] = field(default_factory=dict)  # the environment's own, of the last turn
+    metrics: dict[str, float] = field(
+        default_factory=dict
+    )  # the environment's own, of the last turn
     ref_logprobs: np.ndarray | None = None  # float32 [T]: log pi_ref, with a KL term
-    engine_weights: np.ndarray | None = None  # float32 [T]: min(pi_trainer / pi_engine, cap), with --truncated_is
+    engine_weights: np.ndarray | None = (
+        None  # float32 [T]: min(pi_trainer / pi_engine, cap), with --truncated_is
+    )
 
     def turn_ends(self) -> np.ndarray:
         """Return the position of the last action token of each turn, int64 [n]. Bridges keep the turns apart."""
@@ -65,8 +69,12 @@ class Episode:
     def token_rewards(self) -> np.ndarray:
         """Return each turn's reward on its last action token, 0 elsewhere, float32 [T]."""
         ends, n = self.turn_ends(), len(self.tokens)
-        if not len(self.action_mask) == len(self.behavior_logprobs) == n or len(ends) != len(self.turn_rewards):
-            raise ValueError(f"the fields of the episode of seed {self.seed} have different lengths")
+        if not len(self.action_mask) == len(self.behavior_logprobs) == n or len(ends) != len(
+            self.turn_rewards
+        ):
+            raise ValueError(
+                f"the fields of the episode of seed {self.seed} have different lengths"
+            )
         rewards = np.zeros(n, dtype=np.float32)
         rewards[ends] = self.turn_rewards
         return rewards
@@ -96,13 +104,17 @@ class Batch(NamedTuple):
     lengths: list[int]  # tokens of each episode before padding
     ref_logprobs: Any = None  # float32 [B, T], or None if not needed
     engine_weights: Any = None  # the same
-    advantages: Any = None  # A_t, float32 [B, T]: like weights from `training_batch` (freshper/reinforce.py)
+    advantages: Any = (
+        None  # A_t, float32 [B, T]: like weights from `training_batch` (freshper/reinforce.py)
+    )
     weights: Any = None  # w_i, float32 [B]
 
     def rows(self, indices: list[int]) -> "Batch":
         """Return these rows alone, trimmed to the longest of them: a micro-batch."""
         lengths = [self.lengths[i] for i in indices]
-        tensors = {name: x[indices] for name, x in self._asdict().items() if isinstance(x, torch.Tensor)}
+        tensors = {
+            name: x[indices] for name, x in self._asdict().items() if isinstance(x, torch.Tensor)
+        }
         trimmed = {name: x[:, : max(lengths)] if x.dim() == 2 else x for name, x in tensors.items()}
         return self._replace(images=[self.images[i] for i in indices], lengths=lengths, **trimmed)
 
@@ -116,7 +128,9 @@ def alike(lengths: list[int], most: int) -> list[list[int]]:
     groups: list[list[int]] = [[]]
     for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         joined = [*groups[-1], row]
-        if len(joined) <= most and sum(lengths[k] for k in joined) > (1 - PADDING) * lengths[joined[0]] * len(joined):
+        if len(joined) <= most and sum(lengths[k] for k in joined) > (1 - PADDING) * lengths[
+            joined[0]
+        ] * len(joined):
             groups[-1] = joined
         else:
             groups.append([row])
@@ -134,4 +148,6 @@ def collate(episodes: list[Episode]) -> Batch:
         if all(x is not None for x in column)
     }
     padded["tokens"] = padded["tokens"].long()
-    return Batch(**padded, images=[e.images for e in episodes], lengths=[len(e.tokens) for e in episodes])
+    return Batch(
+        **padded, images=[e.images for e in episodes], lengths=[len(e.tokens) for e in episodes]
+    )

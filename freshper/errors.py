@@ -11,7 +11,9 @@ from pathlib import Path
 
 import torch
 
-TIMEOUT = float(os.environ.get("FRESHPER_TIMEOUT", "1800"))  # seconds: the longest wait for vLLM or another rank
+TIMEOUT = float(
+    os.environ.get("FRESHPER_TIMEOUT", "1800")
+)  # seconds: the longest wait for vLLM or another rank
 
 
 class NonFiniteError(ArithmeticError):
@@ -31,7 +33,9 @@ class Interrupted(KeyboardInterrupt):
 
 
 @contextlib.contextmanager
-def watched(phase: str, processes: Mapping[int, str] = {}, errors: type[Exception] = RuntimeError) -> Iterator[None]:
+def watched(
+    phase: str, processes: Mapping[int, str] = {}, errors: type[Exception] = RuntimeError
+) -> Iterator[None]:
     """Raise BackendError, naming the phase, if the block raises one of `errors` or takes longer than TIMEOUT, or if one
     of `processes` (id -> name) dies. A thread signals the main thread; if that does not react within ten seconds, as
     inside NCCL, the process prints the sentence and exits."""
@@ -41,7 +45,11 @@ def watched(phase: str, processes: Mapping[int, str] = {}, errors: type[Exceptio
         for pid, name in processes.items():
             if not alive(pid):
                 return f"{name} (process {pid}) died in {phase}"
-        return f"{phase} took longer than FRESHPER_TIMEOUT, {TIMEOUT:g} s" if time.monotonic() > end else ""
+        return (
+            f"{phase} took longer than FRESHPER_TIMEOUT, {TIMEOUT:g} s"
+            if time.monotonic() > end
+            else ""
+        )
 
     def watch() -> None:
         while not over.wait(0.5):
@@ -64,7 +72,9 @@ def watched(phase: str, processes: Mapping[int, str] = {}, errors: type[Exceptio
     except errors as error:
         time.sleep(1.0)  # a process that ends closes its connections first
         reason = " ".join(str(error).split())[:300]
-        raise BackendError(problem() or f"{phase} failed: {type(error).__name__}: {reason}") from error
+        raise BackendError(
+            problem() or f"{phase} failed: {type(error).__name__}: {reason}"
+        ) from error
     finally:
         over.set()
 

@@ -28,7 +28,12 @@ micro_batch_size temperature epsilon max_new_tokens eval_every eval_episodes""".
 NOT_NEGATIVE = """replay_ratio seed kl_loss_coef kl_reward_coef entropy_coef top_k format_penalty max_turns
 save_every truncated_is""".split()
 # of --help: the first setting of each group, and its title
-GROUPS = {"env": "task", "method": "method and replay", "iterations": "optimization", "temperature": "sampling"}
+GROUPS = {
+    "env": "task",
+    "method": "method and replay",
+    "iterations": "optimization",
+    "temperature": "sampling",
+}
 GROUPS |= {"backend": "backends", "preset": "the run"}
 
 
@@ -41,7 +46,11 @@ def validate(c: Config) -> None:
 
     for name, value in vars(c).items():
         if isinstance(value, float):  # such that float32 can compute with it
-            require(value == 0 or 1e-30 <= abs(value) <= 1e30, name, "a finite number: 0, or from 1e-30 to 1e30")
+            require(
+                value == 0 or 1e-30 <= abs(value) <= 1e30,
+                name,
+                "a finite number: 0, or from 1e-30 to 1e30",
+            )
         if isinstance(value, int):
             largest = 2**32 - 1 if name == "seed" else 10**7
             require(value <= largest, name, f"at most {largest}")
@@ -54,7 +63,11 @@ def validate(c: Config) -> None:
 
     # an earlier run may have come from a model that is gone
     resolved = c.resume and "auto" not in (c.model, c.preset)
-    known = c.model == "tiny" or os.path.isfile(f"{c.model}/config.json") or re.fullmatch(r"[^./~][^/]*/[^/]+", c.model)
+    known = (
+        c.model == "tiny"
+        or os.path.isfile(f"{c.model}/config.json")
+        or re.fullmatch(r"[^./~][^/]*/[^/]+", c.model)
+    )
     require(known or resolved, "model", "tiny, a folder with a config.json, or a hub id")
     small = f"tiny or paper; small is for --env {' '.join(PRESETS['small'])} without --data"
     require(c.preset != "small" or (c.env in PRESETS["small"] and not c.data), "preset", small)
@@ -64,18 +77,30 @@ def validate(c: Config) -> None:
 
     unread = c.tiny and c.data and "data" in c.env_settings()
     require(not unread, "data", f"empty with --model {c.model}, which reads generated questions")
-    require(c.replay_ratio > 0 or c.baseline != "recompute", "baseline", "batch or turn without replay")
-    require(c.method != "on_policy" or c.replay_ratio == 0, "replay_ratio", "0 with --method on_policy")
+    require(
+        c.replay_ratio > 0 or c.baseline != "recompute", "baseline", "batch or turn without replay"
+    )
+    require(
+        c.method != "on_policy" or c.replay_ratio == 0, "replay_ratio", "0 with --method on_policy"
+    )
     require(c.method != "per" or c.decay == "none", "decay", "none with --method per")
     require(c.resume or not os.path.exists(c.out), "out", "a folder that does not exist yet")
     require(c.tau == "auto" or c.tau > 0, "tau", "above 0, or auto")
-    require(c.tau != "auto" or c.decay in ("exponential", "none"), "tau", "a number with this --decay")
+    require(
+        c.tau != "auto" or c.decay in ("exponential", "none"), "tau", "a number with this --decay"
+    )
     require(c.capacity >= max(c.batch_size, c.rollout_batch_size), "capacity", "at least a batch")
     require(0.0 < c.top_p <= 1.0, "top_p", "above 0 and at most 1")
     require(c.dual_clip == 0.0 or c.dual_clip > 1.0, "dual_clip", "0 or above 1")
     require(0.0 < c.engine_memory < 1.0, "engine_memory", "above 0 and below 1")
-    require(c.zero_stage < 3 or c.backend != "hf+deepspeed", "zero_stage", "below 3 with --backend hf+deepspeed")
-    require(c.rollout_batch_size % c.group_size == 0, "group_size", "a divisor of rollout_batch_size")
+    require(
+        c.zero_stage < 3 or c.backend != "hf+deepspeed",
+        "zero_stage",
+        "below 3 with --backend hf+deepspeed",
+    )
+    require(
+        c.rollout_batch_size % c.group_size == 0, "group_size", "a divisor of rollout_batch_size"
+    )
     require(c.max_new_tokens < c.max_tokens, "max_new_tokens", f"below max_tokens {c.max_tokens}")
     require(c.max_turns <= c.max_tokens, "max_turns", f"at most max_tokens {c.max_tokens}")
     refuse_idle(c)
@@ -84,7 +109,17 @@ def validate(c: Config) -> None:
 def refuse_idle(c: Config) -> None:
     """Raise ValueError with one sentence if a flag was given that has no effect with the others."""
     task = {"slippery", "data", "search_url"} - c.env_settings().keys()
-    replay = {"batch_size", "capacity", "eviction", "alpha", "epsilon", "base_priority", "decay", "tau", "beta"}
+    replay = {
+        "batch_size",
+        "capacity",
+        "eviction",
+        "alpha",
+        "epsilon",
+        "base_priority",
+        "decay",
+        "tau",
+        "beta",
+    }
     # all entries are equally likely, unless an age limit excludes some
     uniform = {"epsilon", "base_priority"}
     uniform |= {"decay", "tau"} if c.decay in ("exponential", "polynomial") else set()
@@ -94,7 +129,11 @@ def refuse_idle(c: Config) -> None:
         (True, task, f"--env {c.env}"),
         (c.replay_ratio == 0, replay, f"--method {c.method} and --replay_ratio 0"),
         # the policy that is updated is the one that acted: all ratios are 1
-        (c.replay_ratio == 0 and c.ppo_epochs == 1, {"ratio_clip", "dual_clip"}, "--replay_ratio 0 and --ppo_epochs 1"),
+        (
+            c.replay_ratio == 0 and c.ppo_epochs == 1,
+            {"ratio_clip", "dual_clip"},
+            "--replay_ratio 0 and --ppo_epochs 1",
+        ),
         (c.decay == "none", {"tau"}, f"--method {c.method} and --decay none"),
         (c.alpha == 0, uniform, "--alpha 0"),
         (c.resume, {"out"}, "--resume"),
@@ -136,12 +175,23 @@ def _parser() -> _Parser:
     for field in dataclasses.fields(Config):
         if field.name in GROUPS:
             group = parser.add_argument_group(GROUPS[field.name])
-        choices = list(ENVS) if field.name == "env" else get_args(field.type) if field.name not in types else ()
+        choices = (
+            list(ENVS)
+            if field.name == "env"
+            else get_args(field.type)
+            if field.name not in types
+            else ()
+        )
         options: dict[str, Any] = {"choices": choices} if choices else {"metavar": ""}
         if field.type is bool:
             options |= {"nargs": "?", "const": True}
-        options |= {"type": types.get(field.name, type(field.default)), "default": argparse.SUPPRESS}
-        group.add_argument(f"--{field.name}", help=f"{field.metadata['help']} [{field.default}]", **options)
+        options |= {
+            "type": types.get(field.name, type(field.default)),
+            "default": argparse.SUPPRESS,
+        }
+        group.add_argument(
+            f"--{field.name}", help=f"{field.metadata['help']} [{field.default}]", **options
+        )
     return parser
 
 
@@ -149,7 +199,9 @@ def fitting_presets(model: str, env: str) -> list[Any]:
     """Return the presets that fit, the default first: tiny for a tiny model, else paper and, if there, small."""
     path = Path(model) / "config.json"
     built = path.is_file() and '"freshper_tiny": true' in path.read_text(encoding="utf-8")
-    return ["tiny"] if built or model == "tiny" else ["paper"] + ["small"] * (env in PRESETS["small"])
+    return (
+        ["tiny"] if built or model == "tiny" else ["paper"] + ["small"] * (env in PRESETS["small"])
+    )
 
 
 def is_here(model: str) -> bool:
@@ -172,7 +224,9 @@ def _first_run(given: dict[str, Any]) -> Config:
     elif model == "auto":
         model = PRESETS[preset].get(known.env, {}).get("model", "tiny")
     preset = fitting_presets(model, known.env)[0] if preset == "auto" else preset
-    config = Config(**defaults(preset, known.env, known.method) | given | {"model": model, "preset": preset})
+    config = Config(
+        **defaults(preset, known.env, known.method) | given | {"model": model, "preset": preset}
+    )
     config.notes = notes
     return config
 
@@ -182,12 +236,16 @@ def _resumed(given: dict[str, Any], parser: _Parser) -> Config:
     folder = given["resume"]
     try:
         stored = json.loads((Path(folder) / "config.json").read_bytes())
-        if not isinstance(stored, dict) or stored.keys() != {field.name for field in dataclasses.fields(Config)}:
+        if not isinstance(stored, dict) or stored.keys() != {
+            field.name for field in dataclasses.fields(Config)
+        }:
             raise ValueError("its settings are those of another version of this code")
         stored = vars(parser.parse_args([f"--{name}={value}" for name, value in stored.items()]))
         validate(Config(**stored | {"resume": folder}))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"--resume is {folder}, but must be the folder of a run: {error}") from error
+        raise ValueError(
+            f"--resume is {folder}, but must be the folder of a run: {error}"
+        ) from error
     check_unchanged(stored, stored | given)
     config = Config(**stored | given)
     changed = [name for name, value in given.items() if name != "resume" and value != stored[name]]

@@ -13,7 +13,9 @@ which is hardly ever drawn, shrinks every drawn success to a few per cent, but u
 import numpy as np
 
 
-def importance_weights(probabilities: np.ndarray, size: int, beta: float, smallest: float | None = None) -> np.ndarray:
+def importance_weights(
+    probabilities: np.ndarray, size: int, beta: float, smallest: float | None = None
+) -> np.ndarray:
     """Return w_i in (0, 1], float64 [B], from P(i) of the drawn entries [B], N = `size` and beta
     (eq. 3). N cancels in the quotient by the maximum: `size` is there to be read beside eq. 3. w_i is
     1 if P(i) = `smallest`; None: the batch's smallest. Raises ValueError unless
@@ -22,7 +24,9 @@ def importance_weights(probabilities: np.ndarray, size: int, beta: float, smalle
     least, most = probabilities.min(), probabilities.max()
     smallest = least if smallest is None else smallest
     if not 0.0 < smallest <= least <= most <= 1.0:
-        raise ValueError(f"probabilities must lie in [{smallest}, 1] and above 0, got {least} to {most}")
+        raise ValueError(
+            f"probabilities must lie in [{smallest}, 1] and above 0, got {least} to {most}"
+        )
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"beta must lie in [0, 1], got {beta}")
     return (smallest / probabilities) ** beta  # the quotient inside the power: nothing overflows

@@ -53,7 +53,9 @@ def returns_to_go(rewards: Tensor) -> Tensor:
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """Return (x - mean) / std over the masked entries, 0 elsewhere and if all are equal. [B, T] -> [B, T]."""
-    selected = values[mask].double()  # in float32 the mean of equal values can miss them by more than EPS
+    selected = values[
+        mask
+    ].double()  # in float32 the mean of equal values can miss them by more than EPS
     mean = selected.mean()
     std = selected.std(correction=0)
     whitened = (values.double() - mean) / (std + EPS)
@@ -187,7 +189,9 @@ def training_batch(
         advantages = advantages * batch.engine_weights
     if weights is None:
         weights = np.ones(len(episodes))
-    return batch._replace(advantages=advantages, weights=torch.as_tensor(weights, dtype=torch.float32))
+    return batch._replace(
+        advantages=advantages, weights=torch.as_tensor(weights, dtype=torch.float32)
+    )
 
 
 def policy_loss(

@@ -44,7 +44,9 @@ truncated mismatch mismatch_p01 mismatch_p99 sync_error loss grad_norm clip_frac
 replay_grad_norm replay_clip_fraction replay_kl replay_nonzero_advantages replay_success replay_age max_age ess
 ess_token tau buffer_size lr rollout_s logprobs_s update_s replay_s sync_s""".split()
 LEAST_ESS = 0.3  # every run that fell below it over ten iterations failed, none that stayed above 0.45 (docs/log.md)
-REPLAY_COLUMNS = "iteration age probability reward tokens log_ratio ratio ratio_sq kl clipped".split()
+REPLAY_COLUMNS = (
+    "iteration age probability reward tokens log_ratio ratio ratio_sq kl clipped".split()
+)
 
 
 class Report:
@@ -54,48 +56,97 @@ class Report:
 
     def __init__(self, config: Config, policy: Policy):
         """Make or take the run's folder, lock it and write config.json. Raises ValueError if that fails."""
-        self.config, self.policy, self.folder, self.env = config, policy, config.folder(), config.make_env()
-        self.done, self.rows = 0, list[dict[str, Any]]()  # completed iterations, rows of metrics.csv
-        self.row: dict[str, Any] = {"iteration": 0, "step": 0, "episodes": 0, "wall_s": 0.0}  # the next of them
+        self.config, self.policy, self.folder, self.env = (
+            config,
+            policy,
+            config.folder(),
+            config.make_env(),
+        )
+        self.done, self.rows = (
+            0,
+            list[dict[str, Any]](),
+        )  # completed iterations, rows of metrics.csv
+        self.row: dict[str, Any] = {
+            "iteration": 0,
+            "step": 0,
+            "episodes": 0,
+            "wall_s": 0.0,
+        }  # the next of them
         self.shown: list[Episode] = []  # of the last evaluation
         self.features: dict[bytes, torch.Tensor] = {}  # of held-out images
         try:
             self.folder.mkdir(parents=True, exist_ok=bool(config.resume))
             self.lock = os.open(self.folder, os.O_RDONLY)
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system's: a crash leaves no lock behind
-            self._write("config.json", json.dumps(dataclasses.asdict(config) | {"resume": ""}, indent=1) + "\n")
+            fcntl.flock(
+                self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB
+            )  # the system's: a crash leaves no lock behind
+            self._write(
+                "config.json",
+                json.dumps(dataclasses.asdict(config) | {"resume": ""}, indent=1) + "\n",
+            )
         except OSError as error:
-            reason = "another process is writing to it" if isinstance(error, BlockingIOError) else error
-            raise ValueError(f"the run's folder is {self.folder}, but must be one to write to: {reason}") from error
+            reason = (
+                "another process is writing to it" if isinstance(error, BlockingIOError) else error
+            )
+            raise ValueError(
+                f"the run's folder is {self.folder}, but must be one to write to: {reason}"
+            ) from error
 
     def __enter__(self) -> "Report":
         self.baselines = baselines(self.config)
-        self.known = ", ".join(f"{name} policy {value:.2f}" for name, value in self.baselines.items())
+        self.known = ", ".join(
+            f"{name} policy {value:.2f}" for name, value in self.baselines.items()
+        )
         kind, size = type(self.policy.model).__name__, self.policy.model.num_parameters()
-        lines = [self.config.title(), f"{kind}, {size:,} parameters", *self.config.notes, self.env.data_summary()]
+        lines = [
+            self.config.title(),
+            f"{kind}, {size:,} parameters",
+            *self.config.notes,
+            self.env.data_summary(),
+        ]
         self.say("\n".join(filter(None, [*lines, f"success on held-out seeds: {self.known}"])))
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         reason: object = error
         if isinstance(error, torch.OutOfMemoryError):
-            in_rollout = "rollout" in (frame.name for frame in traceback.extract_tb(error.__traceback__))
-            where = "rollout; lower --rollout_batch_size" if in_rollout else "training; lower --micro_batch_size"
+            in_rollout = "rollout" in (
+                frame.name for frame in traceback.extract_tb(error.__traceback__)
+            )
+            where = (
+                "rollout; lower --rollout_batch_size"
+                if in_rollout
+                else "training; lower --micro_batch_size"
+            )
             reason = f"the GPU's memory ran out in {where}, --max_tokens or --max_new_tokens"
         if error:
             self.say(f"stopped after iteration {self.done}: {reason}")
         if self.done:  # again: between lines of the progress bar it is easily missed
             self._say_if_unread(self.rows[1])
         if last := [success for done, success in self.evaluations().items() if done][-3:]:
-            self.say(f"held-out success, mean of the last {len(last)} evaluations: {np.mean(last):.2f} ({self.known})")
+            self.say(
+                f"held-out success, mean of the last {len(last)} evaluations: {np.mean(last):.2f} ({self.known})"
+            )
         try:
             if self.shown:
-                self._write("episodes.html", episodes_page(self.shown, self.policy, self.config.title()))
+                self._write(
+                    "episodes.html", episodes_page(self.shown, self.policy, self.config.title())
+                )
             if self.done:
                 metrics = diagnostics.read(self.folder, "metrics.csv")
-                training = metrics, "train_success", {"label": "training, each iteration", "alpha": 0.4}
+                training = (
+                    metrics,
+                    "train_success",
+                    {"label": "training, each iteration", "alpha": 0.4},
+                )
                 held_out = metrics, "eval_success", {"label": "held-out seeds", "marker": "o"}
-                plot(self.folder / "curve.png", self.config.title(), "success", [training, held_out], self.baselines)
+                plot(
+                    self.folder / "curve.png",
+                    self.config.title(),
+                    "success",
+                    [training, held_out],
+                    self.baselines,
+                )
             if self.done and (self.folder / "replay.csv").exists():
                 diagnostics.plot(self.folder, diagnostics.by_age(diagnostics.read(self.folder)))
         except OSError as failure:
@@ -103,7 +154,9 @@ class Report:
             raise
         finally:
             os.close(self.lock)
-        self.say(f"written to {self.folder}: {', '.join(sorted(path.name for path in self.folder.iterdir()))}")
+        self.say(
+            f"written to {self.folder}: {', '.join(sorted(path.name for path in self.folder.iterdir()))}"
+        )
         if self.done < self.config.iterations:
             self.say(f"continue with: python train.py --resume {self.folder}")
 
@@ -133,7 +186,11 @@ class Report:
         if not self.done:  # of a run that starts over
             self._cut_replayed(0)
         self.began = time.perf_counter() - self.rows[-1]["wall_s"]
-        self.bar = tqdm(range(self.done, self.config.iterations), initial=self.done, total=self.config.iterations)
+        self.bar = tqdm(
+            range(self.done, self.config.iterations),
+            initial=self.done,
+            total=self.config.iterations,
+        )
         for iteration in self.bar:
             self.began_iteration = time.perf_counter()
             yield iteration
@@ -143,35 +200,64 @@ class Report:
         replays: list[tuple[Replay, Update]], sync: dict[str, float], trainer: TorchTrainer, buffer: ReplayBuffer,
     ) -> None:  # fmt: skip
         """Gather the row of an iteration after line 12 of Algorithm 1; `evaluate_if_due` completes and writes it."""
-        row = {name if name in COLUMNS else f"train_{name}": mean for name, mean in summarize(episodes).items()}
+        row = {
+            name if name in COLUMNS else f"train_{name}": mean
+            for name, mean in summarize(episodes).items()
+        }
         if not self.done:
             self._say_if_unread(row)
         row |= mismatch | sync | means([update.stats for update in fresh])
         row |= means([self._log_replay(*replay) for replay in replays])
-        row |= {"iteration": self.done + 1, "episodes": self.rows[-1]["episodes"] + len(episodes), "step": trainer.step}
+        row |= {
+            "iteration": self.done + 1,
+            "episodes": self.rows[-1]["episodes"] + len(episodes),
+            "step": trainer.step,
+        }
         row |= {"buffer_size": len(buffer), "lr": trainer.lr}
         row["tau"] = getattr(buffer.decay, "tau", np.nan)
         row["max_age"] = max((replay.ages.max() for replay, _ in replays), default=np.nan)
-        recent = [earlier["ess_token"] for earlier in (*self.rows[-9:], row) if "ess_token" in earlier]
-        if row["iteration"] % 10 == 0 and len(recent) == 10 and (ess := np.mean(recent)) < LEAST_ESS:
-            self.say(f"ESS / n of replayed tokens is {ess:.2f}, mean of ten iterations; lower --lr or --replay_ratio")
-        for phase, updates in (("update_s", fresh), ("replay_s", [update for _, update in replays])):
+        recent = [
+            earlier["ess_token"] for earlier in (*self.rows[-9:], row) if "ess_token" in earlier
+        ]
+        if (
+            row["iteration"] % 10 == 0
+            and len(recent) == 10
+            and (ess := np.mean(recent)) < LEAST_ESS
+        ):
+            self.say(
+                f"ESS / n of replayed tokens is {ess:.2f}, mean of ten iterations; lower --lr or --replay_ratio"
+            )
+        for phase, updates in (
+            ("update_s", fresh),
+            ("replay_s", [update for _, update in replays]),
+        ):
             row[phase] = sum(update.stats["seconds"] for update in updates)
-        others = sum(row.get(f"{phase}_s", 0.0) for phase in ("logprobs", "update", "replay", "sync"))
+        others = sum(
+            row.get(f"{phase}_s", 0.0) for phase in ("logprobs", "update", "replay", "sync")
+        )
         self.row = row | {"rollout_s": time.perf_counter() - self.began_iteration - others}
 
     def _log_replay(self, replay: Replay, update: Update) -> dict[str, float]:
         """Append a replay update to replay.csv, and return its columns of metrics.csv."""
         same, rewards = np.ones(len(replay.episodes)), np.array([e.reward for e in replay.episodes])
-        rows = {"iteration": (self.done + 1) * same, "age": replay.ages, "probability": replay.probabilities}
+        rows = {
+            "iteration": (self.done + 1) * same,
+            "age": replay.ages,
+            "probability": replay.probabilities,
+        }
         rows |= {"reward": rewards} | update.drift
         with open(self.folder / "replay.csv", "a") as file:
             if not file.tell():
                 file.write(",".join(REPLAY_COLUMNS) + "\n")
             np.savetxt(file, np.column_stack([rows[name] for name in REPLAY_COLUMNS]), "%.6g", ",")
         drawn = diagnostics.estimate(rows | {"probability": same})
-        found = update.stats | {"success": float(np.mean([e.success for e in replay.episodes])), "age": drawn["age"]}
-        return {f"replay_{name}": x for name, x in found.items()} | {name: drawn[name] for name in ("ess", "ess_token")}
+        found = update.stats | {
+            "success": float(np.mean([e.success for e in replay.episodes])),
+            "age": drawn["age"],
+        }
+        return {f"replay_{name}": x for name, x in found.items()} | {
+            name: drawn[name] for name in ("ess", "ess_token")
+        }
 
     def evaluate_if_due(self, engine: Any, policy: Policy, envs: list[TextEnv]) -> None:
         """Play one episode on each held-out seed if an evaluation is due, and write the row of this iteration."""
@@ -180,25 +266,44 @@ class Report:
             return
         if row["iteration"] % config.eval_every == 0 or row["iteration"] == config.iterations:
             seeds = [EVAL_SEEDS + k for k in range(config.eval_episodes)]
-            state = engine.state_dict()  # an evaluation takes no random number and no image feature from training
+            state = (
+                engine.state_dict()
+            )  # an evaluation takes no random number and no image feature from training
             policy._features, self.features = self.features, policy._features
-            self.shown = rollout(engine, policy, envs, seeds, config.max_tokens, config.max_new_tokens)
+            self.shown = rollout(
+                engine, policy, envs, seeds, config.max_tokens, config.max_new_tokens
+            )
             policy._features, self.features = self.features, policy._features
             engine.load_state_dict(state)
             row |= {f"eval_{name}": mean for name, mean in summarize(self.shown).items()}
         if self.rows:
             row["wall_s"] = time.perf_counter() - self.began
-            self.bar.set_postfix(success=row["train_success"], held_out=[*self.evaluations().values()][-1])
-        self.rows.append({name: x if isinstance(x, int) else float(x) for name, x in row.items() if not np.isnan(x)})
+            self.bar.set_postfix(
+                success=row["train_success"], held_out=[*self.evaluations().values()][-1]
+            )
+        self.rows.append(
+            {
+                name: x if isinstance(x, int) else float(x)
+                for name, x in row.items()
+                if not np.isnan(x)
+            }
+        )
         self.done = row["iteration"]
-        columns = COLUMNS + [f"{phase}_{name}" for phase in ("train", "eval") for name in self.env.metrics]
-        table = [columns, *([f"{row[name]:.8g}" if name in row else "" for name in columns] for row in self.rows)]
+        columns = COLUMNS + [
+            f"{phase}_{name}" for phase in ("train", "eval") for name in self.env.metrics
+        ]
+        table = [
+            columns,
+            *([f"{row[name]:.8g}" if name in row else "" for name in columns] for row in self.rows),
+        ]
         self._write("metrics.csv", "".join(",".join(line) + "\n" for line in table))
 
     def _say_if_unread(self, first: dict[str, Any]) -> None:
         """Print a line if no reply of the first iteration, with this row, could be read."""
         if first["invalid"] == 1:
-            self.say(f"no reply of the first batch could be read, {first['cut']:.0%} were cut by --max_new_tokens")
+            self.say(
+                f"no reply of the first batch could be read, {first['cut']:.0%} were cut by --max_new_tokens"
+            )
 
     def _write(self, name: str, text: str) -> None:
         """Write a file such that a kill leaves all of it or what was there before."""
@@ -209,13 +314,18 @@ class Report:
 
 def means(table: list[dict[str, float]]) -> dict[str, float]:
     """Return the mean of each column over the rows of a table."""
-    return {name: float(np.mean([row[name] for row in table])) for name in (table[0] if table else ())}
+    return {
+        name: float(np.mean([row[name] for row in table])) for name in (table[0] if table else ())
+    }
 
 
 def summarize(episodes: list[Episode]) -> dict[str, float]:
     """Return means over episodes, of the environment's own metrics too, and the shares of `invalid` and cut replies."""
     turns = sum(len(e.turn_rewards) for e in episodes)
-    each = [{"success": e.success, "reward": e.reward, "truncated": e.truncated} | e.metrics for e in episodes]
+    each = [
+        {"success": e.success, "reward": e.reward, "truncated": e.truncated} | e.metrics
+        for e in episodes
+    ]
     shares = {name: sum(getattr(e, name) for e in episodes) / turns for name in ("invalid", "cut")}
     return means(each) | {"turns": turns / len(episodes)} | shares
 
@@ -226,7 +336,9 @@ def baselines(config: Config) -> dict[str, float]:
     return means([env.baselines(EVAL_SEEDS + k) for k in range(config.eval_episodes)])
 
 
-def plot(path: Path, title: str, ylabel: str, lines: list[tuple], baselines: dict[str, float]) -> None:
+def plot(
+    path: Path, title: str, ylabel: str, lines: list[tuple], baselines: dict[str, float]
+) -> None:
     """Draw lines against episodes, each a metrics.csv, its column and a style, and the baselines; legend below."""
     names = [style["label"] for *_, style in lines if "label" in style]
     figure = matplotlib.figure.Figure(figsize=(8, 4.8 + 0.15 * len(names)), layout="constrained")
@@ -237,7 +349,9 @@ def plot(path: Path, title: str, ylabel: str, lines: list[tuple], baselines: dic
     for (name, value), style in zip(baselines.items(), (":", "--"), strict=False):
         axes.axhline(value, color="black", linestyle=style, label=f"{name} policy: {value:.3f}")
     axes.set(xlabel="episodes", ylabel=ylabel, title=title)
-    figure.legend(loc="outside lower center", ncols=max(1, 80 // max(24, *map(len, names))), frameon=False)
+    figure.legend(
+        loc="outside lower center", ncols=max(1, 80 // max(24, *map(len, names))), frameon=False
+    )
     figure.savefig(path, dpi=120)
 
 
@@ -254,11 +368,15 @@ def episodes_page(episodes: list[Episode], policy: Policy, title: str) -> str:
     for e in episodes[:8]:
         page += f"<h2>seed {e.seed}: {'success' if e.success else 'no success'}, return {e.reward:g}</h2><table>"
         images, ends = iter(e.images), e.turn_ends() + 1
-        turns = [np.split(values, ends)[:-1] for values in (e.tokens, e.action_mask, e.behavior_logprobs)]
+        turns = [
+            np.split(values, ends)[:-1] for values in (e.tokens, e.action_mask, e.behavior_logprobs)
+        ]
         for tokens, sampled, logprobs, reward in zip(*turns, e.turn_rewards, strict=True):
             is_image = (tokens == policy.image_token_id) & ~sampled
             page += "<tr><td>"
-            for _ in range(int((np.diff(is_image, prepend=False) & is_image).sum())):  # runs of placeholders
+            for _ in range(
+                int((np.diff(is_image, prepend=False) & is_image).sum())
+            ):  # runs of placeholders
                 Image.fromarray(next(images)).save(stream := io.BytesIO(), "PNG")
                 page += f'<img src="data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}">'
             text = decode(tokens[~is_image & ~sampled], skip_special_tokens=True).strip()

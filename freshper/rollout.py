@@ -23,7 +23,9 @@ from freshper.episode import Episode
 from freshper.errors import NonFiniteError
 from freshper.models import Policy
 
-GOLDEN_RATIO = 618_033_989  # 0.618 EVAL_SEEDS, without a common divisor: every seed has its own start
+GOLDEN_RATIO = (
+    618_033_989  # 0.618 EVAL_SEEDS, without a common divisor: every seed has its own start
+)
 
 
 def training_seeds(config: Config, iteration: int) -> list[int]:

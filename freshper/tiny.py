@@ -39,7 +39,15 @@ from freshper.models import Policy
 from freshper.rollout import Conversation, Reply, rollout
 
 SPECIAL = "<|endoftext|> <|im_start|> <|im_end|> <|vision_start|> <|vision_end|> <|image_pad|> <|video_pad|>".split()
-WORDS = ("system", "user", "assistant", "<answer>", "</answer>", "<think>", "</think>")  # and those of the task
+WORDS = (
+    "system",
+    "user",
+    "assistant",
+    "<answer>",
+    "</answer>",
+    "<think>",
+    "</think>",
+)  # and those of the task
 CHAT_TEMPLATE = """\
 {% for message in messages %}<|im_start|>{{ message.role }}
 {% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}\
@@ -55,7 +63,11 @@ SHIPPED = Path(__file__).parent / "weights"
 def keep_freed_memory() -> None:
     """Tell glibc's malloc to keep freed memory: giving activations back at every step halves the speed on a CPU."""
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        for parameter, value in ((-1, 2**31 - 1), (-2, 2**28), (-3, 2**30)):  # trim threshold, top pad, mmap threshold
+        for parameter, value in (
+            (-1, 2**31 - 1),
+            (-2, 2**28),
+            (-3, 2**30),
+        ):  # trim threshold, top pad, mmap threshold
             mallopt(parameter, value)
 
 
@@ -86,21 +98,49 @@ def build_policy(env: TextEnv, seed: int = 0, heads: int = 4) -> Policy:
     shared: dict[str, Any] = {"initializer_range": 0.1, "tie_word_embeddings": False}
     language: dict[str, Any] = {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN} | shared
     language |= {"num_hidden_layers": env.layers, "rope_parameters": rope}
-    language |= {"num_attention_heads": heads, "num_key_value_heads": heads, "max_position_embeddings": 4096}
+    language |= {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": 4096,
+    }
     language |= {"vocab_size": len(tokenizer), "bos_token_id": None}
     language |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     processor = None
     if env.reset(seed=0)[0].images:
-        angles = HIDDEN // heads // 2  # of a head's rotary embedding: a quarter for time, the rest for row and column
+        angles = (
+            HIDDEN // heads // 2
+        )  # of a head's rotary embedding: a quarter for time, the rest for row and column
         rope["mrope_section"] = [angles // 4, 3 * angles // 8, 3 * angles // 8]
-        vision: dict[str, Any] = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
-        vision |= {"patch_size": 7, "spatial_merge_size": 2, "window_size": 112, "fullatt_block_indexes": [0]}
+        vision: dict[str, Any] = {
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+        }
+        vision |= {
+            "patch_size": 7,
+            "spatial_merge_size": 2,
+            "window_size": 112,
+            "fullatt_block_indexes": [0],
+        }
         vision |= {"out_hidden_size": HIDDEN, "initializer_range": 0.1}
-        names = {"image_pad": "image", "video_pad": "video", "vision_start": "vision_start", "vision_end": "vision_end"}
-        marks = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{x}|>") for x, name in names.items()}
-        config = transformers.Qwen2_5_VLConfig(text_config=language, vision_config=vision, **marks, **shared)
+        names = {
+            "image_pad": "image",
+            "video_pad": "video",
+            "vision_start": "vision_start",
+            "vision_end": "vision_end",
+        }
+        marks = {
+            f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{x}|>")
+            for x, name in names.items()
+        }
+        config = transformers.Qwen2_5_VLConfig(
+            text_config=language, vision_config=vision, **marks, **shared
+        )
         model = transformers.Qwen2_5_VLForConditionalGeneration(config)
-        processor = Qwen2VLImageProcessorPil(patch_size=7, merge_size=2, min_pixels=14 * 14, max_pixels=14 * 14 * 256)
+        processor = Qwen2VLImageProcessorPil(
+            patch_size=7, merge_size=2, min_pixels=14 * 14, max_pixels=14 * 14 * 256
+        )
     else:
         model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**language))
     # Bytes that are no words can be read but not sampled: no reply needs one, and 200 tokens that
@@ -119,7 +159,10 @@ class RandomEngine:
         self.env_of = dict(zip(seeds, envs, strict=True))
 
     def generate(self, conversations: list[Conversation], max_new_tokens: int) -> list[Reply]:
-        return [self.reply(self.env_of[conversation.seed].random_reply(self.rng)) for conversation in conversations]
+        return [
+            self.reply(self.env_of[conversation.seed].random_reply(self.rng))
+            for conversation in conversations
+        ]
 
     def reply(self, text: str) -> Reply:
         """Return the reply of this text, with an eos."""
@@ -130,11 +173,15 @@ class RandomEngine:
 def transcripts(policy: Policy, envs: list[TextEnv], seeds: list[int]) -> list[Episode]:
     """Return an episode of the random policy in each environment, with one more turn: the final observation and its
     caption. The action mask covers replies and captions."""
-    episodes = rollout(RandomEngine(policy, envs, seeds), policy, envs, seeds, max_tokens=4096, max_new_tokens=8)
+    episodes = rollout(
+        RandomEngine(policy, envs, seeds), policy, envs, seeds, max_tokens=4096, max_new_tokens=8
+    )
     for episode, env in zip(episodes, envs, strict=True):
         final, caption = env.observe(), env.caption()
         turn = policy.bridge(Observation(f"{final.text}?{caption}", final.images), closed=True)
-        _, suffix = policy._template(0, first=False)  # what the chat template puts after a user's text
+        _, suffix = policy._template(
+            0, first=False
+        )  # what the chat template puts after a user's text
         end = len(turn) - len(policy.tokenizer.encode(suffix, add_special_tokens=False))
         told = np.zeros(len(turn), dtype=bool)
         told[end - len(policy.tokenizer.encode(caption, add_special_tokens=False)) : end] = True
@@ -154,7 +201,9 @@ def supervised_step(policy: Policy, episodes: list[Episode]) -> None:
         real = torch.arange(part.tokens.shape[1]) < torch.tensor(part.lengths)[:, None]
         mask = (part.action_mask if images else real)[:, 1:]
         logits = policy.model.lm_head(policy.batch_hidden(part)[:, :-1][mask])
-        loss = torch.nn.functional.cross_entropy(logits, part.tokens[:, 1:][mask], reduction="sum") / n
+        loss = (
+            torch.nn.functional.cross_entropy(logits, part.tokens[:, 1:][mask], reduction="sum") / n
+        )
         loss.backward()
 
 
@@ -168,7 +217,9 @@ def check_words(policy: Policy, envs: list[TextEnv]) -> None:
 
         reply = env.random_reply(rng)
         tokens = policy.tokenizer.encode(reply, add_special_tokens=False)
-        written = policy.tokenizer.decode([token for token in tokens if token not in policy.suppressed_ids])
+        written = policy.tokenizer.decode(
+            [token for token in tokens if token not in policy.suppressed_ids]
+        )
         if written != reply:
             rest = f"its words must be listed in {name}.words or {name}.actions, in ASCII"
             raise ValueError(
@@ -182,7 +233,9 @@ def warm_start(policy: Policy, make_env: Callable[[], TextEnv]) -> None:
     check_words(policy, envs)
     turns_of_batches = [turns for batches, turns in envs[0].warm_start for _ in range(batches)]
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=3e-3, weight_decay=0.0)
-    rate = transformers.get_scheduler("cosine", optimizer, len(turns_of_batches) // 20, len(turns_of_batches))
+    rate = transformers.get_scheduler(
+        "cosine", optimizer, len(turns_of_batches) // 20, len(turns_of_batches)
+    )
     policy.model.train()
     for batch, turns in enumerate(tqdm(turns_of_batches, desc="warm start (once)", unit="batch")):
         for env in envs:
@@ -201,10 +254,17 @@ def tiny_model(name: str) -> Path:
     if (SHIPPED / name).is_dir():
         return SHIPPED / name
     task = sys.modules[type(ENVS[name]()).__module__]
-    used = [m for m in map(inspect.getmodule, vars(task).values()) if m and m.__name__.startswith("envs.")]
+    used = [
+        m
+        for m in map(inspect.getmodule, vars(task).values())
+        if m and m.__name__.startswith("envs.")
+    ]
     sources = {Path(__file__), *(Path(inspect.getfile(m)) for m in (task, *used))}
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources))).hexdigest()
-    folder = Path(os.environ.get("FRESHPER_CACHE") or Path.home() / ".cache/freshper") / f"{name}-{digest[:8]}"
+    folder = (
+        Path(os.environ.get("FRESHPER_CACHE") or Path.home() / ".cache/freshper")
+        / f"{name}-{digest[:8]}"
+    )
     if not folder.is_dir():
         warm_start(policy := build_policy(ENVS[name]()), ENVS[name])
         unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")

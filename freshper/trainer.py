@@ -33,7 +33,9 @@ from freshper.reinforce import Baseline, policy_loss, training_batch
 
 DRIFT = ("log_ratio", "ratio", "ratio_sq", "kl", "clipped")  # sums of each row from `policy_loss`
 ACTIVATIONS = 5 * 2**30  # bytes kept for the backward pass; beyond, it computes each layer again
-LOGITS_AT_ONCE = 2**27  # numbers: 0.5 GB in float32, 883 tokens with Qwen2.5's vocabulary of 151,936
+LOGITS_AT_ONCE = (
+    2**27
+)  # numbers: 0.5 GB in float32, 883 tokens with Qwen2.5's vocabulary of 151,936
 WARMUP_STEPS = 10  # appendix F
 MAX_GRAD_NORM = 1.0  # Table 3
 
@@ -45,7 +47,9 @@ class Update(NamedTuple):
     drift: dict[str, np.ndarray]  # per episode, [B]: DRIFT's sums, and tokens
 
 
-def scores_of(policy: Policy, hidden: Tensor, chosen: Tensor, temperature: float, entropy: bool) -> Tensor:
+def scores_of(
+    policy: Policy, hidden: Tensor, chosen: Tensor, temperature: float, entropy: bool
+) -> Tensor:
     """Return the log-probs of chosen tokens [n] after hidden states [n, H], float32 [n, 1]; with
     `entropy` also the entropies of their distributions, [n, 2]."""
     distribution = (policy.logits(hidden) / temperature).log_softmax(-1)  # [n, V]
@@ -98,7 +102,9 @@ class OneProcess:
         """Yield the micro-batches of this process: (row numbers, batch of these rows)."""
         return batch.micro_batches(self.micro_batch_size)
 
-    def forward(self, part: Batch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, part: Batch, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """Return `action_logprobs` of a micro-batch."""
         return action_logprobs(self.policy, part, temperature, entropy)
 
@@ -174,7 +180,9 @@ class TorchTrainer:
         began = time.perf_counter()
         batch = collate(episodes)
         per_token = {"behavior_logprobs": self.logprobs(batch).numpy()}  # [B, T]
-        difference = per_token["behavior_logprobs"] - batch.behavior_logprobs.numpy()  # 0 off the mask
+        difference = (
+            per_token["behavior_logprobs"] - batch.behavior_logprobs.numpy()
+        )  # 0 off the mask
         if self.reference:
             per_token["ref_logprobs"] = self.logprobs(batch, reference=True).numpy()
         if self.config.truncated_is:
@@ -183,7 +191,9 @@ class TorchTrainer:
         for row, (episode, n) in enumerate(zip(episodes, batch.lengths, strict=True)):
             if not np.isfinite(difference[row]).all():
                 seed = episode.seed
-                raise NonFiniteError(f"line 3 met a log-prob that is not finite; episode seed {seed}")
+                raise NonFiniteError(
+                    f"line 3 met a log-prob that is not finite; episode seed {seed}"
+                )
             for name, values in per_token.items():
                 setattr(episode, name, values[row, :n].copy())  # a view would keep the whole batch
 
@@ -251,7 +261,9 @@ class TorchTrainer:
         }
         return Update(stats, drift)
 
-    def _accumulate_gradient(self, batch: Batch, scale: float) -> tuple[float, dict[str, np.ndarray]]:
+    def _accumulate_gradient(
+        self, batch: Batch, scale: float
+    ) -> tuple[float, dict[str, np.ndarray]]:
         """Compute the loss of eq. 16 and its gradient, a micro-batch at a time. Returns the loss, and
         the sums DRIFT of each row, [B]."""
         config = self.config

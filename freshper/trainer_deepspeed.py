@@ -51,7 +51,9 @@ def join_ranks(config: Config) -> int:
     """Meet the other ranks that torchrun started, or be the only one. Returns this rank's number."""
     if "RANK" not in os.environ:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # port 0: any that is free
+        os.environ.update(
+            alone, MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
+        )  # port 0: any that is free
     on_gpu = config.device == "cuda"
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -99,7 +101,9 @@ class DeepSpeedRanks(OneProcess):
             "managed_gradient_accumulation": False,
             "zero_allow_untested_optimizer": True,  # torch's own AdamW, as in one process
         }
-        self.engine, *_ = deepspeed.initialize(model=_ActionLogprobs(policy), optimizer=optimizer, config=settings)
+        self.engine, *_ = deepspeed.initialize(
+            model=_ActionLogprobs(policy), optimizer=optimizer, config=settings
+        )
 
     def shard(self, batch: Batch) -> Iterator[tuple[list[int], Batch]]:
         for group in alike(batch.lengths, self.micro_batch_size * self.ranks):
@@ -109,7 +113,9 @@ class DeepSpeedRanks(OneProcess):
                 part = part._replace(action_mask=torch.zeros_like(part.action_mask))
             yield rows, part
 
-    def forward(self, part: Batch, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, part: Batch, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
         # as many uses of the output layer on every rank: ZeRO-3 gathers it in each
         most = part.action_mask.sum()
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.messages)
@@ -208,14 +214,18 @@ class RankZero:
         if saved != self.ranks:
             need = f"--resume needs {saved} ranks, the number in the checkpoint"
             raise BackendError(f"{need}, not {self.ranks}")
-        without_optimizer = state | {"optimizer": {"ranks": None}}  # each rank is sent its own part of it
+        without_optimizer = state | {
+            "optimizer": {"ranks": None}
+        }  # each rank is sent its own part of it
         with self._on_all_ranks("load_state_dict", without_optimizer):
             self.trainer.load_state_dict(state)
 
     def close(self) -> None:
         """End the other ranks. After a failed call they end when this process does."""
         if not self.broken:
-            with contextlib.suppress(RuntimeError):  # of a rank that died unnoticed, during a rollout
+            with contextlib.suppress(
+                RuntimeError
+            ):  # of a rank that died unnoticed, during a rollout
                 dist.broadcast_object_list([("stop", ())], src=0, group=self.messages)
             dist.destroy_process_group()
 
@@ -258,7 +268,9 @@ def serve(trainer: TorchTrainer) -> int:
             # gloo's threads, alive when Python ends, may abort the process
             dist.destroy_process_group()
             return 0
-        with contextlib.suppress(NonFiniteError):  # all ranks meet it together, and rank 0 ends the run
+        with contextlib.suppress(
+            NonFiniteError
+        ):  # all ranks meet it together, and rank 0 ends the run
             if name == "weights":
                 deque(trainer.weights(), maxlen=0)
             else:

@@ -5,7 +5,9 @@ import os
 import runpy
 from pathlib import Path
 
-SHIM = Path(__file__).parent / "engines/torchvision_shim"  # for this process, and for those that tests start
+SHIM = (
+    Path(__file__).parent / "engines/torchvision_shim"
+)  # for this process, and for those that tests start
 runpy.run_path(str(SHIM / "sitecustomize.py"))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SHIM), os.environ.get("PYTHONPATH")]))
 
@@ -20,7 +22,9 @@ from freshper.episode import Episode
 from freshper.tiny import build_policy
 
 torch.set_num_threads(1)
-hypothesis.settings.register_profile("repeatable", derandomize=True)  # the same examples on every machine
+hypothesis.settings.register_profile(
+    "repeatable", derandomize=True
+)  # the same examples on every machine
 hypothesis.settings.load_profile("repeatable")
 
 
@@ -65,8 +69,14 @@ def make_episode(rng, turns=3, prompt=0, vocabulary=200, **fields):
 
 def speakable_episodes(policy, n):
     """Return n episodes of 1, 3, 5 or 7 turns of tokens that the policy can sample, with an image if it takes any."""
-    rng, words = np.random.default_rng(0), np.setdiff1d(np.arange(len(policy.tokenizer)), policy.suppressed_ids)
-    episodes = [make_episode(rng, turns=1 + 2 * (k % 4), prompt=20, vocabulary=words, seed=k) for k in range(n)]
+    rng, words = (
+        np.random.default_rng(0),
+        np.setdiff1d(np.arange(len(policy.tokenizer)), policy.suppressed_ids),
+    )
+    episodes = [
+        make_episode(rng, turns=1 + 2 * (k % 4), prompt=20, vocabulary=words, seed=k)
+        for k in range(n)
+    ]
     for k, e in enumerate(episodes if policy.image_processor else ()):
         e.images = [np.random.default_rng(k % 3).integers(0, 255, (56, 56, 3), dtype=np.uint8)]
         e.tokens[:16] = policy.image_token_id

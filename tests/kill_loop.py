@@ -62,9 +62,16 @@ def state_of(folder):
 def contents(out):
     """Return what must be equal: metrics.csv without seconds, replay.csv, the state without rows, the weights."""
     with open(out / "metrics.csv", newline="") as file:
-        rows = [{k: v for k, v in row.items() if not k.endswith("_s")} for row in csv.DictReader(file)]
+        rows = [
+            {k: v for k, v in row.items() if not k.endswith("_s")} for row in csv.DictReader(file)
+        ]
     state = state_of(out / "checkpoint") | {"report": None}
-    return rows, (out / "replay.csv").read_text(), state, (out / "checkpoint/model.safetensors").read_bytes()
+    return (
+        rows,
+        (out / "replay.csv").read_text(),
+        state,
+        (out / "checkpoint/model.safetensors").read_bytes(),
+    )
 
 
 def written(path):

@@ -20,7 +20,9 @@ from envs.gsm8k import GSM8K
 from envs.question_answering import Question
 
 TASKS = {"gsm8k": GSM8K, "aime": AIME, "geoqa": GeoQA}
-ENVS = {(task, style): make(style=style) for task, make in TASKS.items() for style in ("full", "terse")}
+ENVS = {
+    (task, style): make(style=style) for task, make in TASKS.items() for style in ("full", "terse")
+}
 
 
 def reward(task, gold, reply, style):
@@ -29,7 +31,11 @@ def reward(task, gold, reply, style):
     rows = {
         "gsm8k": {"question": "q", "answer": f"We add.\n#### {gold}"},
         "aime": {"problem": "q", "answer": gold},
-        "geoqa": {"problem": "q", "solution": f"<answer> {gold} </answer>", "image": png.getvalue()},
+        "geoqa": {
+            "problem": "q",
+            "solution": f"<answer> {gold} </answer>",
+            "image": png.getvalue(),
+        },
     }
     env = ENVS[task, style]
     env.turn, env.feedback, env.question = 0, "", env.from_row(rows[task])
@@ -68,13 +74,19 @@ def test_rational_numbers_are_read_exactly(top, bottom, sign):
 def test_roots_and_multiples_of_pi_have_their_value(a, b, c):
     root, pi = math.sqrt(b), math.pi
     values = {f"{a}+{c}√{b}": a + c * root, f"({a}π-{c}√{b})/2": (a * pi - c * root) / 2}
-    values |= dict.fromkeys((f"{a}π/{c}", f"\\frac{{{a}\\pi}}{{{c}}}", f"\\frac{{{a}}}{{{c}}}π"), a * pi / c)
+    values |= dict.fromkeys(
+        (f"{a}π/{c}", f"\\frac{{{a}\\pi}}{{{c}}}", f"\\frac{{{a}}}{{{c}}}π"), a * pi / c
+    )
     surds = (f"{a}√{b}/{c}", f"\\frac{{{a}\\sqrt{{{b}}}}}{{{c}}}", f"\\frac{{{a}}}{{{c}}}\\sqrt{b}")
     values |= dict.fromkeys((*surds, f"{a}*√({b})/{c} cm"), a * root / c)
     for text, value in values.items():
         assert read_measure(text).value == pytest.approx(value, rel=1e-12), text
     gold, value = GeoQA.read(f"{a}√{b}/{c}"), a * root / c
-    for answer, right in ((f"{value:.3f}", 1), (f"{value + 0.002:.3f}", 0), (f"{value * 1.006:.6f}", 0)):
+    for answer, right in (
+        (f"{value:.3f}", 1),
+        (f"{value + 0.002:.3f}", 0),
+        (f"{value * 1.006:.6f}", 0),
+    ):
         assert GeoQA.right(GeoQA.read(answer), gold) == bool(right), answer
 
 
@@ -85,7 +97,8 @@ SENTENCES = {
     + ["4 fish + 3 fish = 7 fish.", "Tom has a total of 4 + 3 = 7 fish."]
     + ["So Tom gets 3 fish and has 7 fish left.", "The answer is 7.", "<answer>7</answer>"]
     + ["<think>8 - 1.</think>Tom has 7 fish."],
-    0.0: ["Tom has 8 fish.", "Tom has 4 fish now.", "4 + 3 = 8.", "4 - 3 = 1."] + ["Tom has 4 + 3 = 4 fish."],
+    0.0: ["Tom has 8 fish.", "Tom has 4 fish now.", "4 + 3 = 8.", "4 - 3 = 1."]
+    + ["Tom has 4 + 3 = 4 fish."],
     -0.15: ["Tom has 4 + 3 = 7 fish", "7", "Tom has 7 fish, and 9 more."]
     + ["Tom has 7 fish. He is happy.", "Has Tom 7 fish?", "-7.", "4 + 3 = -7."]
     + ["Tom has 4 + 7 fish.", "Tom has 7/3 fish.", "x + 7.", "Tom has 4, 7 fish."]
@@ -123,15 +136,50 @@ def test_a_reply_that_was_cut_earns_nothing(gold):
     assert read_sentence(sentence, sentence) == gold
 
 
-PIECES = ["9", "1,", "<answer>", "</answer>", "<think>", "\\boxed{", "\\boxed{1}", "{", "$", "**", "1 ", "a ", "= "]
-PIECES += ["1\n2 3", "٧", "<answer>1", "\\text{", "\\frac{1}", "√{", "√", "π", "(", "((1)/", "- ", "9**", "9/", "°"]
+PIECES = [
+    "9",
+    "1,",
+    "<answer>",
+    "</answer>",
+    "<think>",
+    "\\boxed{",
+    "\\boxed{1}",
+    "{",
+    "$",
+    "**",
+    "1 ",
+    "a ",
+    "= ",
+]
+PIECES += [
+    "1\n2 3",
+    "٧",
+    "<answer>1",
+    "\\text{",
+    "\\frac{1}",
+    "√{",
+    "√",
+    "π",
+    "(",
+    "((1)/",
+    "- ",
+    "9**",
+    "9/",
+    "°",
+]
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_huge_replies_are_read_in_no_time_and_earn_nothing(task):
     for piece in PIECES:
         text = piece * (100_000 // len(piece))
-        for reply in (text, text + "=", f"<answer>{text}</answer>", f"has {text}.", f"\\boxed{{{text}}}"):
+        for reply in (
+            text,
+            text + "=",
+            f"<answer>{text}</answer>",
+            f"has {text}.",
+            f"\\boxed{{{text}}}",
+        ):
             began = time.perf_counter()
             assert reward(task, "72", reply, "full") <= 0
             assert read_sentence(reply, "1 9") == ""

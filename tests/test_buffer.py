@@ -29,7 +29,11 @@ def leaves(buffer):
 
 def test_an_episode_comes_back_and_equal_images_are_one_png():
     image = ENVS["frozenlake_vlm"](style="full").reset(seed=0)[0].images[0]
-    images = image, image.copy(), image.reshape(112, 448, 3)  # the last: the same bytes in another shape
+    images = (
+        image,
+        image.copy(),
+        image.reshape(112, 448, 3),
+    )  # the last: the same bytes in another shape
     stored = [episodes(1, start=k, images=[i])[0] for k, i in enumerate(images)]
     buffer = ReplayBuffer(10, 0.6, fast_decay)
     buffer.add(stored, np.ones(3), step=7)
@@ -52,7 +56,10 @@ def test_priorities_ages_and_eviction(eviction, tau, capacity, batches, seed):
     """Against a list that is sorted anew every time; of equal priorities the oldest goes first."""
     rng = np.random.default_rng(seed)
     buffer = ReplayBuffer(capacity, 0.6, partial(exponential_decay, tau=tau), eviction)
-    held, added = [], 0  # [log priority as of the last refresh, order of arrival, base priority, step]
+    held, added = (
+        [],
+        0,
+    )  # [log priority as of the last refresh, order of arrival, base priority, step]
     for step, n in enumerate(batches):
         n = min(n, capacity)
         base = rng.integers(1, 4, n) / 2.0  # with ties
@@ -65,18 +72,31 @@ def test_priorities_ages_and_eviction(eviction, tau, capacity, batches, seed):
             entry[0] = np.round(np.log(entry[2]) - (step + 1 - entry[3]) / tau, 9)
         added += n
         np.testing.assert_array_equal(buffer.ages(), [step + 1 - e.step for e in buffer.episodes])
-        leaf_of = {order: np.exp(0.6 * log_priority) for log_priority, order, *_ in held}  # p_i^alpha, eq. 2 and 14
+        leaf_of = {
+            order: np.exp(0.6 * log_priority) for log_priority, order, *_ in held
+        }  # p_i^alpha, eq. 2 and 14
         assert len(buffer) == len(held)
-        np.testing.assert_allclose(leaves(buffer), [leaf_of[e.seed] for e in buffer.episodes], rtol=1e-7)
+        np.testing.assert_allclose(
+            leaves(buffer), [leaf_of[e.seed] for e in buffer.episodes], rtol=1e-7
+        )
     if held:
-        replay, total = buffer.sample(16, len(batches) + 3), sum(leaf_of.values())  # updates after the refresh
+        replay, total = (
+            buffer.sample(16, len(batches) + 3),
+            sum(leaf_of.values()),
+        )  # updates after the refresh
         assert replay.ages.tolist() == [len(batches) + 3 - e.step for e in replay.episodes]
-        np.testing.assert_allclose(replay.probabilities, [leaf_of[e.seed] / total for e in replay.episodes], rtol=1e-7)
+        np.testing.assert_allclose(
+            replay.probabilities, [leaf_of[e.seed] / total for e in replay.episodes], rtol=1e-7
+        )
 
 
 def test_standard_per_forgets_nothing_and_stale_entries_can_still_be_drawn():
     limit = partial(age_limit, tau=5.0)
-    for decay, alpha, expected in ((None, 0.6, [1.0, 2**0.6]), (fast_decay, 0.6, [0.0, 0.0]), (limit, 0.0, [0.0, 0.0])):
+    for decay, alpha, expected in (
+        (None, 0.6, [1.0, 2**0.6]),
+        (fast_decay, 0.6, [0.0, 0.0]),
+        (limit, 0.0, [0.0, 0.0]),
+    ):
         buffer = ReplayBuffer(10, alpha, decay)
         buffer.add(episodes(2), np.array([1.0, 2.0]), step=0)
         buffer.refresh(10**6)
@@ -100,7 +120,9 @@ def test_base_priorities_can_be_updated():
 
 def test_drift_reaches_automatic_tau_per_turn():
     buffer = ReplayBuffer(10, 0.6, AutoTau(0.6, 10))
-    buffer.add([make_episode(np.random.default_rng(k), turns=1 + k) for k in range(4)], np.ones(4), step=0)
+    buffer.add(
+        [make_episode(np.random.default_rng(k), turns=1 + k) for k in range(4)], np.ones(4), step=0
+    )
     buffer.refresh(25)
     replay = buffer.sample(8)
     turns = np.array([len(e.turn_rewards) for e in replay.episodes])
@@ -137,7 +159,13 @@ def test_bad_arguments_are_refused():
         with pytest.raises(ValueError):
             ReplayBuffer(*arguments)
     buffer = ReplayBuffer(4, 0.6, None)
-    for n, base in ((5, np.ones(5)), (2, np.ones(3)), (1, np.zeros(1)), (1, np.array([np.nan])), (1, np.array([-1.0]))):
+    for n, base in (
+        (5, np.ones(5)),
+        (2, np.ones(3)),
+        (1, np.zeros(1)),
+        (1, np.array([np.nan])),
+        (1, np.array([-1.0])),
+    ):
         with pytest.raises(ValueError):
             buffer.add(episodes(n), base, step=0)
     with pytest.raises(ValueError, match="total"):

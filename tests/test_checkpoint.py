@@ -20,7 +20,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train
 from envs.frozenlake import FrozenLake
 from freshper import backends
-from freshper.checkpoint import RunState, StopSignals, fingerprint, newest, pack_episodes, plain, unpack_episodes
+from freshper.checkpoint import (
+    RunState,
+    StopSignals,
+    fingerprint,
+    newest,
+    pack_episodes,
+    plain,
+    unpack_episodes,
+)
 from freshper.config import Config
 from freshper.diagnostics import read
 from freshper.engine_hf import HFEngine
@@ -34,7 +42,9 @@ SHORT = """--model tiny --iterations 6 --save_every 2 --rollout_batch_size 4 --b
 def _random_weights(model_folder):
     """`--model tiny` without its warm start, and no plots, which take as long as the runs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backends, "tiny_model", lambda env: model_folder["vision" if "vlm" in env else "text"])
+        patch.setattr(
+            backends, "tiny_model", lambda env: model_folder["vision" if "vlm" in env else "text"]
+        )
         patch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **kwargs: None)
         yield
 
@@ -51,7 +61,9 @@ def done(out):
     """Completed iterations at the checkpoint that --resume would load, 0 without one."""
     if not (saved := newest(out)):
         return 0
-    return torch.load(saved.folder / "state.pt", weights_only=True)["report"]["rows"][-1]["iteration"]
+    return torch.load(saved.folder / "state.pt", weights_only=True)["report"]["rows"][-1][
+        "iteration"
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +113,9 @@ def test_a_stopped_and_resumed_run_is_the_run_that_never_stopped(tmp_path, monke
     flags = FLAGS[kind].split()
     assert run(tmp_path / "plain", *flags) == 0
     with monkeypatch.context() as patch:
-        at_call(patch, HFEngine, "generate", 14, send(signal.SIGTERM))  # three turns each, and two evaluations
+        at_call(
+            patch, HFEngine, "generate", 14, send(signal.SIGTERM)
+        )  # three turns each, and two evaluations
         assert run(tmp_path / "stopped", *flags) == 143
     assert done(tmp_path / "stopped") == 3
     assert resume(tmp_path / "stopped") == 0
@@ -114,14 +128,18 @@ def test_killed_again_and_again(model_folder, tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["Ctrl-C twice", "a bug of an environment"])
-def test_a_fault_ends_the_run_at_once_and_it_can_be_resumed(tmp_path, monkeypatch, capsys, finished, fault):
+def test_a_fault_ends_the_run_at_once_and_it_can_be_resumed(
+    tmp_path, monkeypatch, capsys, finished, fault
+):
     with monkeypatch.context() as patch:
         if fault == "Ctrl-C twice":
             at_call(patch, HFEngine, "generate", 17, send(signal.SIGINT, signal.SIGINT))
             assert run(tmp_path / "run") == 130
         else:
             at_call(patch, FrozenLake, "step", 90, lambda _: int("lake"))
-            with pytest.raises(ValueError, match="'lake'"):  # is not taken for bad input, and keeps its traceback
+            with pytest.raises(
+                ValueError, match="'lake'"
+            ):  # is not taken for bad input, and keeps its traceback
                 run(tmp_path / "run")
     assert "continue with: python train.py --resume" in capsys.readouterr().out
     assert done(tmp_path / "run") == 2
@@ -179,7 +197,9 @@ def test_what_cannot_be_read_is_not_damaged(copy, capsys):
     before = sorted(copy.rglob("*"))
     assert resume(copy, "--iterations", "7") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"train.py: error: --resume is {copy}, but its checkpoint cannot be read: [Errno 21]")
+    assert line.startswith(
+        f"train.py: error: --resume is {copy}, but its checkpoint cannot be read: [Errno 21]"
+    )
     assert sorted(copy.rglob("*")) == before
 
 
@@ -230,7 +250,9 @@ def test_code_in_a_checkpoint_is_not_run(copy, tmp_path, capsys):
     folder = copy / "checkpoint"
     state = torch.load(folder / "state.pt", weights_only=True)
     torch.save(state | {"python": Malicious()}, folder / "state.pt")
-    manifest = json.loads((folder / "manifest.json").read_text()) | {"state.pt": fingerprint(folder / "state.pt")}
+    manifest = json.loads((folder / "manifest.json").read_text()) | {
+        "state.pt": fingerprint(folder / "state.pt")
+    }
     (folder / "manifest.json").write_text(json.dumps(manifest))
     assert resume(copy) == 1
     assert "state.pt does not hold plain data" in capsys.readouterr().out
@@ -245,7 +267,9 @@ def stand_in(out, done, best=0):
     is the number of completed iterations."""
     state = {"state_dict.side_effect": lambda: {"episodes": [], "rows": [{"iteration": done}]}}
     buffer, trainer, report = Mock(**state), Mock(**state), Mock(**state)
-    trainer.save = lambda folder: save_file({"done": torch.tensor(done)}, f"{folder}/model.safetensors")
+    trainer.save = lambda folder: save_file(
+        {"done": torch.tensor(done)}, f"{folder}/model.safetensors"
+    )
     report.folder, report.evaluations, report.done = out, lambda: {best: 1.0}, done
     config = Config(resume=str(out), save_every=1, iterations=100)
     config.saved = newest(out) or ()
@@ -320,11 +344,17 @@ def test_crashes_at_any_moment_lose_nothing_but_an_unfinished_save(tmp_path, mon
             assert found(out) in ((n, n + 1) if crashed else (n + 1,))
             files = [*out.glob("checkpoint/*"), *out.glob("checkpoint-before/*")]
             shape = frozenset((p.parent.name, p.name, p.stat().st_size) for p in files)
-            shape |= {(p.parent.name, found(out) - held(p)) for p in files if p.name == "model.safetensors"}
+            shape |= {
+                (p.parent.name, found(out) - held(p))
+                for p in files
+                if p.name == "model.safetensors"
+            }
             if shape not in seen:
                 seen.add(shape)
                 states.append(out)
-    assert len(seen) >= 6  # nothing, one, both, one and half of the one before, only the one before, one damaged
+    assert (
+        len(seen) >= 6
+    )  # nothing, one, both, one and half of the one before, only the one before, one damaged
 
 
 @pytest.mark.parametrize("kilobytes", [4, 700])
@@ -347,7 +377,9 @@ def test_episodes_come_back_as_they_were():
     rng = np.random.default_rng(0)
     images = [compressed(rng.integers(0, 256, (2, width, 3), dtype=np.uint8)) for width in (1, 2)]
     given = [{"step": k, "success": k % 2 == 0, "metrics": {"boxes": k / 3}} for k in range(9)]
-    episodes = [make_episode(rng, images=images[: k % 3], **fields) for k, fields in enumerate(given)]
+    episodes = [
+        make_episode(rng, images=images[: k % 3], **fields) for k, fields in enumerate(given)
+    ]
     back = unpack_episodes(plain(pack_episodes(episodes)))
     with np.printoptions(floatmode="unique"):
         assert [repr(vars(e)) for e in back] == [repr(vars(e)) for e in episodes]

@@ -31,8 +31,14 @@ def test_the_paper_preset_holds_the_tables(env):
     config = parse_args(["--preset", "paper", "--env", env])
     row, training = paper_table("env_details", env), paper_table("training_config", env)
     assert config.model == f"Qwen/Qwen2.5-{row['model']}-Instruct"
-    assert (config.max_tokens, config.max_turns or ENVS[env]().max_turns) == (row["seq_len"], row["max_actions"])
-    assert (config.micro_batch_size, config.iterations) == (training["micro_batch"], training["max_steps"])
+    assert (config.max_tokens, config.max_turns or ENVS[env]().max_turns) == (
+        row["seq_len"],
+        row["max_actions"],
+    )
+    assert (config.micro_batch_size, config.iterations) == (
+        training["micro_batch"],
+        training["max_steps"],
+    )
     assert config.zero_stage == training["zero"]
     constants = {"warmup_steps": WARMUP_STEPS, "max_grad_norm": MAX_GRAD_NORM}
     for name, value in (paper_table("config_comparison", row["config"]) | TABLES["common"]).items():
@@ -42,7 +48,9 @@ def test_the_paper_preset_holds_the_tables(env):
     assert config.slippery is (env == "frozenlake")  # docs/differences.md
 
 
-@pytest.mark.parametrize(("preset", "env"), [(preset, env) for preset in PRESETS for env in PRESETS[preset]])
+@pytest.mark.parametrize(
+    ("preset", "env"), [(preset, env) for preset in PRESETS for env in PRESETS[preset]]
+)
 def test_the_methods_differ_in_nothing_but_their_rows_of_table_5(preset, env):
     given = ["--preset", preset, "--env", env, "--method"]
     configs = {method: parse_args([*given, method]) for method in ("freshper", "per", "on_policy")}
@@ -52,7 +60,11 @@ def test_the_methods_differ_in_nothing_but_their_rows_of_table_5(preset, env):
     assert set(CONFIG_A) == set(CONFIG_DEFAULT)
     for method in ("freshper", "per") if (preset, env) == ("paper", "frozenlake") else ():
         row, config = paper_table("replay_config", method), configs[method]
-        assert (config.capacity, config.replay_ratio, config.beta or None) == (row["capacity"], row["K"], row["beta"])
+        assert (config.capacity, config.replay_ratio, config.beta or None) == (
+            row["capacity"],
+            row["K"],
+            row["beta"],
+        )
         assert (config.tau if config.decay == "exponential" else None) == row["tau"]
 
 
@@ -62,7 +74,9 @@ def test_there_are_at_most_48_settings_and_help_explains_them_before_torch_is_im
         atexit.register(lambda: print({"torch", "transformers", "datasets", "faiss"} & set(sys.modules)))
         sys.argv = ["train.py", "--help"]
         runpy.run_path("train.py", run_name="__main__")"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.endswith("set()\n")
     shown, fields = " ".join(done.stdout.split()), dataclasses.fields(Config)
     assert len(fields) <= 48
@@ -76,9 +90,27 @@ PAPERS = "Qwen/Qwen2.5-0.5B-Instruct"
 @pytest.mark.parametrize(
     ("flags", "gpu", "cached", "model", "note"),
     [
-        ("", False, True, "tiny", "model tiny: a GPU and the paper's model are not both on this machine"),
-        ("", True, False, "tiny", "model tiny: a GPU and the paper's model are not both on this machine"),
-        ("", True, True, PAPERS, f"model {PAPERS}: a GPU and the paper's model are on this machine"),
+        (
+            "",
+            False,
+            True,
+            "tiny",
+            "model tiny: a GPU and the paper's model are not both on this machine",
+        ),
+        (
+            "",
+            True,
+            False,
+            "tiny",
+            "model tiny: a GPU and the paper's model are not both on this machine",
+        ),
+        (
+            "",
+            True,
+            True,
+            PAPERS,
+            f"model {PAPERS}: a GPU and the paper's model are on this machine",
+        ),
         ("--preset tiny", True, True, "tiny", None),
         ("--preset paper", False, False, PAPERS, None),
         ("--env gsm8k --preset small", False, False, "HuggingFaceTB/SmolLM2-135M-Instruct", None),
@@ -89,7 +121,9 @@ PAPERS = "Qwen/Qwen2.5-0.5B-Instruct"
 def test_the_numbers_follow_from_the_model(flags, gpu, cached, model, note, monkeypatch):
     """A pretrained model never gets the tiny preset, nor a tiny one the paper's."""
     monkeypatch.setattr("freshper.flags.glob", lambda pattern: ["/dev/nvidia0"] * gpu)
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: "config.json" if cached else None)
+    monkeypatch.setattr(
+        "huggingface_hub.try_to_load_from_cache", lambda *_: "config.json" if cached else None
+    )
     config = parse_args(flags.split())
     expected = "small" if "small" in flags else "tiny" if model == "tiny" else "paper"
     assert (config.model, config.preset) == (model, expected)
@@ -106,13 +140,22 @@ def test_what_follows_from_the_settings(tmp_path, monkeypatch, model_folder):
         cliff = parse_args(["--env", "cliffwalking", "--preset", preset])
         assert cliff.task() == f"cliffwalking{said}"
         assert cliff.make_env().along_the_way == bool(said)
-    for name in ("out/frozenlake-freshper-42", "out/frozenlake-freshper-42-2"):  # no run overwrites another
+    for name in (
+        "out/frozenlake-freshper-42",
+        "out/frozenlake-freshper-42-2",
+    ):  # no run overwrites another
         assert config.folder() == Path(name)
         config.folder().mkdir(parents=True)
     assert parse_args(["--model", model_folder["text"]]).preset == "tiny"  # a folder of one of ours
     assert parse_args(["--slippery"]).make_env().slippery is True
-    for decay, expected in {"exponential": 0.36788, "polynomial": 0.5, "limit": 1.0}.items():  # at tau = 20
-        assert parse_args(["--decay", decay]).decay_function()(20) == pytest.approx(expected, abs=1e-5)
+    for decay, expected in {
+        "exponential": 0.36788,
+        "polynomial": 0.5,
+        "limit": 1.0,
+    }.items():  # at tau = 20
+        assert parse_args(["--decay", decay]).decay_function()(20) == pytest.approx(
+            expected, abs=1e-5
+        )
     auto = parse_args("--tau auto --replay_ratio 4 --ppo_epochs 2".split()).decay_function()
     assert auto.tau == 30.0  # before any drift is observed: five iterations of 2 + 4 steps
     assert per.decay_function() is None
@@ -210,14 +253,22 @@ def test_bad_flags_get_one_sentence(flags, tmp_path, monkeypatch, capsys):
         ("lr", -1.0, "--lr is -1.0, but must be above 0"),
         ("slippery", [1], "argument --slippery: invalid boolean value: '[1]'"),
         ("batch_size", 20_000, "--capacity is 10000, but must be at least a batch"),
-        ("preset", "auto", "--preset is auto, but must be tiny with --env frozenlake and --model tiny"),
+        (
+            "preset",
+            "auto",
+            "--preset is auto, but must be tiny with --env frozenlake and --model tiny",
+        ),
         ("a flag", 1, "its settings are those of another version of this code"),
     ],
 )
-def test_settings_of_an_earlier_run_pass_the_checks_of_flags(name, value, sentence, tmp_path, capsys):
+def test_settings_of_an_earlier_run_pass_the_checks_of_flags(
+    name, value, sentence, tmp_path, capsys
+):
     settings = dataclasses.asdict(parse_args(["--backend", "hf+torch"]))
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    assert dataclasses.asdict(parse_args(["--resume", str(tmp_path)])) == settings | {"resume": str(tmp_path)}
+    assert dataclasses.asdict(parse_args(["--resume", str(tmp_path)])) == settings | {
+        "resume": str(tmp_path)
+    }
     (tmp_path / "config.json").write_text(json.dumps(settings | {name: value}))
     with pytest.raises(SystemExit):
         parse_args(["--resume", str(tmp_path)])
@@ -254,15 +305,32 @@ def test_ctrl_c_during_imports():
         ("--preset paper", False, "", "backend hf+torch: on cpu"),
         ("--preset paper", True, "deepspeed", "backend hf+torch: on cuda, without deepspeed"),
         ("--preset paper", True, "", "backend vllm+deepspeed: on cuda"),
-        ("--backend vllm+torch", True, "vllm", "--backend is vllm+torch, but vllm is not installed: "),
-        ("--preset paper --zero_stage 1", False, "", "--zero_stage is 1, but has no effect with --backend hf+torch"),
-        ("--model tiny", "2 ranks", "", "--backend is hf+torch, but must train with deepspeed on the 2 ranks started"),
+        (
+            "--backend vllm+torch",
+            True,
+            "vllm",
+            "--backend is vllm+torch, but vllm is not installed: ",
+        ),
+        (
+            "--preset paper --zero_stage 1",
+            False,
+            "",
+            "--zero_stage is 1, but has no effect with --backend hf+torch",
+        ),
+        (
+            "--model tiny",
+            "2 ranks",
+            "",
+            "--backend is hf+torch, but must train with deepspeed on the 2 ranks started",
+        ),
     ],
 )
 def test_the_backend_follows_from_what_is_installed(flags, gpu, missing, found, monkeypatch):
     config = parse_args(flags.split())
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu is True)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == missing else name)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *_: None if name == missing else name
+    )
     monkeypatch.setenv("WORLD_SIZE", "2" if gpu == "2 ranks" else "1")
     if found.startswith("--"):
         with pytest.raises(ValueError) as error:

@@ -21,7 +21,9 @@ from freshper import report
 from freshper.flags import parse_args
 
 FIELDS = ("question", "answer")
-ROWS = [{"question": f"What is {k} + 1?", "answer": f"#### {k + 1}", "note": None} for k in range(40)]
+ROWS = [
+    {"question": f"What is {k} + 1?", "answer": f"#### {k + 1}", "note": None} for k in range(40)
+]
 ENDINGS = pytest.mark.parametrize("ending", ["json", "jsonl", "parquet"])
 
 
@@ -30,11 +32,15 @@ def pairs(rows):
 
 
 @ENDINGS
-@pytest.mark.parametrize("folder", [".", "json"])  # a relative path; the name of one of `datasets`' own builders
+@pytest.mark.parametrize(
+    "folder", [".", "json"]
+)  # a relative path; the name of one of `datasets`' own builders
 def test_a_single_file_is_divided_without_a_shared_row(tmp_path, monkeypatch, ending, folder):
     monkeypatch.chdir(tmp_path)
     load_rows.cache_clear()
-    rows = load_rows(write_rows(Path(folder) / f"all.{ending}", ROWS + ROWS[:15]), FIELDS, dict)  # some rows twice
+    rows = load_rows(
+        write_rows(Path(folder) / f"all.{ending}", ROWS + ROWS[:15]), FIELDS, dict
+    )  # some rows twice
     train, held_out = map(pairs, rows.values())
     assert sorted(train + held_out) == pairs(ROWS + ROWS[:15])
     assert not {*train} & {*held_out}
@@ -55,9 +61,16 @@ def test_a_folder_has_its_own_splits_and_parts_are_joined(tmp_path, ending, held
 
 
 def test_case_of_names_zero_and_line_separators(tmp_path):
-    source = write_rows(tmp_path / "aime.jsonl", [{"Problem": f"a\u2028{k}", "Answer": k} for k in range(3)])
-    train, held_out = load_rows(source, ("problem", "answer"), lambda row: (row["problem"], row["answer"])).values()
-    assert (sorted(train), held_out) == ([("a\u20281", 1), ("a\u20282", 2)], [("a\u20280", 0)])  # zero is not "empty"
+    source = write_rows(
+        tmp_path / "aime.jsonl", [{"Problem": f"a\u2028{k}", "Answer": k} for k in range(3)]
+    )
+    train, held_out = load_rows(
+        source, ("problem", "answer"), lambda row: (row["problem"], row["answer"])
+    ).values()
+    assert (sorted(train), held_out) == (
+        [("a\u20281", 1), ("a\u20282", 2)],
+        [("a\u20280", 0)],
+    )  # zero is not "empty"
 
 
 BAD = {  # file: (content, a part of the sentence)
@@ -65,9 +78,18 @@ BAD = {  # file: (content, a part of the sentence)
     "notes.txt": ("hello", "row 1: the field question is missing or empty, the row has text"),
     "line.jsonl": (json.dumps(ROWS[0]) + "\n{broken\n", "row 1"),
     "text.parquet": ("hello", "Parquet"),
-    "blank.jsonl": ([*ROWS[:3], {"question": " \n", "answer": "1"}], "row 4: the field question is missing or empty"),
-    "null.parquet": ([*ROWS[:3], {"question": "1", "answer": None}], "row 4: the field answer is missing or empty"),
-    "missing.json": ([{"question": "1", "solution": "1"}], "field answer is missing or empty, the row has question"),
+    "blank.jsonl": (
+        [*ROWS[:3], {"question": " \n", "answer": "1"}],
+        "row 4: the field question is missing or empty",
+    ),
+    "null.parquet": (
+        [*ROWS[:3], {"question": "1", "answer": None}],
+        "row 4: the field answer is missing or empty",
+    ),
+    "missing.json": (
+        [{"question": "1", "solution": "1"}],
+        "field answer is missing or empty, the row has question",
+    ),
     "one.jsonl": (ROWS[:1] * 5, "too few different rows to train and to hold out: 5 in train"),
     "nowhere.jsonl": (None, "there is no such file or folder"),
     "mixed/train.json": (ROWS, "same data file format"),
@@ -94,7 +116,9 @@ def test_bad_input_is_named_in_one_sentence(name, tmp_path, capfd):
 
 def test_a_hub_that_cannot_be_reached_is_a_sentence(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=r"--data is owner/name:main, but `datasets` cannot read it.*: .+"):
+    with pytest.raises(
+        ValueError, match=r"--data is owner/name:main, but `datasets` cannot read it.*: .+"
+    ):
         load_rows("owner/name:main", FIELDS, dict)
 
 
@@ -112,7 +136,10 @@ def picture(size):
 
 
 def long_question(k):
-    return {"question": f"Number {k}? " + "Well? " * (600 if k % 4 == 1 else 1), "answer": f"#### {k}"}
+    return {
+        "question": f"Number {k}? " + "Well? " * (600 if k % 4 == 1 else 1),
+        "answer": f"#### {k}",
+    }
 
 
 def narrow_image(k):
@@ -121,18 +148,25 @@ def narrow_image(k):
 
 
 @pytest.mark.parametrize(("env", "row"), [("gsm8k", long_question), ("geoqa", narrow_image)])
-def test_rows_that_do_not_fit_the_model_are_left_out(env, row, model_folder, tmp_path, monkeypatch, capsys):
+def test_rows_that_do_not_fit_the_model_are_left_out(
+    env, row, model_folder, tmp_path, monkeypatch, capsys
+):
     """In a run whose batches ask for every row twice. Both splits have some that do not fit."""
     for split in ("train", "test"):
         write_rows(tmp_path / f"data/{split}.parquet", [row(k) for k in range(12)])
-    model = shutil.copytree(model_folder["vision" if env == "geoqa" else "text"], tmp_path / "model") / "config.json"
+    model = (
+        shutil.copytree(model_folder["vision" if env == "geoqa" else "text"], tmp_path / "model")
+        / "config.json"
+    )
     model.write_text(json.dumps(json.loads(model.read_text()) | {"freshper_tiny": False}))
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **kwargs: None)
     flags = f"""--env {env} --model {model.parent} --data {tmp_path}/data --method on_policy --iterations 1
     --rollout_batch_size 24 --eval_episodes 24 --max_tokens 2000 --max_new_tokens 4 --dtype float32""".split()
 
     assert train.main([*flags, "--out", str(tmp_path / "run")]) == 0
-    assert "data: 9 rows for training, 9 held out, 6 left out: too long for" in capsys.readouterr().out
+    assert (
+        "data: 9 rows for training, 9 held out, 6 left out: too long for" in capsys.readouterr().out
+    )
     page = (tmp_path / "run/episodes.html").read_text()
     shown = [int(k) for k in re.findall(r"Number (\d+)\?", page)]
     assert len(shown) == len(set(shown)) == 8  # of held-out rows
@@ -148,8 +182,13 @@ def test_the_baseline_of_data_is_exact_and_reads_each_answer_once(tmp_path, monk
     """Twenty answers; each is that of some questions for training and of some that are held out."""
     rows = [{"question": f"What is {k}?", "answer": f"#### {k // 20}"} for k in range(400)]
     source, reads, read = write_rows(tmp_path / "rows.jsonl", rows), [], GSM8K.read
-    config = parse_args(["--env", "gsm8k", "--data", source, "--model", "a/b", "--eval_episodes", "40"])
+    config = parse_args(
+        ["--env", "gsm8k", "--data", source, "--model", "a/b", "--eval_episodes", "40"]
+    )
     config.make_env()
     monkeypatch.setattr(GSM8K, "read", staticmethod(lambda text: reads.append(text) or read(text)))
-    assert report.baselines(config) == {"random": pytest.approx(1 - (1 - 1 / 20) ** 3), "optimal": 1.0}
+    assert report.baselines(config) == {
+        "random": pytest.approx(1 - (1 - 1 / 20) ** 3),
+        "optimal": 1.0,
+    }
     assert len(reads) == 20 + 40

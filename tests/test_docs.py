@@ -30,10 +30,24 @@ from freshper.flags import parse_args
 from freshper.reinforce import training_batch
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "RESULTS.md", ROOT / "examples/README.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "RESULTS.md",
+    ROOT / "examples/README.md",
+    *sorted(ROOT.glob("docs/*.md")),
+]
 TABLE = (ROOT / "docs/paper_to_code.md").read_text(encoding="utf-8")
-PLACEHOLDERS = {"--help", "--resume", "NAME", "animals", "ppo", "group_advantage"}  # the last two are run below
-SHORT = "--iterations 1 --rollout_batch_size 8 --batch_size 8 --eval_every 1 --eval_episodes 4".split()
+PLACEHOLDERS = {
+    "--help",
+    "--resume",
+    "NAME",
+    "animals",
+    "ppo",
+    "group_advantage",
+}  # the last two are run below
+SHORT = (
+    "--iterations 1 --rollout_batch_size 8 --batch_size 8 --eval_every 1 --eval_episodes 4".split()
+)
 
 
 def anchors(page):
@@ -50,7 +64,11 @@ def test_links_resolve_and_files_and_flags_named_exist(page):
         target = page.parent / path if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
-    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL) if page.name in ("README.md", "differences.md") else ""
+    text = (
+        re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        if page.name in ("README.md", "differences.md")
+        else ""
+    )
     for name in re.findall(r"`((?:freshper|envs|docs|tests|examples)/[\w/.]+|--\w[^`\n]*)`", text):
         assert exists(name), name
 
@@ -60,19 +78,25 @@ def commands(page):
     text = page.read_text(encoding="utf-8")
     blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    lines += re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL).replace("\n", " "))
+    lines += re.findall(
+        r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL).replace("\n", " ")
+    )
     for line in lines:
         for command in re.split(r"&&|\|\|", line):
             if re.search(r"\bpython3? |\btorchrun |\bdeepspeed ", command):
                 yield shlex.split(command, comments=True)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "log.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if p.name != "log.md"], ids=lambda page: page.name
+)
 def test_commands_exist_and_their_flags_parse(page):
     for words in commands(page):
         name = next((w for w in words if w.endswith(".py")), None)
         if name is None:
-            assert "-m" not in words or importlib.util.find_spec(words[words.index("-m") + 1]), words
+            assert "-m" not in words or importlib.util.find_spec(words[words.index("-m") + 1]), (
+                words
+            )
             continue
         assert (ROOT / name).is_file(), words
         flags = words[words.index(name) + 1 :]
@@ -96,10 +120,14 @@ def exists(name):
 
 
 def test_paper_to_code_has_every_label_in_order_and_names_what_exists():
-    paper = json.loads((ROOT / "tests/data/paper_labels.json").read_text())  # label, kind, number, title
+    paper = json.loads(
+        (ROOT / "tests/data/paper_labels.json").read_text()
+    )  # label, kind, number, title
     known = {label: (number or "¶", title) for label, _, number, title in paper}
     labels = re.findall(r"`([a-z]+:[\w:]+)`", TABLE)
-    assert [x for x in labels if not x.startswith("par:")] == [x for x in known if not x.startswith("par:")]
+    assert [x for x in labels if not x.startswith("par:")] == [
+        x for x in known if not x.startswith("par:")
+    ]
     rows = re.findall(r"^\| (.+) `(\w+:[\w:]+)` \| (.+) \| (.+) \|$", TABLE, re.MULTILINE)
     for place, label, says, code in rows:
         assert (place.strip("()").split()[-1], says[: len(known[label][1])]) == known[label]
@@ -118,14 +146,20 @@ def forks(tmp_path_factory):
     for name, command in commands.items():
         tree = tmp_path_factory.mktemp(name)
         for folder in ("freshper", "envs"):
-            shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__")
+            )
         for file in ROOT.glob("*.py"):
             shutil.copy(file, tree)
         for options in (["--check"], []):
-            subprocess.run(["git", "apply", *options, ROOT / f"examples/{name}.patch"], cwd=tree, check=True)
+            subprocess.run(
+                ["git", "apply", *options, ROOT / f"examples/{name}.patch"], cwd=tree, check=True
+            )
         words = [sys.executable, *command.split(), *SHORT, "--out", "run"]
         runs[tree] = subprocess.Popen(words, cwd=tree, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert [process.wait(300) for process in runs.values()] == [0] * len(runs)  # they ran side by side
+    assert [process.wait(300) for process in runs.values()] == [0] * len(
+        runs
+    )  # they ran side by side
     return {tree.name.rstrip("0123456789"): tree for tree in runs}
 
 
@@ -137,7 +171,9 @@ def test_a_fork_runs_under_its_own_name(forks, name):
     returns = np.array([episode.reward for episode in unpack_episodes(state["buffer"]["episodes"])])
     assert config["method"] == name
     if name == "group_advantage":  # one group of eight
-        np.testing.assert_allclose(priorities, np.abs(returns - returns.mean()) + config["epsilon"], rtol=1e-6)
+        np.testing.assert_allclose(
+            priorities, np.abs(returns - returns.mean()) + config["epsilon"], rtol=1e-6
+        )
     else:
         assert set(state["trainer"]) >= {"critic", "critic_optimizer"}
         assert not np.allclose(priorities, np.abs(returns) + config["epsilon"])
@@ -149,15 +185,22 @@ def test_with_the_buffer_s_maximum_a_fork_trains_less_on_what_is_drawn_often(for
     words = [sys.executable, "train.py", *flags, *SHORT, "--out", str(tmp_path / "run")]
     subprocess.run(words, cwd=ROOT, check=True)
     plain, patched = (
-        read(run, "metrics.csv")["replay_grad_norm"][1] for run in (tmp_path / "run", forks["buffer_maximum"] / "run")
+        read(run, "metrics.csv")["replay_grad_norm"][1]
+        for run in (tmp_path / "run", forks["buffer_maximum"] / "run")
     )
     assert patched < 0.5 * plain
 
 
-def test_ppo_s_advantages_and_priorities_against_values_computed_one_by_one(forks, text_policy, monkeypatch):
+def test_ppo_s_advantages_and_priorities_against_values_computed_one_by_one(
+    forks, text_policy, monkeypatch
+):
     policy = copy.deepcopy(text_policy)
-    config = Config(lr=3e-3, epsilon=0.1, micro_batch_size=3, dtype="float32", advantage_clip=20.0, model="tiny")
-    trainer = runpy.run_path(str(forks["ppo"] / "freshper/ppo.py"))["PPOTrainer"](policy, config, 100)
+    config = Config(
+        lr=3e-3, epsilon=0.1, micro_batch_size=3, dtype="float32", advantage_clip=20.0, model="tiny"
+    )
+    trainer = runpy.run_path(str(forks["ppo"] / "freshper/ppo.py"))["PPOTrainer"](
+        policy, config, 100
+    )
     rng, trained = np.random.default_rng(1), []
     words = range(263, 273)  # which can be sampled
     episodes = [make_episode(rng, turns=n, vocabulary=words) for n in (3, 1, 4, 2, 3)]
@@ -178,7 +221,9 @@ def test_ppo_s_advantages_and_priorities_against_values_computed_one_by_one(fork
         n, r = len(starts), e.turn_rewards.tolist()
         delta = [r[t] + v[t + 1] - v[t] for t in range(n)]
         assert priorities[row] == pytest.approx(np.mean(np.abs(delta)) + 0.1, abs=1e-4)
-        a = [sum(0.95 ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)]  # GAE, as its double sum
+        a = [
+            sum(0.95 ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)
+        ]  # GAE, as its double sum
         turn = np.searchsorted(starts, np.arange(len(e.tokens)), side="right") - 1
         expected = np.where(e.action_mask, np.array(a)[turn], 0.0)
         np.testing.assert_allclose(trained[0].advantages[row, : len(expected)], expected, atol=1e-4)

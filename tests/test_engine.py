@@ -11,7 +11,12 @@ from conftest import make_episode, speakable_episodes
 from PIL import Image
 from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from envs import ENVS
 from envs.base import Observation
@@ -52,14 +57,20 @@ def stock_logprobs(policy, episode):
     """log pi of the action tokens, [T], 0 elsewhere."""
     found = stock_logits(policy, episode).log_softmax(-1)[:-1]
     chosen = found.gather(1, torch.from_numpy(episode.tokens[1:].astype(np.int64))[:, None])[:, 0]
-    return torch.where(torch.from_numpy(episode.action_mask), torch.cat([torch.zeros(1), chosen]), 0.0)
+    return torch.where(
+        torch.from_numpy(episode.action_mask), torch.cat([torch.zeros(1), chosen]), 0.0
+    )
 
 
 def play(policy, n=12, max_tokens=3000, **sampling):
     """Episodes of 1 to 5 turns, with long and short prompts in one batch; random weights sample any token."""
     name = "frozenlake_vlm" if policy.image_processor else "frozenlake"
-    envs = [ENVS[name](style="full" if k % 4 == 0 else "terse", max_turns=1 + k % 5) for k in range(n)]
-    return rollout(HFEngine(policy, Sampling(**sampling), seed=3), policy, envs, list(range(n)), max_tokens, 5)
+    envs = [
+        ENVS[name](style="full" if k % 4 == 0 else "terse", max_turns=1 + k % 5) for k in range(n)
+    ]
+    return rollout(
+        HFEngine(policy, Sampling(**sampling), seed=3), policy, envs, list(range(n)), max_tokens, 5
+    )
 
 
 def replies(episode):
@@ -75,13 +86,22 @@ def test_log_probs_of_engine_and_trainer_equal_one_full_pass(policy):
     assert {len(e.turn_rewards) for e in episodes} == {1, 2, 3, 4, 5}  # early finishers
     assert {e.tokens[t] == policy.eos_id for e in episodes for t in e.turn_ends()} == {True, False}
     batch = collate(episodes)
-    trained, (_, entropies) = trainer_for(policy).logprobs(batch), action_logprobs(policy, batch, 0.99, entropy=True)
+    trained, (_, entropies) = (
+        trainer_for(policy).logprobs(batch),
+        action_logprobs(policy, batch, 0.99, entropy=True),
+    )
     for row, e in enumerate(episodes):
         with torch.no_grad():
-            logits, expected, mask = stock_logits(policy, e), stock_logprobs(policy, e), e.action_mask
+            logits, expected, mask = (
+                stock_logits(policy, e),
+                stock_logprobs(policy, e),
+                e.action_mask,
+            )
             np.testing.assert_allclose(e.behavior_logprobs, expected, atol=1e-4)
             np.testing.assert_allclose(trained[row, : len(mask)], expected, atol=1e-4)
-            entropy = torch.distributions.Categorical(logits=logits[np.flatnonzero(mask) - 1]).entropy()
+            entropy = torch.distributions.Categorical(
+                logits=logits[np.flatnonzero(mask) - 1]
+            ).entropy()
             np.testing.assert_allclose(entropies[row, : len(mask)][mask], entropy, atol=1e-4)
         assert (trained[row, len(mask) :] == 0).all()
 
@@ -101,8 +121,12 @@ def test_greedy_replies_are_those_of_generate(policy):
 def test_sampling_follows_temperature_top_k_and_top_p(text_policy):
     """Frequencies of 20,000 tokens against transformers' logits processors, and log-probs before truncation."""
     engine = HFEngine(text_policy, Sampling(temperature=0.8, top_k=20, top_p=0.9), 0)
-    logits = torch.randn(1, len(text_policy.tokenizer), generator=torch.Generator().manual_seed(0)) * 2
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopKLogitsWarper(20), TopPLogitsWarper(0.9)])
+    logits = (
+        torch.randn(1, len(text_policy.tokenizer), generator=torch.Generator().manual_seed(0)) * 2
+    )
+    warpers = LogitsProcessorList(
+        [TemperatureLogitsWarper(0.8), TopKLogitsWarper(20), TopPLogitsWarper(0.9)]
+    )
     p = warpers(None, logits.double())[0].softmax(-1).numpy()
     assert 5 < (p > 0).sum() < 20
     tokens, logprobs = engine._sample(logits.expand(20_000, -1))
@@ -115,7 +139,10 @@ def test_sampling_follows_temperature_top_k_and_top_p(text_policy):
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.99, 1.0])
 @pytest.mark.parametrize("top_k", [0, 1, 3, 12, 500])
 def test_truncation_keeps_what_transformers_keeps(top_k, top_p):
-    p = torch.rand(100, 40, generator=torch.Generator().manual_seed(top_k), dtype=torch.float64) ** 4
+    p = (
+        torch.rand(100, 40, generator=torch.Generator().manual_seed(top_k), dtype=torch.float64)
+        ** 4
+    )
     p /= p.sum(-1, keepdim=True)
     scores = TopKLogitsWarper(top_k)(None, p.log()) if top_k else p.log()
     kept = TopPLogitsWarper(top_p)(None, scores) > -torch.inf
@@ -127,7 +154,10 @@ def test_a_long_observation_and_new_weights(text_policy):
     own, rng = own_copy(text_policy), np.random.default_rng(0)
     engine, conversation = HFEngine(own, Sampling(top_k=0, top_p=1.0), 0), Conversation([5, 6, 7])
     for longer in (2, 1000, 30):
-        conversation.tokens += [*engine.generate([conversation], 2)[0].tokens, *rng.integers(0, 200, longer).tolist()]
+        conversation.tokens += [
+            *engine.generate([conversation], 2)[0].tokens,
+            *rng.integers(0, 200, longer).tolist(),
+        ]
         reply = engine.generate([conversation], 1)[0]
         e = make_episode(rng)
         e.tokens = np.array([*conversation.tokens, *reply.tokens], dtype=np.int32)
@@ -185,7 +215,11 @@ def test_training_seeds_come_in_groups_and_do_not_repeat():
     seeds = {seed for iteration in iterations for seed in iteration}
     assert len(seeds) == 200
     for seed in (43, 942, 1042, 2**31):  # 42 and 942 had the same instances
-        assert not seeds & {s for i in range(100) for s in training_seeds(Config(seed=seed, rollout_batch_size=6), i)}
+        assert not seeds & {
+            s
+            for i in range(100)
+            for s in training_seeds(Config(seed=seed, rollout_batch_size=6), i)
+        }
 
 
 def test_conversations_equal_the_chat_template(policy):
@@ -200,27 +234,37 @@ def test_conversations_equal_the_chat_template(policy):
         if k < 2:  # the first reply was cut, the second ended with eos
             tokens += [*policy.tokenizer.encode("<answer>Up</answer>"), *[policy.eos_id] * k]
             messages.append({"role": "assistant", "content": "<answer>Up</answer>"})
-    whole = policy.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    whole = policy.tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
     assert policy.tokenizer.decode(tokens).replace("<|image_pad|>" * 16, "<|image_pad|>") == whole
 
 
-@pytest.mark.parametrize("sizes", [[(56, 56)], [(28, 70), (56, 56), (14, 14)], [(200, 90), (31, 45)]])
+@pytest.mark.parametrize(
+    "sizes", [[(56, 56)], [(28, 70), (56, 56), (14, 14)], [(200, 90), (31, 45)]]
+)
 def test_positions_equal_the_stock_m_rope(vision_policy, sizes):
-    images = [np.random.default_rng(h).integers(0, 255, (h, w, 3), dtype=np.uint8) for h, w in sizes]
+    images = [
+        np.random.default_rng(h).integers(0, 255, (h, w, 3), dtype=np.uint8) for h, w in sizes
+    ]
     tokens = [5, 6, 7]
     for image in images:
         tokens += [vision_policy.image_token_id] * int(np.prod(vision_policy.grid(image))) + [8, 9]
     inputs = stock_inputs(vision_policy, tokens, images)
     inputs = [inputs[name] for name in ("input_ids", "mm_token_type_ids", "image_grid_thw")]
     stock, _ = vision_policy.model.model.get_rope_index(*inputs)
-    np.testing.assert_array_equal(vision_policy.positions(np.array(tokens), images, start=7), stock[:, 0] + 7)
+    np.testing.assert_array_equal(
+        vision_policy.positions(np.array(tokens), images, start=7), stock[:, 0] + 7
+    )
     with pytest.raises(ValueError):
         vision_policy.positions(np.array(tokens), 2 * images)
 
 
 def test_frozen_vision_reuses_features_and_changes_nothing(vision_policy):
     frozen = own_copy(vision_policy, freeze_vision=True, _features={})
-    images = [np.random.default_rng(k % 3).integers(0, 255, (56, 56, 3), dtype=np.uint8) for k in range(6)]
+    images = [
+        np.random.default_rng(k % 3).integers(0, 255, (56, 56, 3), dtype=np.uint8) for k in range(6)
+    ]
     expected = vision_policy.image_features(images)
     torch.testing.assert_close(frozen.image_features(images[:2]), expected[:32])
     torch.testing.assert_close(frozen.image_features(images), expected)
@@ -237,9 +281,15 @@ def gradient(model):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("at_once", [2**27, 700])  # all logits in one piece, and two tokens at a time
-@pytest.mark.parametrize("terms", [{}, {"entropy_coef": 0.01, "kl_loss_coef": 0.05, "kl_reward_coef": 0.1}])
-def test_the_gradient_is_that_of_the_stock_pass_whatever_the_micro_batches(text_policy, monkeypatch, terms, at_once):
+@pytest.mark.parametrize(
+    "at_once", [2**27, 700]
+)  # all logits in one piece, and two tokens at a time
+@pytest.mark.parametrize(
+    "terms", [{}, {"entropy_coef": 0.01, "kl_loss_coef": 0.05, "kl_reward_coef": 0.1}]
+)
+def test_the_gradient_is_that_of_the_stock_pass_whatever_the_micro_batches(
+    text_policy, monkeypatch, terms, at_once
+):
     """Reference: one unpadded episode after the other through transformers' own forward pass."""
     monkeypatch.setattr("freshper.trainer.MAX_GRAD_NORM", 1e9)
     monkeypatch.setattr("freshper.trainer.LOGITS_AT_ONCE", at_once)
@@ -249,7 +299,11 @@ def test_the_gradient_is_that_of_the_stock_pass_whatever_the_micro_batches(text_
     for e in episodes:  # off-policy, and away from pi_ref
         for values in (e.behavior_logprobs, e.ref_logprobs) if terms else (e.behavior_logprobs,):
             values += (noise.normal(0, 0.2, len(e.tokens)) * e.action_mask).astype(np.float32)
-    batch, own, total = training_batch(episodes, reference.config, weights=weights), reference.policy, 0.0
+    batch, own, total = (
+        training_batch(episodes, reference.config, weights=weights),
+        reference.policy,
+        0.0,
+    )
     for row, e in enumerate(episodes):
         one = batch.rows([row])
         entropies = torch.distributions.Categorical(logits=stock_logits(own, e)).entropy().roll(1)
@@ -265,14 +319,19 @@ def test_the_gradient_is_that_of_the_stock_pass_whatever_the_micro_batches(text_
     for size in (1, 3, 8):
         trainer = trainer_for(text_policy, micro_batch_size=size, **terms)
         stats = trainer.update(episodes, weights=weights).stats
-        assert (stats["loss"], stats["grad_norm"]) == pytest.approx((total, expected.norm().item()), rel=1e-4)
+        assert (stats["loss"], stats["grad_norm"]) == pytest.approx(
+            (total, expected.norm().item()), rel=1e-4
+        )
         torch.testing.assert_close(gradient(trainer.policy.model), expected, rtol=1e-3, atol=1e-5)
         assert 0.0 < stats["clip_fraction"] < 1.0
 
 
 def test_updates_follow_the_schedule_and_move_log_probs_with_the_advantage(text_policy):
     """Ten warm-up steps to --lr, then a cosine to 0 (appendix F); log rho of the drift is the whole trajectory's."""
-    trainer, episodes = trainer_for(text_policy, kl_loss_coef=1e-9), speakable_episodes(text_policy, 8)
+    trainer, episodes = (
+        trainer_for(text_policy, kl_loss_coef=1e-9),
+        speakable_episodes(text_policy, 8),
+    )
     trainer.record_behavior_logprobs(episodes)
     for k in range(14):
         trainer.update(episodes)
@@ -282,15 +341,22 @@ def test_updates_follow_the_schedule_and_move_log_probs_with_the_advantage(text_
     batch = training_batch(episodes, trainer.config)
     change = trainer.logprobs(batch) - batch.behavior_logprobs
     assert (change * batch.advantages).sum() > 1.0
-    np.testing.assert_allclose(trainer.update(episodes).drift["log_ratio"], change.sum(-1), atol=1e-3)
+    np.testing.assert_allclose(
+        trainer.update(episodes).drift["log_ratio"], change.sum(-1), atol=1e-3
+    )
     trainer.record_behavior_logprobs(episodes)
     with torch.no_grad():  # pi_ref is still the initial policy
-        np.testing.assert_allclose(episodes[0].ref_logprobs, stock_logprobs(text_policy, episodes[0]), atol=1e-4)
+        np.testing.assert_allclose(
+            episodes[0].ref_logprobs, stock_logprobs(text_policy, episodes[0]), atol=1e-4
+        )
 
 
 def test_what_the_engine_sampled_otherwise_is_logged_and_weighed(text_policy):
     """An engine that is off by known amounts: the logged numbers, and min(pi_trainer / pi_engine, cap) per token."""
-    trainer, episodes = trainer_for(text_policy, truncated_is=2.0), speakable_episodes(text_policy, 5)
+    trainer, episodes = (
+        trainer_for(text_policy, truncated_is=2.0),
+        speakable_episodes(text_policy, 5),
+    )
     right, off, rng = trainer.logprobs(collate(episodes)).numpy(), [], np.random.default_rng(0)
     for e, row in zip(episodes, right, strict=True):
         off.append(rng.normal(0, 0.7, len(e.tokens)) * e.action_mask)
@@ -314,7 +380,9 @@ def test_numbers_that_are_not_finite_name_an_episode_and_touch_no_weight(text_po
         trainer.policy.model.model.embed_tokens.weight[250] = torch.nan
     before = [p.clone() for p in trainer.policy.model.parameters()]
     with pytest.raises(NonFiniteError, match=r"not finite.* episode seeds? \[?2\b"):
-        trainer.record_behavior_logprobs(episodes) if phase == "record" else trainer.update(episodes)
+        trainer.record_behavior_logprobs(episodes) if phase == "record" else trainer.update(
+            episodes
+        )
     assert trainer.step == 0
     for p, old in zip(trainer.policy.model.parameters(), before, strict=True):
         assert torch.equal(p.nan_to_num(), old.nan_to_num())

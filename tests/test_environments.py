@@ -47,7 +47,15 @@ HOSTILE = [
     "<answer", "<ANSWER>", "</", "<|im_end|>", "<|image_pad|>", "Up", "Left", " 7", "042", "nan", "1e999", "-", "6*7",
     "\\boxed{", "}", "$", ",", ".", "\x00", "\n", " ", "\u202e", "\ud800", "é", "漢字", "𝟟", "٣", "🙂", "%s", "a" * 300,
 ]  # fmt: skip
-UNREADABLE = ["", " \n", "\x00\ud800", "<answer>", "<answer></answer>", "<think><answer>1</answer>", "x" * 100_000]
+UNREADABLE = [
+    "",
+    " \n",
+    "\x00\ud800",
+    "<answer>",
+    "<answer></answer>",
+    "<think><answer>1</answer>",
+    "x" * 100_000,
+]
 
 
 @pytest.mark.parametrize("style", ["full", "terse"])
@@ -66,7 +74,9 @@ def test_a_seed_reproduces_its_episode(name):
 
     def record(seed):
         env, rng, seen = CASES[name](), np.random.default_rng(1), []
-        end = play_out(env, seed, lambda: seen.append((env.observe(), env.caption())) or env.random_reply(rng))
+        end = play_out(
+            env, seed, lambda: seen.append((env.observe(), env.caption())) or env.random_reply(rng)
+        )
         assert all(caption for _, caption in seen)
         return repr((seen, end))
 
@@ -78,7 +88,10 @@ def test_a_seed_reproduces_its_episode(name):
 @every_environment
 def test_unreadable_replies_cost_their_turn_and_the_penalty_and_change_nothing(name):
     for reply in UNREADABLE:
-        dear, free = CASES[name](format_penalty=0.5, max_turns=3), CASES[name](format_penalty=0.0, max_turns=3)
+        dear, free = (
+            CASES[name](format_penalty=0.5, max_turns=3),
+            CASES[name](format_penalty=0.0, max_turns=3),
+        )
         before, unpunished = dear.reset(seed=1)[0], 0.0
         free.reset(seed=1)
         for turn in range(1, 4):
@@ -87,7 +100,12 @@ def test_unreadable_replies_cost_their_turn_and_the_penalty_and_change_nothing(n
             assert reward == pytest.approx(unpunished / turn - 0.5)
             assert reward < 0
             assert info.get("metrics", {}).get("score", unpunished) == pytest.approx(unpunished)
-            assert (terminated, truncated, info["success"], info["valid"]) == (False, turn == 3, False, False)
+            assert (terminated, truncated, info["success"], info["valid"]) == (
+                False,
+                turn == 3,
+                False,
+                False,
+            )
             assert repr(observation) == repr(before)
 
 
@@ -105,7 +123,9 @@ def test_arbitrary_replies_never_raise_and_are_never_rewarded_by_chance(name):
         assert reward < 0 or info["valid"]
         unreadable += not info["valid"]
         assert isinstance(observation.text, str)
-        assert all(image.dtype == np.uint8 and image.shape[2:] == (3,) for image in observation.images)
+        assert all(
+            image.dtype == np.uint8 and image.shape[2:] == (3,) for image in observation.images
+        )
         if terminated or truncated:
             env.reset(seed=k)
     assert unreadable > 600
@@ -114,7 +134,9 @@ def test_arbitrary_replies_never_raise_and_are_never_rewarded_by_chance(name):
 @every_environment
 def test_baselines_are_what_the_policies_get(name):
     """The random policy within four standard errors; the optimal one in every episode, or, on ice, likewise."""
-    n = {"nq_search": 40, "cliffwalking": 30, "sokoban_hard": 80, "frozenlake, slippery": 60}.get(name, 200)
+    n = {"nq_search": 40, "cliffwalking": 30, "sokoban_hard": 80, "frozenlake, slippery": 60}.get(
+        name, 200
+    )
     env, rng = CASES[name](), np.random.default_rng(0)
     known = [env.baselines(seed) for seed in range(n)]
     policies = {"random": lambda: env.random_reply(rng), "optimal": env.optimal_reply}
@@ -167,7 +189,10 @@ BROKEN = [
     ({"actions": "12345678"}, "actions is '12345678', but must be a tuple"),
     ({"words": ("number")}, "words is 'number', but must be a tuple"),
     ({"actions": ("Süd",)}, r"random_reply\(\) returned '<answer>Süd</answer>', of which .* ASCII"),
-    ({"random_reply": lambda *_: "<answer>9</answer>"}, r"random_reply\(\) .* writes '<answer></answer>'"),
+    (
+        {"random_reply": lambda *_: "<answer>9</answer>"},
+        r"random_reply\(\) .* writes '<answer></answer>'",
+    ),
     ({"reset": lambda *_, **__: Observation("?")}, r"reset\(\) returned Observation\(.*, but must"),
     ({"reset": lambda *_, **__: ("?", {})}, r"reset\(\) showed '\?', but must show an Observation"),
     ({"reset": unseeded}, r"reset\(seed=\d\) began two different episodes, but"),
@@ -177,12 +202,17 @@ BROKEN = [
     ({"step": ends(True, {})}, r"step\(\) returned \(Observation.*, but must return"),
     ({"step": ends(True, False, {"won": 1})}, r"step\(\) .* \{'won': 1\}, which lacks `success`"),
     ({"step": ends(False, False, {"success": 0})}, r"step\(\) did not end the episode in turn 2"),
-    ({"caption": TextEnv.caption}, r"caption\(\) is empty, but must say what the observation shows"),
+    (
+        {"caption": TextEnv.caption},
+        r"caption\(\) is empty, but must say what the observation shows",
+    ),
 ]
 
 
 @pytest.mark.parametrize("change, sentence", BROKEN)
-def test_an_error_of_one_s_own_environment_is_one_sentence(change, sentence, monkeypatch, capsys, tmp_path):
+def test_an_error_of_one_s_own_environment_is_one_sentence(
+    change, sentence, monkeypatch, capsys, tmp_path
+):
     monkeypatch.setenv("FRESHPER_CACHE", str(tmp_path))
     monkeypatch.setitem(ENVS, "frozenlake", type("Own", (Guess,), change))
     monkeypatch.setattr(tiny, "SHIPPED", tmp_path)

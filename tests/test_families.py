@@ -21,21 +21,44 @@ from freshper.tiny import CHAT_TEMPLATE, build_tokenizer
 from freshper.trainer import action_logprobs
 
 TOKENIZER = build_tokenizer(ENVS["frozenlake"]().words)
-SIZES = {"vocab_size": len(TOKENIZER), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
-SIZES |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1, "initializer_range": 0.2}  # for large logits
+SIZES = {
+    "vocab_size": len(TOKENIZER),
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+}
+SIZES |= {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
+SIZES |= {
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "initializer_range": 0.2,
+}  # for large logits
 WINDOW = {"sliding_window": 32}  # tokens that attention looks back
 FAMILIES = {  # class, its own settings, and whether it has a window, which the embedded engine does not know
     "Llama": ("Llama", {}, False),
     "Qwen2": ("Qwen2", {}, False),
-    "Qwen2 with a window": ("Qwen2", WINDOW | {"use_sliding_window": True, "max_window_layers": 1}, True),
+    "Qwen2 with a window": (
+        "Qwen2",
+        WINDOW | {"use_sliding_window": True, "max_window_layers": 1},
+        True,
+    ),
     "Qwen3": ("Qwen3", {}, False),
     "Mistral": ("Mistral", {"sliding_window": None}, False),
     "Mistral with a window": ("Mistral", WINDOW, True),
     "Gemma 2": ("Gemma2", WINDOW | {"final_logit_softcapping": 2.0}, True),
     "Gemma 3": ("Gemma3", WINDOW, True),
     "Phi 3": ("Phi3", {"sliding_window": None}, False),
-    "Granite": ("Granite", {"logits_scaling": 2.0, "attention_multiplier": 0.1, "residual_multiplier": 0.5}, False),
+    "Granite": (
+        "Granite",
+        {"logits_scaling": 2.0, "attention_multiplier": 0.1, "residual_multiplier": 0.5},
+        False,
+    ),
     "Cohere": ("Cohere", {"logit_scale": 0.25}, False),
 }
 
@@ -47,13 +70,27 @@ def test_a_family_is_computed_right_or_refused(family, length):
     name, own, window = FAMILIES[family]
     torch.manual_seed(0)
     settings = getattr(transformers, name + "Text" * (name == "Gemma3") + "Config")(**SIZES | own)
-    model = getattr(transformers, f"{name}ForCausalLM")._from_config(settings, attn_implementation="sdpa").eval()
-    policy, config = Policy(model, TOKENIZER), parse_args(["--max_tokens", str(length), "--backend", "hf+torch"])
+    model = (
+        getattr(transformers, f"{name}ForCausalLM")
+        ._from_config(settings, attn_implementation="sdpa")
+        .eval()
+    )
+    policy, config = (
+        Policy(model, TOKENIZER),
+        parse_args(["--max_tokens", str(length), "--backend", "hf+torch"]),
+    )
     episode = make_episode(np.random.default_rng(0), turns=1)
-    episode.tokens, episode.action_mask = np.arange(length, dtype=np.int32) * 77 % 200, np.arange(length) > 0
+    episode.tokens, episode.action_mask = (
+        np.arange(length, dtype=np.int32) * 77 % 200,
+        np.arange(length) > 0,
+    )
     episode.behavior_logprobs = np.zeros(length, dtype=np.float32)
     tokens = torch.from_numpy(episode.tokens).long()
-    expected = model(input_ids=tokens[None]).logits[0].index_fill(1, torch.tensor(policy.suppressed_ids), -torch.inf)
+    expected = (
+        model(input_ids=tokens[None])
+        .logits[0]
+        .index_fill(1, torch.tensor(policy.suppressed_ids), -torch.inf)
+    )
     chosen = (expected[:-1] / 0.7).log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
     assert chosen.std() > 0.3  # logits that matter
     trained, _ = action_logprobs(policy, collate([episode]), temperature=0.7)
@@ -61,7 +98,9 @@ def test_a_family_is_computed_right_or_refused(family, length):
     logits = HFEngine(policy, Sampling(), seed=0).logits(Conversation(tokens.tolist()))
     if window and length == 128:
         assert (logits - expected[-1]).nan_to_num().abs().max() > 0.1
-        with pytest.raises(ValueError, match=f"the embedded engine computes other logits than a {name}ForCausalLM"):
+        with pytest.raises(
+            ValueError, match=f"the embedded engine computes other logits than a {name}ForCausalLM"
+        ):
             check(policy, config)
         config.backend = "vllm+torch"
     else:
@@ -70,10 +109,17 @@ def test_a_family_is_computed_right_or_refused(family, length):
 
 
 def test_a_family_of_another_build_is_refused_in_one_sentence(tmp_path):
-    config = transformers.GPT2Config(vocab_size=len(TOKENIZER), n_positions=512, n_embd=64, n_layer=1, n_head=4)
+    config = transformers.GPT2Config(
+        vocab_size=len(TOKENIZER), n_positions=512, n_embd=64, n_layer=1, n_head=4
+    )
     Policy(transformers.GPT2LMHeadModel(config), TOKENIZER).save(str(tmp_path))
-    with pytest.raises(ValueError, match="a chat model that can be computed: 'GPT2LMHeadModel' object has no"):
-        load(parse_args(["--model", str(tmp_path), "--max_tokens", "500", "--backend", "hf+torch"]), [0])
+    with pytest.raises(
+        ValueError, match="a chat model that can be computed: 'GPT2LMHeadModel' object has no"
+    ):
+        load(
+            parse_args(["--model", str(tmp_path), "--max_tokens", "500", "--backend", "hf+torch"]),
+            [0],
+        )
 
 
 @pytest.mark.parametrize(
@@ -85,10 +131,15 @@ def test_a_family_of_another_build_is_refused_in_one_sentence(tmp_path):
             "{% if messages | length == 1 %}{{ [] + 1 }}{% endif %}" + CHAT_TEMPLATE,
             "computed: can only concatenate list",
         ),
-        ("{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3, "loaded: its chat template took longer than 0.2 s"),
+        (
+            "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3,
+            "loaded: its chat template took longer than 0.2 s",
+        ),
     ],
 )
-def test_a_chat_template_that_raises_or_never_ends_is_refused(template, reason, text_policy, tmp_path, monkeypatch):
+def test_a_chat_template_that_raises_or_never_ends_is_refused(
+    template, reason, text_policy, tmp_path, monkeypatch
+):
     monkeypatch.setattr("freshper.models.time_limit", lambda seconds, phase: time_limit(0.2, phase))
     text_policy.save(str(tmp_path))
     (tmp_path / "chat_template.jinja").write_text(template)
@@ -116,5 +167,7 @@ def test_the_end_of_a_turn_is_the_template_s_whatever_the_tokenizer_s_eos(text_p
     assert policy.eos_id not in policy.suppressed_ids
     assert tokenizer.eos_token_id in policy.suppressed_ids
     tokenizer.chat_template = tokenizer.chat_template.replace("<|im_", "<im_")
-    with pytest.raises(ValueError, match="closes a reply with no special token, so no reply could end"):
+    with pytest.raises(
+        ValueError, match="closes a reply with no special token, so no reply could end"
+    ):
         Policy(text_policy.model, tokenizer)

@@ -20,7 +20,9 @@ STEPS = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
 def wander(env, seed):
     """Return every observation of an episode of random replies, with its caption."""
     rng, seen = np.random.default_rng(seed), []
-    play_out(env, seed, lambda: seen.append((env.observe(), env.caption())) or env.random_reply(rng))
+    play_out(
+        env, seed, lambda: seen.append((env.observe(), env.caption())) or env.random_reply(rng)
+    )
     return [*seen, (env.observe(), env.caption())]
 
 
@@ -32,7 +34,11 @@ def value(transitions, start, horizon, fold):
 
     @cache
     def of(state, left):
-        return fold([sum(outcome(left, *o) for o in way) for way in transitions[state].values()]) if left else 0
+        return (
+            fold([sum(outcome(left, *o) for o in way) for way in transitions[state].values()])
+            if left
+            else 0
+        )
 
     def outcome(left, p, after, reward, end):
         return p * (reward + (0 if end else of(after, left - 1)))
@@ -44,21 +50,30 @@ def value(transitions, start, horizon, fold):
 def test_frozenlake_is_gymnasium_s_on_our_maps(slippery):
     """Every state and reward of random episodes, slips included."""
     for seed in range(40):
-        env, rng, desc = ENVS["frozenlake"](slippery=slippery), np.random.default_rng(seed), random_map(seed)
+        env, rng, desc = (
+            ENVS["frozenlake"](slippery=slippery),
+            np.random.default_rng(seed),
+            random_map(seed),
+        )
         twin = gymnasium.make("FrozenLake-v1", desc=desc, is_slippery=slippery).unwrapped
         twin.reset(seed=seed)
         env.reset(seed=seed)
         over = False
         while not over:
             k = int(rng.integers(4))
-            observation, reward, terminated, truncated, info = env.step(f"so <answer> {list(STEPS)[k]} </answer>")
+            observation, reward, terminated, truncated, info = env.step(
+                f"so <answer> {list(STEPS)[k]} </answer>"
+            )
             state, expected, done, _, _ = twin.step(k)
             shown = list("".join(desc).replace("S", "_").replace("F", "_").replace("H", "O"))
             under = shown[state]
             shown[state] = {"_": "P", "O": "X", "G": "√"}[under]
             grid, beside = observation.text.split("\n ")
             assert grid.replace("\n", "") == "".join(shown)
-            at = {divmod(k, 4): x for k, x in enumerate("".join(desc).translate(str.maketrans("SFH", "__O")))}
+            at = {
+                divmod(k, 4): x
+                for k, x in enumerate("".join(desc).translate(str.maketrans("SFH", "__O")))
+            }
             around = [(state // 4 + dr, state % 4 + dc) for dr, dc in STEPS.values()]
             assert beside.split() == [at.get(cell, "#") for cell in around]
             assert (reward, terminated, info["success"]) == (expected, done, under == "G")
@@ -70,7 +85,9 @@ def test_frozenlake_maps_and_exact_bounds():
     maps = ["".join(random_map(seed)) for seed in range(600)]
     assert len(set(maps)) > 580
     assert all(m.count("S") == m.count("G") == 1 for m in maps)
-    assert 0.1 < np.mean([m.count("H") for m in maps]) / 14 < 0.2  # 0.2 before unsolvable maps are dropped
+    assert (
+        0.1 < np.mean([m.count("H") for m in maps]) / 14 < 0.2
+    )  # 0.2 before unsolvable maps are dropped
     for slippery, best in ((False, 1.0), (True, 0.502)):
         env = ENVS["frozenlake"](slippery=slippery)
         known = [env.baselines(seed) for seed in range(300)]
@@ -94,7 +111,10 @@ def test_held_out_maps_and_rooms_are_never_seen_in_training_or_warm_start(name):
     assert (len(seen & held_out), len(held_out) > 300) == (0, True)
     sampled = range(25_000) if name == "sokoban_simple" else range(12_000)
     size = SIZES.get(name)
-    assert len({random_room(k, *size, 5)[:3] if size else "".join(random_map(k)) for k in sampled}) >= 10_000
+    assert (
+        len({random_room(k, *size, 5)[:3] if size else "".join(random_map(k)) for k in sampled})
+        >= 10_000
+    )
 
 
 def test_cliffwalking_is_gymnasium_s():
@@ -115,13 +135,18 @@ def test_cliffwalking_is_gymnasium_s():
         assert (reward, terminated) == (expected, done)
         around = ((row - 1, col), (row, col + 1), (row + 1, col), (row, col - 1))
         marks = [
-            "CG"[c == 11] if r == 3 and 0 < c < 12 else "_" if 0 <= r < 4 and 0 <= c < 12 else "#" for r, c in around
+            "CG"[c == 11] if r == 3 and 0 < c < 12 else "_" if 0 <= r < 4 and 0 <= c < 12 else "#"
+            for r, c in around
         ]
         assert observation.text == f" {'abcdefghijkl'[col]}{row + 1} {' '.join(marks)}"
         env.style = "full"
         assert f"You: row {row + 1}, column {col + 1}." in env.observe().text
         env.style = "terse"
-        assert info == {"success": (row, col) == (3, 11), "valid": True, "metrics": {"score": sum(rewards)}}
+        assert info == {
+            "success": (row, col) == (3, 11),
+            "valid": True,
+            "metrics": {"score": sum(rewards)},
+        }
     assert rewards.count(-100) > 5
 
 
@@ -131,7 +156,9 @@ def test_where_episodes_of_cliffwalking_start():
     way = ["a4", *(f"{column}3" for column in "abcdefghijkl")]
     for first, cells in ((0, way), (EVAL_SEEDS, way[:1]), (WARM_START_SEEDS, None)):
         found = {env.reset(seed=first + k)[0].text.split()[0] for k in range(500)}
-        assert found == set(cells or [f"{column}{row}" for column in "abcdefghijkl" for row in (1, 2, 3)] + ["a4"])
+        assert found == set(
+            cells or [f"{column}{row}" for column in "abcdefghijkl" for row in (1, 2, 3)] + ["a4"]
+        )
     assert ENVS["cliffwalking"]().reset(seed=0)[0].text == " a4 _ C # #"
 
 
@@ -142,7 +169,9 @@ def test_cliffwalking_s_exact_bounds():
     env.reset(seed=0)
     best, random = solve(env.cliff.P, 200)[:, 36]
     found = {"random": random.mean(), "optimal": best.max()}
-    assert found == pytest.approx({name: value(env.cliff.P, 36, 200, fold) for name, fold in FOLDS.items()})
+    assert found == pytest.approx(
+        {name: value(env.cliff.P, 36, 200, fold) for name, fold in FOLDS.items()}
+    )
     assert play_out(env, 0, env.optimal_reply)[0] == best.max() == -13
     assert round(random.mean()) == -2079  # as the module says
 
@@ -183,7 +212,9 @@ class Moves(dict):
 
     def __missing__(self, rows):
         after = [reference_step(rows, action) for action in STEPS]
-        self[rows] = {k: [(1.0, state, float(solved(state)), solved(state))] for k, state in enumerate(after)}
+        self[rows] = {
+            k: [(1.0, state, float(solved(state)), solved(state))] for k, state in enumerate(after)
+        }
         return self[rows]
 
 
@@ -197,14 +228,20 @@ def test_sokoban_follows_the_rules(name):
         while not over:
             action = list(STEPS)[rng.integers(4)]
             after = reference_step(rows, action)
-            (text, _), reward, terminated, truncated, info = env.step(f"so <answer> {action} </answer>")
+            (text, _), reward, terminated, truncated, info = env.step(
+                f"so <answer> {action} </answer>"
+            )
             shown = text.replace(" ", "").split("State:\n")[1].split("\n")[: env.side]
             assert tuple(env.grid()) == after == tuple(shown)
             before, now = ("".join(r).count("√") for r in (rows, after))
             assert reward == pytest.approx(-0.1 + now - before + 10 * solved(after))
             score += reward
             assert info["metrics"]["score"] == pytest.approx(score)
-            assert (info["success"], terminated, info["valid"]) == (solved(after), solved(after), True)
+            assert (info["success"], terminated, info["valid"]) == (
+                solved(after),
+                solved(after),
+                True,
+            )
             seen.update(on=now > before, off=now < before, blocked=rows == after)
             rows, over = after, terminated or truncated
     assert min(seen["on"], seen["blocked"]) > 3
@@ -235,7 +272,10 @@ def test_sokoban_s_rooms_need_the_turns_they_were_made_for(name, n):
 def cells_in(caption):
     """What a caption says of each cell: {mark: {(row, column)}}."""
     named = re.findall(r"(\S)((?: [a-l]\d)+)", caption)
-    return {mark: {(int(cell[1]) - 1, ord(cell[0]) - ord("a")) for cell in cells.split()} for mark, cells in named}
+    return {
+        mark: {(int(cell[1]) - 1, ord(cell[0]) - ord("a")) for cell in cells.split()}
+        for mark, cells in named
+    }
 
 
 @pytest.mark.parametrize("name", ["frozenlake", *SIZES])
@@ -250,7 +290,10 @@ def test_captions_name_the_cells(name):
                 for r, row in enumerate(observation.text.split("\n ")[0].split("\n"))
                 for c, x in enumerate(row)
             }
-            expected = {mark: {cell for cell, x in shown.items() if x in symbols} for mark, symbols in marks.items()}
+            expected = {
+                mark: {cell for cell, x in shown.items() if x in symbols}
+                for mark, symbols in marks.items()
+            }
             assert cells_in(caption) == {mark: cells for mark, cells in expected.items() if cells}
 
 
@@ -259,11 +302,18 @@ def test_images_show_the_state(style, size):
     """Red only in the player's cell, green on the goal, dark blue in holes, grey beyond the edge, else plain ice."""
     for seed in range(20):
         env, text = ENVS["frozenlake_vlm"](style=style), ENVS["frozenlake"]()
-        for (observation, caption), (twin, same) in zip(wander(env, seed), wander(text, seed), strict=True):
-            assert style == "full" or observation.text == ""  # the image alone says where things are
+        for (observation, caption), (twin, same) in zip(
+            wander(env, seed), wander(text, seed), strict=True
+        ):
+            assert (
+                style == "full" or observation.text == ""
+            )  # the image alone says where things are
             grid, beside = twin.text.split("\n ")
             assert caption == f"{same} {beside}"
-            image, rows = observation.images[0].astype(int), grid.split("\n") + [beside.replace(" ", "")]
+            image, rows = (
+                observation.images[0].astype(int),
+                grid.split("\n") + [beside.replace(" ", "")],
+            )
             rows = rows if style == "terse" else rows[:4]
             assert image.shape == (len(rows) * size, 4 * size, 3)
             for at, symbol in enumerate("".join(rows)):
@@ -271,9 +321,15 @@ def test_images_show_the_state(style, size):
                 cell = image[size * row : size * (row + 1), size * col : size * (col + 1)]
                 cell = cell[2 * size // 7 : -1, 2 * size // 7 : -1].reshape(-1, 3)
                 r, g, b = cell.T
-                red, green, dark = (r > 150) & (g < 100), (g > 130) & (r < 60), (b > 60) & (r < 60) & (g < 80)
+                red, green, dark = (
+                    (r > 150) & (g < 100),
+                    (g > 130) & (r < 60),
+                    (b > 60) & (r < 60) & (g < 80),
+                )
                 assert (red.mean() > 0.1) == (symbol in "PX√")
-                assert symbol == "√" or (green.mean() > 0.1) == (symbol == "G")  # the player hides the flag
+                assert symbol == "√" or (green.mean() > 0.1) == (
+                    symbol == "G"
+                )  # the player hides the flag
                 assert (dark.mean() > 0.2) == (symbol in "OX")
                 assert (np.ptp(cell, axis=1).max() < 5) == (symbol == "#")
                 assert symbol != "_" or np.ptp(cell, axis=0).max() < 90

@@ -15,14 +15,22 @@ from envs.play import main
 
 def run(*flags, typed=""):
     command = [sys.executable, "-m", "envs.play", *flags]
-    done = subprocess.run(command, cwd=Path(__file__).parent.parent, input=typed, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=Path(__file__).parent.parent, input=typed, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
 
 def test_an_episode_from_start_to_goal_and_on_to_the_next_seed():
     """Bare words in any case, tagged replies, a reply that cannot be read; then q leaves."""
-    way = ["up", "nonsense", "<Answer>RIGHT</Answer>", *["Right"] * 10, "<think>down now</think><answer>Down</answer>"]
+    way = [
+        "up",
+        "nonsense",
+        "<Answer>RIGHT</Answer>",
+        *["Right"] * 10,
+        "<think>down now</think><answer>Down</answer>",
+    ]
     shown = run("cliffwalking", "--seed", "4", typed="\n".join([*way, "Up", "q", "never read"]))
     read = [("", "-1"), ("Your last reply could not be read. ", "-1.15"), *[("", "-1")] * 13]
     assert re.findall(r"> (Your .*? read\. )?Reward: (\S+)\.\nTurn", shown) == read
@@ -34,11 +42,16 @@ def test_an_episode_from_start_to_goal_and_on_to_the_next_seed():
 def test_images_are_saved_where_the_command_says():
     shown = run("frozenlake_vlm", "--seed", "3")
     path = Path(re.search(r"image: (.*)", shown)[1])
-    assert (np.asarray(Image.open(path)) == ENVS["frozenlake_vlm"](style="full").reset(seed=3)[0].images[0]).all()
+    assert (
+        np.asarray(Image.open(path))
+        == ENVS["frozenlake_vlm"](style="full").reset(seed=3)[0].images[0]
+    ).all()
     path.unlink()
 
 
 def test_a_negative_seed_is_named_in_one_sentence(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["frozenlake", "--seed", "-1"])
-    assert capsys.readouterr().err.endswith("error: Seed must be greater or equal to zero, actual value: -1\n")
+    assert capsys.readouterr().err.endswith(
+        "error: Seed must be greater or equal to zero, actual value: -1\n"
+    )

@@ -15,11 +15,17 @@ def test_priorities_and_decays_at_known_values():
     for base in (reward_priority, priority.advantage_priority, priority.td_error_priority):
         np.testing.assert_allclose(base(np.array([-2.0, 0.0, 0.5]), 0.01), [2.01, 0.01, 0.51])
     np.testing.assert_allclose(exponential_decay(np.array([0.0, 500.0]), 500.0), [1, np.exp(-1)])
-    np.testing.assert_allclose(polynomial_decay(np.array([0.0, 500.0, 1500.0]), 500.0, 2.0), [1, 1 / 4, 1 / 16])
+    np.testing.assert_allclose(
+        polynomial_decay(np.array([0.0, 500.0, 1500.0]), 500.0, 2.0), [1, 1 / 4, 1 / 16]
+    )
     np.testing.assert_array_equal(exponential_decay(np.array([0, 10, 10**6]), np.inf), 1.0)
-    np.testing.assert_array_equal(age_limit(np.array([0, 1, 67, 68, 10_000]), 67.0), [1, 1, 1, 0, 0])
+    np.testing.assert_array_equal(
+        age_limit(np.array([0, 1, 67, 68, 10_000]), 67.0), [1, 1, 1, 0, 0]
+    )
     # section 3.4: at tau = 500 the priority halves in 347 steps; the probability, at alpha = 0.6, in 578
-    np.testing.assert_allclose(exponential_decay(np.array([347, 578]), 500.0) ** [1.0, 0.6], 0.5, atol=1e-3)
+    np.testing.assert_allclose(
+        exponential_decay(np.array([347, 578]), 500.0) ** [1.0, 0.6], 0.5, atol=1e-3
+    )
     for decay in (exponential_decay, age_limit, lambda age, tau: polynomial_decay(age, tau, 1.0)):
         for tau in (0.0, -1.0, np.nan):
             with pytest.raises(ValueError, match="tau"):
@@ -66,7 +72,9 @@ def test_beta_one_undoes_the_sampling_with_the_buffers_maximum_only():
         weights = np.array([importance_weights(p[batch], 1000, 1.0, smallest) for batch in drawn])
         return weights[successes[drawn]].sum() / weights[~successes[drawn]].sum() * 900 / 100
 
-    assert ratio(p.min()) == pytest.approx(1.0, abs=0.05)  # 5,800 failures are drawn: a standard error of 0.013
+    assert ratio(p.min()) == pytest.approx(
+        1.0, abs=0.05
+    )  # 5,800 failures are drawn: a standard error of 0.013
     assert ratio(None) == pytest.approx(2_820, rel=0.15)
     # at the paper's beta of 0.4 the buffer's maximum makes every success weigh 0.036
     assert importance_weights(p[:1], 1000, 0.4, p.min()) == pytest.approx(0.036, abs=5e-4)
@@ -74,14 +82,31 @@ def test_beta_one_undoes_the_sampling_with_the_buffers_maximum_only():
 
 
 def test_impossible_weights_are_refused_and_beta_anneals_to_one():
-    bad = ([0.0, 0.5], 0.4, None), ([1.1], 0.4, None), ([np.nan], 0.4, None), ([0.5], 1.5, None), ([0.5], -0.1, None)
-    for p, beta, smallest in (*bad, ([0.5, 0.6], 0.4, 0.55), ([0.5], 0.4, 0.0), ([0.5], 0.4, np.nan)):
+    bad = (
+        ([0.0, 0.5], 0.4, None),
+        ([1.1], 0.4, None),
+        ([np.nan], 0.4, None),
+        ([0.5], 1.5, None),
+        ([0.5], -0.1, None),
+    )
+    for p, beta, smallest in (
+        *bad,
+        ([0.5, 0.6], 0.4, 0.55),
+        ([0.5], 0.4, 0.0),
+        ([0.5], 0.4, np.nan),
+    ):
         with pytest.raises(ValueError, match="must lie in"):
             importance_weights(np.array(p), 10, beta, smallest)
-    assert [annealed_beta(0.4, x) for x in (0.0, 0.5, 1.0, 2.0)] == pytest.approx([0.4, 0.7, 1.0, 1.0])
+    assert [annealed_beta(0.4, x) for x in (0.0, 0.5, 1.0, 2.0)] == pytest.approx(
+        [0.4, 0.7, 1.0, 1.0]
+    )
 
 
-@given(st.floats(5.0, 400.0), st.floats(0.1, 1.0), st.lists(st.integers(1, 500), min_size=1, max_size=20))
+@given(
+    st.floats(5.0, 400.0),
+    st.floats(0.1, 1.0),
+    st.lists(st.integers(1, 500), min_size=1, max_size=20),
+)
 def test_a_steady_drift_gives_alpha_over_twice_its_rate(wanted, alpha, ages):
     tau, c = AutoTau(alpha, 20), alpha / (2 * wanted)  # between the bounds or beyond either
     for age in ages:
@@ -106,6 +131,10 @@ def test_probabilities_decay_as_the_effective_sample_size_does():
     tau.observe(ages, c * ages)
     for age in (5, 15, 30):
         variance = 2 * c * age
-        rho = np.exp(rng.normal(-variance / 2, variance**0.5, 400_000))  # mean 1, KL(mu || theta) = variance / 2
+        rho = np.exp(
+            rng.normal(-variance / 2, variance**0.5, 400_000)
+        )  # mean 1, KL(mu || theta) = variance / 2
         assert -np.log(rho).mean() == pytest.approx(c * age, abs=0.01)
-        assert tau(np.array([age]))[0] ** alpha == pytest.approx(rho.mean() ** 2 / (rho**2).mean(), rel=0.05)
+        assert tau(np.array([age]))[0] ** alpha == pytest.approx(
+            rho.mean() ** 2 / (rho**2).mean(), rel=0.05
+        )

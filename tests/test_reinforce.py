@@ -29,7 +29,10 @@ def slow_returns(episode, kl_coef=0.0):
     for t in actions:
         total = sum(float(r) for r in episode.turn_rewards[turn[t] :])
         if kl_coef:
-            difference = {s: float(episode.behavior_logprobs[s]) - float(episode.ref_logprobs[s]) for s in actions}
+            difference = {
+                s: float(episode.behavior_logprobs[s]) - float(episode.ref_logprobs[s])
+                for s in actions
+            }
             total -= kl_coef * sum(bounded(difference[s], 10) for s in actions if s >= t)
         returns.append(total)
     return returns
@@ -44,7 +47,9 @@ def slow_statistics(collected, kl_coef, by_turn):
     """The mean of each turn (or of all turns) and the std of all deviations from it, over action tokens."""
     table = [(turn if by_turn else 0, g) for e in collected
              for turn, g in zip(turns_of(e), slow_returns(e, kl_coef), strict=True)]  # fmt: skip
-    means = [np.mean([g for t, g in table if t == turn]) for turn in range(1 + max(t for t, _ in table))]
+    means = [
+        np.mean([g for t, g in table if t == turn]) for turn in range(1 + max(t for t, _ in table))
+    ]
     return means, math.sqrt(np.mean([(g - means[t]) ** 2 for t, g in table]))
 
 
@@ -56,10 +61,16 @@ def slow_advantages(episodes, config, collected=None):
     found = []
     for e in episodes:
         expected = [means[min(turn, len(means) - 1)] for turn in turns_of(e)]
-        row = [(g - mean) / (std + 1e-8) for g, mean in zip(slow_returns(e, kl_coef), expected, strict=True)]
+        row = [
+            (g - mean) / (std + 1e-8)
+            for g, mean in zip(slow_returns(e, kl_coef), expected, strict=True)
+        ]
         found.append([bounded(a, config.advantage_clip) for a in row])
         if e.engine_weights is not None:
-            found[-1] = [a * float(w) for a, w in zip(found[-1], e.engine_weights[e.action_mask], strict=True)]
+            found[-1] = [
+                a * float(w)
+                for a, w in zip(found[-1], e.engine_weights[e.action_mask], strict=True)
+            ]
     return found
 
 
@@ -67,10 +78,14 @@ def slow_loss(episodes, logprobs, entropies, weights, config, collected=None):
     """1/B sum_i w_i l_i of eq. 16, with l_i divided by the mean number of action tokens."""
     scale = sum(int(e.action_mask.sum()) for e in episodes) / len(episodes)
     total = 0.0
-    for n, (e, row) in enumerate(zip(episodes, slow_advantages(episodes, config, collected), strict=True)):
+    for n, (e, row) in enumerate(
+        zip(episodes, slow_advantages(episodes, config, collected), strict=True)
+    ):
         for a, t in zip(row, np.flatnonzero(e.action_mask), strict=True):
             rho = math.exp(bounded(logprobs[n][t] - float(e.behavior_logprobs[t]), 20))
-            objective = min(rho * a, max(1 - config.ratio_clip, min(1 + config.ratio_clip, rho)) * a)
+            objective = min(
+                rho * a, max(1 - config.ratio_clip, min(1 + config.ratio_clip, rho)) * a
+            )
             if config.dual_clip and a < 0:
                 objective = max(objective, config.dual_clip * a)
             loss = -objective - config.entropy_coef * entropies[n][t]
@@ -103,7 +118,11 @@ def test_loss_and_gradient_are_those_of_the_slow_loop(case, seed):
     config = Config(**{"advantage_clip": 20.0} | settings)
     rng = np.random.default_rng(seed)
     episodes = [make_episode(rng, turns=int(rng.integers(2, 5))) for _ in range(1 + seed % 6)]
-    collected = [make_episode(rng, turns=int(rng.integers(1, 4))) for _ in range(5)] if replayed else episodes
+    collected = (
+        [make_episode(rng, turns=int(rng.integers(1, 4))) for _ in range(5)]
+        if replayed
+        else episodes
+    )
     for e in {id(e): e for e in episodes + collected}.values():
         away = rng.standard_cauchy(len(e.tokens)) * e.action_mask / 3
         e.ref_logprobs = (e.behavior_logprobs + away).astype(np.float32)
@@ -113,9 +132,13 @@ def test_loss_and_gradient_are_those_of_the_slow_loop(case, seed):
     collected = episodes if config.baseline == "recompute" else collected
     batch = training_batch(episodes, config, baseline.advantages(episodes), weights)
     expected = slow_advantages(episodes, config, collected)
-    np.testing.assert_allclose(batch.advantages[batch.action_mask], sum(expected, []), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        batch.advantages[batch.action_mask], sum(expected, []), rtol=1e-4, atol=1e-4
+    )
     assert (batch.advantages[~batch.action_mask] == 0).all()
-    logprobs = batch.behavior_logprobs.double() + torch.from_numpy(rng.normal(0, 0.3, batch.tokens.shape))
+    logprobs = batch.behavior_logprobs.double() + torch.from_numpy(
+        rng.normal(0, 0.3, batch.tokens.shape)
+    )
     logprobs.requires_grad_()
     entropies, total, counted = torch.from_numpy(rng.random(batch.tokens.shape)), 0.0, 0
     for rows, part in batch.micro_batches(1 + seed % 3):
@@ -131,8 +154,16 @@ def test_loss_and_gradient_are_those_of_the_slow_loop(case, seed):
             log_rho = (logprobs - batch.behavior_logprobs)[n][batch.action_mask[n]].detach().numpy()
             rho, a = np.exp(log_rho), batch.advantages[n][batch.action_mask[n]].numpy()
             least, most = 1 - config.ratio_clip, config.dual_clip or np.inf
-            clipped = np.where(a > 0, rho > 1 + config.ratio_clip, (rho < least) | (rho > most)) & (a != 0)
-            sums = {"log_ratio": log_rho, "ratio": rho, "ratio_sq": rho**2, "kl": rho - 1 - log_rho, "clipped": clipped}
+            clipped = np.where(a > 0, rho > 1 + config.ratio_clip, (rho < least) | (rho > most)) & (
+                a != 0
+            )
+            sums = {
+                "log_ratio": log_rho,
+                "ratio": rho,
+                "ratio_sq": rho**2,
+                "kl": rho - 1 - log_rho,
+                "clipped": clipped,
+            }
             found = {name: value[row].item() for name, value in stats.items()}
             assert found == pytest.approx({name: value.sum() for name, value in sums.items()})
     total.backward()
@@ -160,7 +191,9 @@ def test_extreme_ratios_leave_loss_and_gradient_finite(log_ratio, advantage):
     rho = math.exp(bounded(log_ratio, 20.0))
     assert loss.item() == pytest.approx(-min(rho * advantage, max(0.8, min(1.2, rho)) * advantage))
     assert logprobs.grad.item() == 0.0
-    assert stats["log_ratio"].item() == pytest.approx(log_ratio)  # of the trajectory, for the diagnostics
+    assert stats["log_ratio"].item() == pytest.approx(
+        log_ratio
+    )  # of the trajectory, for the diagnostics
 
 
 @pytest.mark.parametrize("x", [-100.0, -3.0, 0.0, 0.5, 2.0, 8.0, 100.0])
@@ -170,7 +203,9 @@ def test_k3_and_its_gradient_are_bounded(x):
     k3 = kl_k3(logprob, torch.full((1,), x))
     k3.backward()
     exact = math.exp(x) - x - 1
-    assert (k3.item(), logprob.grad.item()) == pytest.approx((exact, 1 - math.exp(x)) if exact < 10 else (10.0, 0.0))
+    assert (k3.item(), logprob.grad.item()) == pytest.approx(
+        (exact, 1 - math.exp(x)) if exact < 10 else (10.0, 0.0)
+    )
 
 
 @pytest.mark.parametrize("kind", ["batch", "turn", "recompute"])
@@ -185,9 +220,13 @@ def test_a_fresh_and_a_replayed_episode_have_one_measure(kind):
     drawn = episodes if kind == "recompute" else episodes[3:6]
     replayed = baseline.advantages(drawn)
     for e, row in zip(drawn, replayed, strict=True):
-        np.testing.assert_array_equal(row[: len(e.tokens)], fresh[episodes.index(e), : len(e.tokens)])
+        np.testing.assert_array_equal(
+            row[: len(e.tokens)], fresh[episodes.index(e), : len(e.tokens)]
+        )
     if kind != "turn":  # REINFORCE++'s own measure
-        torch.testing.assert_close(fresh, training_batch(episodes, Config(advantage_clip=20.0)).advantages)
+        torch.testing.assert_close(
+            fresh, training_batch(episodes, Config(advantage_clip=20.0)).advantages
+        )
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
@@ -196,7 +235,9 @@ def test_the_baseline_is_of_the_newest_batch_or_of_the_window(kind, kl_coef):
     rng = np.random.default_rng(0)
     collected = [make_episode(rng, turns=1 + k % 4) for k in range(WINDOW + 44)]
     for e in collected:
-        e.ref_logprobs = (e.behavior_logprobs - rng.random(len(e.tokens)) * e.action_mask).astype(np.float32)
+        e.ref_logprobs = (e.behavior_logprobs - rng.random(len(e.tokens)) * e.action_mask).astype(
+            np.float32
+        )
     baseline, restored = Baseline(kind, kl_coef), Baseline(kind, kl_coef)
     for k in range(0, len(collected), 100):
         baseline.observe(collected[k : k + 100])
@@ -206,7 +247,9 @@ def test_the_baseline_is_of_the_newest_batch_or_of_the_window(kind, kl_coef):
     expected = sum(slow_advantages(collected[:9], config, latest), [])
     for each in (baseline, restored):
         batch = training_batch(collected[:9], config, each.advantages(collected[:9]))
-        np.testing.assert_allclose(batch.advantages[batch.action_mask], expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            batch.advantages[batch.action_mask], expected, rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("kind", ["batch", "turn", "recompute"])
@@ -216,7 +259,9 @@ def test_equal_failures_successes_and_rounding_under_each_baseline(kind):
     def advantages(collected, drawn):
         """Of the action tokens of a fresh batch, and of a replay batch after it."""
         baseline.observe(collected)
-        return [baseline.advantages(batch)[collate(batch).action_mask] for batch in (collected, drawn)]
+        return [
+            baseline.advantages(batch)[collate(batch).action_mask] for batch in (collected, drawn)
+        ]
 
     def episodes(turn_rewards, n):
         rewards = np.asarray(turn_rewards, dtype=np.float32)
@@ -232,7 +277,9 @@ def test_equal_failures_successes_and_rounding_under_each_baseline(kind):
     if kind == "batch":  # the newest batch has no spread: the std before it stays
         _, replayed = advantages(failures, successes)
         assert ((replayed > 0.5) & (replayed < 5.0)).all()
-    rounded = episodes([10.0], 32) + episodes([np.nextafter(np.float32(10.0), np.float32(11.0))], 32)
+    rounded = episodes([10.0], 32) + episodes(
+        [np.nextafter(np.float32(10.0), np.float32(11.0))], 32
+    )
     if kind == "batch":  # equal returns, summed in another order
         assert max(found.abs().max() for found in advantages(rounded, rounded)) < 1e-2
 
@@ -267,7 +314,11 @@ def test_rows_stand_once_in_groups_of_little_padding(lengths, most):
         assert own == sorted(own)
         assert len(own) <= most
         assert sum(own) > (1 - PADDING) * max(own) * len(own)
-    assert [len(group) for group in alike([7] * 10, 4)] == [2, 4, 4]  # equal lengths fill every group but one
+    assert [len(group) for group in alike([7] * 10, 4)] == [
+        2,
+        4,
+        4,
+    ]  # equal lengths fill every group but one
 
 
 def test_an_episode_whose_fields_do_not_fit_together_is_refused():

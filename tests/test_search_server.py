@@ -37,11 +37,16 @@ def test_faiss_finds_what_brute_force_finds(n):
     rng, encoder = np.random.default_rng(n), LocalEncoder(TEXTS, dimension=64)
     texts = [" ".join(map(str, rng.integers(1000, size=9))) for _ in range(n)]
     asked = texts[:: max(1, n // 40)]
-    products = encoder.encode(asked).astype(np.float64) @ encoder.encode(texts, passages=True).astype(np.float64).T
+    products = (
+        encoder.encode(asked).astype(np.float64)
+        @ encoder.encode(texts, passages=True).astype(np.float64).T
+    )
     best = np.argsort(-products, axis=1)[:, :7]
     for row, hits in enumerate(Retriever(texts, encoder).search(asked, topk=7)):
         assert [text for text, _ in hits] == [texts[k] for k in best[row]]
-        np.testing.assert_allclose([score for _, score in hits], products[row, best[row]], atol=1e-5)
+        np.testing.assert_allclose(
+            [score for _, score in hits], products[row, best[row]], atol=1e-5
+        )
 
 
 def test_the_local_encoder_is_tf_idf(monkeypatch):
@@ -67,7 +72,9 @@ def server():
 
 def post(server, body, **headers):
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
-    connection.request("POST", "/retrieve", body if isinstance(body, bytes) else json.dumps(body).encode(), headers)
+    connection.request(
+        "POST", "/retrieve", body if isinstance(body, bytes) else json.dumps(body).encode(), headers
+    )
     response = connection.getresponse()
     return response.status, json.loads(response.read())
 
@@ -76,15 +83,29 @@ def test_the_protocol(server):
     queries = ["largest planet", "Mars", "水星"]
     status, answer = post(server, {"queries": queries, "return_scores": True})
     assert (status, set(answer)) == (200, {"result"})
-    assert [row[0]["document"]["contents"] for row in answer["result"]] == [TEXTS[3], TEXTS[5], TEXTS[4]]
-    for row, found in zip(answer["result"], server.retriever.search(queries, 3), strict=True):  # 3 is the default
+    assert [row[0]["document"]["contents"] for row in answer["result"]] == [
+        TEXTS[3],
+        TEXTS[5],
+        TEXTS[4],
+    ]
+    for row, found in zip(
+        answer["result"], server.retriever.search(queries, 3), strict=True
+    ):  # 3 is the default
         assert [(hit["document"]["contents"], hit["score"]) for hit in row] == found
     assert len(retrieve(server.url, ["sun"], 100)[0]) == len(TEXTS)
     assert retrieve(server.url, queries * 500, 1) == [[TEXTS[3]], [TEXTS[5]], [TEXTS[4]]] * 500
 
 
 def test_bad_requests_get_one_sentence_and_the_server_lives_on(server):
-    bodies = [b"{", b"\xff\xfe", b"null", b"[1]", b"[" * 100_000, bytes(search_server.MOST_BYTES + 1), {}]
+    bodies = [
+        b"{",
+        b"\xff\xfe",
+        b"null",
+        b"[1]",
+        b"[" * 100_000,
+        bytes(search_server.MOST_BYTES + 1),
+        {},
+    ]
     bodies += [{"queries": queries} for queries in ("planet", ["a", 3], [], ["a"] * 1025)]
     for body in bodies:
         status, answer = post(server, body)
@@ -98,7 +119,14 @@ def test_bad_requests_get_one_sentence_and_the_server_lives_on(server):
 
 
 HALF = b"POST /retrieve HTTP/1.0\r\nContent-Length: 9\r\n\r\n{"
-REQUESTS = [b"hello\r\n\r\n", b"GET / HTTP/1.0\r\n\r\n", b"POST / HTTP/9.9\r\n\r\n", b"POST /re", HALF, HALF[:-4]]
+REQUESTS = [
+    b"hello\r\n\r\n",
+    b"GET / HTTP/1.0\r\n\r\n",
+    b"POST / HTTP/9.9\r\n\r\n",
+    b"POST /re",
+    HALF,
+    HALF[:-4],
+]
 
 
 @pytest.mark.parametrize("request_text", REQUESTS)
@@ -143,7 +171,11 @@ FAILURES = {  # status and body of an answer
 def test_a_request_that_fails_is_sent_again_and_given_up_after_three_attempts(failure, monkeypatch):
     monkeypatch.setattr(search_server, "PAUSE", 0.01)
     monkeypatch.setattr(search_server, "TIMEOUT", 0.3)
-    answers, requests, released = [FAILURES[failure], (200, GOOD), *[FAILURES[failure]] * 3], [], threading.Event()
+    answers, requests, released = (
+        [FAILURES[failure], (200, GOOD), *[FAILURES[failure]] * 3],
+        [],
+        threading.Event(),
+    )
 
     class Failing(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -153,7 +185,9 @@ def test_a_request_that_fails_is_sent_again_and_given_up_after_three_attempts(fa
                 released.wait(5)
                 return
             self.send_response(status)
-            self.send_header("Content-Length", str(len(GOOD) if failure == "cut short" else len(body)))
+            self.send_header(
+                "Content-Length", str(len(GOOD) if failure == "cut short" else len(body))
+            )
             self.end_headers()
             trickles = failure == "a byte at a time" and len(requests) != 2
             for part in [bytes([byte]) for byte in body] if trickles else [body]:
@@ -164,7 +198,9 @@ def test_a_request_that_fails_is_sent_again_and_given_up_after_three_attempts(fa
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/retrieve"
         assert retrieve(url, ["a"], 3) == [["Title\ntext"]]
-        with pytest.raises(ConnectionError, match=r"failed 3 times, for up to 0.3 s each, at last with .{9}"):
+        with pytest.raises(
+            ConnectionError, match=r"failed 3 times, for up to 0.3 s each, at last with .{9}"
+        ):
             retrieve(url, ["a"], 3)
         assert requests == [{"queries": ["a"], "topk": 3, "return_scores": True}] * 5
         released.set()
@@ -172,12 +208,23 @@ def test_a_request_that_fails_is_sent_again_and_given_up_after_three_attempts(fa
 
 
 def test_build_and_serve_from_the_command_line(tmp_path):
-    files = ["--corpus", write_rows(tmp_path / "c.jsonl", CORPUS), "--index", str(tmp_path / "c.faiss")]
+    files = [
+        "--corpus",
+        write_rows(tmp_path / "c.jsonl", CORPUS),
+        "--index",
+        str(tmp_path / "c.faiss"),
+    ]
     search_server.main(["--build", *files])
     command = [sys.executable, "-m", "envs.search_server", *files, "--port", "0"]
-    heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore Ctrl-C
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heeding) as process:
-        url = re.fullmatch(r"6 documents at (http://127\.0\.0\.1:\d+/retrieve)\n", process.stdout.readline())[1]
+    heeding = partial(
+        signal.signal, signal.SIGINT, signal.SIG_DFL
+    )  # a shell's background jobs ignore Ctrl-C
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, preexec_fn=heeding
+    ) as process:
+        url = re.fullmatch(
+            r"6 documents at (http://127\.0\.0\.1:\d+/retrieve)\n", process.stdout.readline()
+        )[1]
         assert retrieve(url, TEXTS[:2], 1) == [[TEXTS[0]], [TEXTS[1]]]
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=20) == 0
@@ -194,7 +241,9 @@ REFUSED = {  # arguments: a part of the sentence
 
 def test_what_cannot_be_served_is_said_in_one_sentence(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    search_server.main(["--build", "--corpus", write_rows(tmp_path / "c.jsonl", CORPUS), "--index", "c.faiss"])
+    search_server.main(
+        ["--build", "--corpus", write_rows(tmp_path / "c.jsonl", CORPUS), "--index", "c.faiss"]
+    )
     write_rows(tmp_path / "d.jsonl", CORPUS[:4])
     (tmp_path / "bad.faiss").write_bytes(b"no index at all")
     write_rows(tmp_path / "bad.jsonl", [{"contents": "fine"}, {"text": "x"}])

@@ -8,7 +8,9 @@ import pytest
 from sumtree import SumTree
 
 
-@pytest.mark.parametrize("capacity", [1, 2, 3, 7, 512, 513, 1000, 5000])  # the top nine levels are one step
+@pytest.mark.parametrize(
+    "capacity", [1, 2, 3, 7, 512, 513, 1000, 5000]
+)  # the top nine levels are one step
 def test_find_is_exact_on_integers(capacity):
     """Integers are summed exactly in float64 in any order: the cumulative sums must agree to the last bit."""
     rng = np.random.default_rng(capacity)
@@ -16,8 +18,12 @@ def test_find_is_exact_on_integers(capacity):
     values[rng.integers(capacity)] = 5.0  # not all zero
     tree, sums = SumTree(capacity), np.cumsum(values)
     tree.fill(values)
-    edges = np.unique(np.concatenate([[0.0], sums, sums - 1]))  # the first and the last mass of every leaf
-    masses = np.append(edges[(edges >= 0) & (edges < sums[-1])], np.floor(rng.random(1000) * sums[-1]))
+    edges = np.unique(
+        np.concatenate([[0.0], sums, sums - 1])
+    )  # the first and the last mass of every leaf
+    masses = np.append(
+        edges[(edges >= 0) & (edges < sums[-1])], np.floor(rng.random(1000) * sums[-1])
+    )
     assert tree.total() == sums[-1]
     np.testing.assert_array_equal(tree.find(masses), np.searchsorted(sums, masses, "right"))
 
@@ -53,7 +59,9 @@ def test_zero_leaves_are_never_drawn_whatever_the_magnitudes():
             tree.fill(values)
             assert (values[tree.stratified_sample(5000, rng)] > 0).all()
     tree, ulp = SumTree(2048), np.spacing(1.5)
-    tree.set(np.array([0, 2, 4]), np.array([1.5 * ulp, 1.5, 1.0]))  # on leaf 2 the mass is rounded up to its end
+    tree.set(
+        np.array([0, 2, 4]), np.array([1.5 * ulp, 1.5, 1.0])
+    )  # on leaf 2 the mass is rounded up to its end
     assert tree.find(np.array([np.nextafter(1.5 * ulp + 1.5, 0.0)])) == 2
 
 
@@ -61,7 +69,9 @@ def test_stratification_draws_every_entry_its_whole_share():
     """Whole segments in every batch, and the last one, a quarter of leaf 2 and the rest leaf 3, uniformly."""
     tree, rng = SumTree(4), np.random.default_rng(2)
     tree.fill(np.array([2.0, 5.0, 2.25, 0.75]))
-    seen = np.array([np.bincount(tree.stratified_sample(10, rng), minlength=4) for _ in range(4000)])
+    seen = np.array(
+        [np.bincount(tree.stratified_sample(10, rng), minlength=4) for _ in range(4000)]
+    )
     assert (seen[:, :2] == [2, 5]).all()
     assert set(map(tuple, seen[:, 2:])) == {(2, 1), (3, 0)}
     assert seen[:, 2].mean() == pytest.approx(2.25, abs=0.03)
@@ -72,9 +82,19 @@ def test_bad_input_is_refused_and_changes_nothing():
     with pytest.raises(ValueError, match="total"):
         tree.stratified_sample(2, np.random.default_rng(0))
     tree.fill(np.ones(5))
-    bad = [(SumTree, 0), (tree.set, [5], one), (tree.__getitem__, -1), (tree.fill, np.ones(6)), (tree.find, 5.0 * one)]
+    bad = [
+        (SumTree, 0),
+        (tree.set, [5], one),
+        (tree.__getitem__, -1),
+        (tree.fill, np.ones(6)),
+        (tree.find, 5.0 * one),
+    ]
     for value in (-1.0, np.nan, np.inf):
-        bad += [(tree.set, np.array([1, 2]), [3.0, value]), (tree.fill, [3.0, value]), (tree.find, [value])]
+        bad += [
+            (tree.set, np.array([1, 2]), [3.0, value]),
+            (tree.fill, [3.0, value]),
+            (tree.find, [value]),
+        ]
     for call, *values in bad:
         with pytest.raises(ValueError):
             call(*values)

@@ -18,21 +18,50 @@ from freshper.models import load_policy
 from freshper.presets import defaults
 from freshper.report import summarize
 from freshper.rollout import rollout
-from freshper.tiny import SPECIAL, build_policy, build_tokenizer, tiny_model, transcripts, warm_start
+from freshper.tiny import (
+    SPECIAL,
+    build_policy,
+    build_tokenizer,
+    tiny_model,
+    transcripts,
+    warm_start,
+)
 
 # share of tokens of held-out captions that shipped models predict; RL teaches gsm8k's to read its problems
-CAPTIONS = {"frozenlake": 0.85, "frozenlake_vlm": 0.97, "sokoban_simple": 0.8, "sokoban_hard": 0.55, "nq_search": 0.85}
+CAPTIONS = {
+    "frozenlake": 0.85,
+    "frozenlake_vlm": 0.97,
+    "sokoban_simple": 0.8,
+    "sokoban_hard": 0.55,
+    "nq_search": 0.85,
+}
 CAPTIONS |= {"cliffwalking": 0.55, "aime": 0.9, "gsm8k": 0.35, "geoqa": 0.85}
 PAGE = (Path(__file__).parent.parent / "docs/own_environment.md").read_text()
 
 
 def test_any_text_can_be_encoded_and_comes_back():
     tokenizer, rng = build_tokenizer(("Right", " a", "1")), np.random.default_rng(0)
-    pieces = ["<answer>", "Right", " a", "1", "\x00", "漢字", "🙂", "\u202e", "\n\n", "  ", "<|im_end|>", "é", "user"]
+    pieces = [
+        "<answer>",
+        "Right",
+        " a",
+        "1",
+        "\x00",
+        "漢字",
+        "🙂",
+        "\u202e",
+        "\n\n",
+        "  ",
+        "<|im_end|>",
+        "é",
+        "user",
+    ]
     for _ in range(200):
         text = "".join(rng.choice(pieces, 8))
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
-    assert [len(tokenizer.encode(word)) for word in (*SPECIAL, "<answer>Right</answer>")] == [1] * 7 + [3]
+    assert [len(tokenizer.encode(word)) for word in (*SPECIAL, "<answer>Right</answer>")] == [
+        1
+    ] * 7 + [3]
     assert tokenizer.eos_token == "<|im_end|>"
 
 
@@ -50,9 +79,13 @@ def test_every_task_s_replies_fit_the_tiny_model(name):
 def caption_accuracy(policy, name, n=100):
     """The share of tokens of captions of held-out states that the model predicts right, given those before."""
     envs = [ENVS[name](max_turns=1) for _ in range(n)]
-    first = WARM_START_SEEDS + 10**8 if name == "cliffwalking" else EVAL_SEEDS  # held-out ones have one start
+    first = (
+        WARM_START_SEEDS + 10**8 if name == "cliffwalking" else EVAL_SEEDS
+    )  # held-out ones have one start
     batch = collate(episodes := transcripts(policy, envs, [first + k for k in range(n)]))
-    replied = torch.tensor([episode.turn_ends()[0] for episode in episodes])[:, None]  # the last token of the reply
+    replied = torch.tensor([episode.turn_ends()[0] for episode in episodes])[
+        :, None
+    ]  # the last token of the reply
     with torch.no_grad():
         predicted = policy.model.lm_head(policy.batch_hidden(batch)).argmax(-1)  # [B, T]
     told = batch.action_mask & (torch.arange(batch.tokens.shape[1]) > replied)
@@ -65,13 +98,21 @@ def test_the_shipped_weights_read_and_play_like_the_random_policy(name):
     policy = load_policy(str(tiny_model(name)), "cpu", torch.float32)
     envs = [ENVS[name](max_turns=preset.get("max_turns", 0)) for _ in range(n)]
     seeds, engine = EVAL_SEEDS + np.arange(n), HFEngine(policy, Sampling(), 0)
-    played = summarize(rollout(engine, policy, envs, seeds.tolist(), preset["max_tokens"], preset["max_new_tokens"]))
+    played = summarize(
+        rollout(
+            engine, policy, envs, seeds.tolist(), preset["max_tokens"], preset["max_new_tokens"]
+        )
+    )
     random = np.mean([envs[0].baselines(seed)["random"] for seed in seeds.tolist()])
-    assert played["invalid"] < (0.02 if "sokoban" in name else 0.005)  # up to 0.009 and 0, of three seeds
+    assert played["invalid"] < (
+        0.02 if "sokoban" in name else 0.005
+    )  # up to 0.009 and 0, of three seeds
     p = max(random, 1 / n)  # CliffWalking's is 0
     assert abs(played["success"] - random) <= 4 * (2 * p * (1 - p) / n) ** 0.5  # standard errors
     if "score" in envs[0].metrics:
-        infos = [play_out(envs[0], seed, lambda: envs[0].random_reply(rng))[2] for seed in seeds.tolist()]
+        infos = [
+            play_out(envs[0], seed, lambda: envs[0].random_reply(rng))[2] for seed in seeds.tolist()
+        ]
         scores = [info["metrics"]["score"] for info in infos]
         assert abs(played["score"] - np.mean(scores)) <= 4 * np.std(scores) * (2 / n) ** 0.5
     assert caption_accuracy(policy, name) > CAPTIONS[name]
@@ -90,7 +131,9 @@ def test_one_s_own_environment(tmp_path, monkeypatch):
     env, rng = animals(), np.random.default_rng(0)
     monkeypatch.setattr(type(env.action_space), "sample", lambda *_, **__: env.random_reply(rng))
     check_env(env, skip_render_check=True)
-    assert np.mean([env.baselines(seed)["random"] for seed in range(1000)]) == pytest.approx(1 - (5 / 6) ** 2, abs=0.06)
+    assert np.mean([env.baselines(seed)["random"] for seed in range(1000)]) == pytest.approx(
+        1 - (5 / 6) ** 2, abs=0.06
+    )
 
     monkeypatch.setattr(animals, "warm_start", ((50, 2),))
     folder = tiny_model("animals")
@@ -103,5 +146,7 @@ def test_one_s_own_environment(tmp_path, monkeypatch):
     with pytest.raises(pytest.fail.Exception, match="built again"):  # its source has changed
         tiny_model("animals")
     animals.caption = lambda self: ""
-    with pytest.raises(ValueError, match=r"^Animals.caption\(\) is empty, but must say what the observation shows$"):
+    with pytest.raises(
+        ValueError, match=r"^Animals.caption\(\) is empty, but must say what the observation shows$"
+    ):
         warm_start(policy, animals)

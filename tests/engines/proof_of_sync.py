@@ -36,7 +36,9 @@ def say(prove=None, *trainer, **found):
 @torch.no_grad()
 def main(blocks, *flags):
     start = vllm.LLM
-    vllm.LLM = lambda **ours: start(**ours | {"num_gpu_blocks_override": int(blocks), "disable_log_stats": False})
+    vllm.LLM = lambda **ours: start(
+        **ours | {"num_gpu_blocks_override": int(blocks), "disable_log_stats": False}
+    )
     config = parse_args(list(flags))
     torch.set_num_threads(1)
     seeds = training_seeds(config, 0)
@@ -46,7 +48,10 @@ def main(blocks, *flags):
         envs = [config.make_env() for _ in seeds]
         episodes = rollout(engine, policy, envs, seeds, config.max_tokens, config.max_new_tokens)
         counts = {metric.name: metric for metric in engine.llm.get_metrics()}
-        say(preempted=counts["vllm:num_preemptions"].value, **trainer.record_behavior_logprobs(episodes))
+        say(
+            preempted=counts["vllm:num_preemptions"].value,
+            **trainer.record_behavior_logprobs(episodes),
+        )
 
         say(engine.prove, trainer, name="the same")
         for name, parameter in policy.model.named_parameters():

@@ -26,7 +26,9 @@ from freshper.reinforce import Baseline
 from freshper.tiny import build_policy
 from freshper.trainer import TorchTrainer
 
-FLAGS = "--backend vllm+deepspeed --batch_size 13 --micro_batch_size 2 --lr 0.01 --iterations 4".split()
+FLAGS = (
+    "--backend vllm+deepspeed --batch_size 13 --micro_batch_size 2 --lr 0.01 --iterations 4".split()
+)
 TERMS = "--kl_loss_coef 0.05 --kl_reward_coef 0.1 --entropy_coef 0.01 --dtype float32".split()
 CASES = {f"zero_{stage}": ["--zero_stage", str(stage), *TERMS] for stage in range(4)}
 CASES["images"] = ["--zero_stage", "3", "--env", "frozenlake_vlm", *TERMS]
@@ -35,12 +37,17 @@ CASES["bfloat16"] = ["--zero_stage", "2", "--dtype", "bfloat16"]
 
 def numbers(trainer, episodes, first=0, folder=None):
     """Log-probs, the updates number `first` to 2, log-probs and weights again. Saves the state before the last."""
-    found = {"mismatch": trainer.record_behavior_logprobs(episodes)["mismatch"]} if first == 0 else {}
+    found = (
+        {"mismatch": trainer.record_behavior_logprobs(episodes)["mismatch"]} if first == 0 else {}
+    )
     found["before"] = trainer.logprobs(collate(episodes))
     baseline = Baseline("turn", 0.0)
     weights = np.linspace(0.2, 1.0, len(episodes))
     baseline.observe(episodes[2:])
-    replays = [(batch, baseline.advantages(batch), weights[: len(batch)]) for batch in (episodes[:3], episodes)]
+    replays = [
+        (batch, baseline.advantages(batch), weights[: len(batch)])
+        for batch in (episodes[:3], episodes)
+    ]
     arguments = [(episodes,), *replays]
     found["updates"] = []
     for k in range(first, 3):
@@ -84,8 +91,13 @@ def run(case, out, resume):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    freshper.trainer.LOGITS_AT_ONCE = 1000  # three tokens of the tiny vocabulary: a text batch is cut into chunks
-    end, dist.destroy_process_group = dist.destroy_process_group, lambda: None  # the ranks go on to the next case
+    freshper.trainer.LOGITS_AT_ONCE = (
+        1000  # three tokens of the tiny vocabulary: a text batch is cut into chunks
+    )
+    end, dist.destroy_process_group = (
+        dist.destroy_process_group,
+        lambda: None,
+    )  # the ranks go on to the next case
     resume_only = "--resume-only" in sys.argv
     for name in filter(CASES.get, sys.argv[2:]):
         for resume in (True,) if resume_only else (False, True):

@@ -30,7 +30,10 @@ from freshper.rollout import Conversation, rollout, training_seeds
 
 SHORT = """--dtype float32 --rollout_batch_size 2 --batch_size 2 --replay_ratio 1 --capacity 4 --micro_batch_size 2
 --eval_episodes 1 --eval_every 2 --save_every 0 --max_new_tokens 8""".split()
-TORCH, ENGINES = "--backend hf+torch --iterations 2".split(), "--backend vllm+deepspeed --iterations 1".split()
+TORCH, ENGINES = (
+    "--backend hf+torch --iterations 2".split(),
+    "--backend vllm+deepspeed --iterations 1".split(),
+)
 TASKS = {
     # entropy moves the weights also if all rewards are equal
     "gsm8k": "--preset small --max_tokens 200 --entropy_coef 0.01".split(),
@@ -52,12 +55,26 @@ def folder(tmp_path_factory):
 
 
 def flags(env, out, *more, model=None):
-    return ["--env", env, "--out", str(out), "--model", str(model or smollm2()), *SHORT, *TASKS[env], *more]
+    return [
+        "--env",
+        env,
+        "--out",
+        str(out),
+        "--model",
+        str(model or smollm2()),
+        *SHORT,
+        *TASKS[env],
+        *more,
+    ]
 
 
 def train_py(given):
     """Run train.py in a process of its own, whose memory is free afterwards."""
-    options = {"cwd": Path(__file__).parents[2], "env": os.environ | {"OMP_NUM_THREADS": "1"}, "timeout": 600}
+    options = {
+        "cwd": Path(__file__).parents[2],
+        "env": os.environ | {"OMP_NUM_THREADS": "1"},
+        "timeout": 600,
+    }
     subprocess.run([sys.executable, "train.py", *given], check=True, **options)
 
 
@@ -76,7 +93,9 @@ def run(folder):
 @pytest.mark.parametrize("env", TASKS)
 def test_two_iterations_with_replay(env, run):
     settings = json.loads((run(env) / "config.json").read_text())
-    assert (settings["preset"], settings["lr"]) == (("small", 3e-5) if env == "gsm8k" else ("paper", 1e-6))
+    assert (settings["preset"], settings["lr"]) == (
+        ("small", 3e-5) if env == "gsm8k" else ("paper", 1e-6)
+    )
     table = read(run(env), "metrics.csv")
     assert table["step"].tolist() == table["episodes"].tolist() == [0, 2, 4]
     assert np.isfinite(table["eval_success"][[0, 2]]).all()
@@ -93,7 +112,9 @@ def test_a_resumed_run_is_the_run_that_never_stopped(folder):
     train_py(flags("gsm8k", out, *TORCH, "--dtype", "bfloat16", "--save_every", "1"))
     shutil.copytree(out, again, ignore=shutil.ignore_patterns("checkpoint", "checkpoint-best"))
     train_py(["--resume", str(again)])
-    assert filecmp.cmp(*(path / "checkpoint/model.safetensors" for path in (out, again)), shallow=False)
+    assert filecmp.cmp(
+        *(path / "checkpoint/model.safetensors" for path in (out, again)), shallow=False
+    )
     states = [torch.load(path / "checkpoint/state.pt", weights_only=True) for path in (out, again)]
     for state in states:
         del state["report"]  # with times

@@ -23,7 +23,11 @@ TWO_RANKS = ["zero_0", "zero_1", "zero_2", "zero_3", "images", "bfloat16"]
 
 def run(ranks, out, *cases):
     """Run the cases in one launch. Returns the exit status and the output."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        if ranks > 1
+        else []
+    )
     command = [sys.executable, *launcher, str(SCRIPT), str(out), *cases]
     variables = os.environ | {"OMP_NUM_THREADS": "1", "FRESHPER_TIMEOUT": "300"}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=400)
@@ -42,7 +46,9 @@ def two_ranks(tmp_path_factory):
 def same_weights(found, expected, tolerance):
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found[name], weight, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def agrees_with_torch(case):
@@ -57,7 +63,9 @@ def agrees_with_torch(case):
         assert ours["stats"] == pytest.approx(theirs["stats"], rel=1e-3, abs=1e-5)
         assert ours["drift"].keys() == theirs["drift"].keys()
         for name, sums in theirs["drift"].items():  # of each episode, on whichever rank it was
-            np.testing.assert_allclose(ours["drift"][name], sums, rtol=1e-3, atol=1e-4, err_msg=name)
+            np.testing.assert_allclose(
+                ours["drift"][name], sums, rtol=1e-3, atol=1e-4, err_msg=name
+            )
     same_weights(found["weights"], expected["weights"], 1e-5)
 
 
@@ -81,7 +89,10 @@ def test_zero_3_saves_whole_weights(two_ranks):
     found, out = two_ranks
     saved = dict(load_policy(str(out / "images"), "cpu", torch.float32).model.named_parameters())
     last = found["images"]["deepspeed"]["weights"]
-    assert all(0.0 < float((weight.detach() - last[name]).abs().max()) < 0.02 for name, weight in saved.items())
+    assert all(
+        0.0 < float((weight.detach() - last[name]).abs().max()) < 0.02
+        for name, weight in saved.items()
+    )
 
 
 def test_one_rank_and_another_number_of_ranks(two_ranks, tmp_path):
