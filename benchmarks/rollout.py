@@ -120,7 +120,7 @@ class Timed:
 
 def play(policy, engine, style, images):
     """One game: seconds of the rollout, seconds of its turns [TURNS], lengths [TURNS, B]."""
-    policy._features.clear()  # the rounds show the same pictures again
+    policy.features.clear()  # the rounds show the same pictures again
     envs, engine, start = (
         [EndlessLake(image=images, style=style) for _ in SEEDS],
         Timed(engine),

@@ -189,7 +189,7 @@ def check(policy: Policy, config: Config) -> None:
     text = policy.user_turn(Observation("Is this computed right? " * length))[:length]
     tokens = torch.tensor([text], device=policy.device)
     own = policy.model(input_ids=tokens, logits_to_keep=1).logits[0, -1].float()  # [V]
-    positions = torch.from_numpy(policy.positions(np.array(text), []))[:, None]
+    positions = policy.positions(text, [])[:, None]
     found = {"the trainer": policy.logits(policy.hidden(tokens, positions, [])[:, -1])[0]}
     if config.engine == "hf":
         found["the embedded engine"] = HFEngine(policy, Sampling(), seed=0).logits(

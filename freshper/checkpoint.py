@@ -108,7 +108,7 @@ class RunState:
         state["buffer"] |= arrays | {"episodes": unpack_episodes(state["buffer"]["episodes"])}
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
-        self.policy._features.update(
+        self.policy.features.update(
             {key: x.to(self.policy.device) for key, x in state["features"].items()}
         )
         random.setstate(state["python"])
@@ -148,7 +148,7 @@ class RunState:
         self.parts["trainer"].save(folder)
         # features of a frozen vision tower: their last bit can depend on the batch in which they were computed
         state = {name: part.state_dict() for name, part in self.parts.items()} | {
-            "features": self.policy._features
+            "features": self.policy.features
         }
         state["buffer"] |= {"episodes": pack_episodes(state["buffer"]["episodes"])}
         state |= {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}

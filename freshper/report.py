@@ -269,11 +269,11 @@ class Report:
             state = (
                 engine.state_dict()
             )  # an evaluation takes no random number and no image feature from training
-            policy._features, self.features = self.features, policy._features
+            policy.features, self.features = self.features, policy.features
             self.shown = rollout(
                 engine, policy, envs, seeds, config.max_tokens, config.max_new_tokens
             )
-            policy._features, self.features = self.features, policy._features
+            policy.features, self.features = self.features, policy.features
             engine.load_state_dict(state)
             row |= {f"eval_{name}": mean for name, mean in summarize(self.shown).items()}
         if self.rows:

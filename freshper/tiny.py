@@ -179,7 +179,7 @@ def transcripts(policy: Policy, envs: list[TextEnv], seeds: list[int]) -> list[E
     for episode, env in zip(episodes, envs, strict=True):
         final, caption = env.observe(), env.caption()
         turn = policy.bridge(Observation(f"{final.text}?{caption}", final.images), closed=True)
-        _, suffix = policy._template(
+        _, suffix = policy.template(
             0, first=False
         )  # what the chat template puts after a user's text
         end = len(turn) - len(policy.tokenizer.encode(suffix, add_special_tokens=False))

@@ -129,7 +129,7 @@ def test_sampling_follows_temperature_top_k_and_top_p(text_policy):
     )
     p = warpers(None, logits.double())[0].softmax(-1).numpy()
     assert 5 < (p > 0).sum() < 20
-    tokens, logprobs = engine._sample(logits.expand(20_000, -1))
+    tokens, logprobs = engine.sample(logits.expand(20_000, -1))
     seen = np.bincount(tokens, minlength=logits.shape[1])
     assert not seen[p == 0].any()
     assert stats.chisquare(seen[p > 0], 20_000 * p[p > 0]).pvalue > 1e-4
@@ -254,21 +254,21 @@ def test_positions_equal_the_stock_m_rope(vision_policy, sizes):
     inputs = [inputs[name] for name in ("input_ids", "mm_token_type_ids", "image_grid_thw")]
     stock, _ = vision_policy.model.model.get_rope_index(*inputs)
     np.testing.assert_array_equal(
-        vision_policy.positions(np.array(tokens), images, start=7), stock[:, 0] + 7
+        vision_policy.positions(tokens, images, start=7), stock[:, 0] + 7
     )
     with pytest.raises(ValueError):
-        vision_policy.positions(np.array(tokens), 2 * images)
+        vision_policy.positions(tokens, 2 * images)
 
 
 def test_frozen_vision_reuses_features_and_changes_nothing(vision_policy):
-    frozen = own_copy(vision_policy, freeze_vision=True, _features={})
+    frozen = own_copy(vision_policy, freeze_vision=True, features={})
     images = [
         np.random.default_rng(k % 3).integers(0, 255, (56, 56, 3), dtype=np.uint8) for k in range(6)
     ]
     expected = vision_policy.image_features(images)
     torch.testing.assert_close(frozen.image_features(images[:2]), expected[:32])
     torch.testing.assert_close(frozen.image_features(images), expected)
-    assert len(frozen._features) == 3
+    assert len(frozen.features) == 3
     assert not any(p.requires_grad for p in frozen.model.model.visual.parameters())
 
 

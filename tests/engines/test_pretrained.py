@@ -164,7 +164,7 @@ def test_log_probs_are_those_of_the_checkpoint_in_plain_transformers(run, folder
 class Reader(HFEngine):
     """An engine that replies what it is told."""
 
-    def _sample(self, logits):
+    def sample(self, logits):
         logprobs = (logits / self.sampling.temperature).log_softmax(-1)
         token = self.reply.pop(0)
         return [token], [logprobs[0, token].item()]
