@@ -54,10 +54,11 @@ class KVCache:
 
         width = real.shape[1]
         slots = self.visible.shape[1]
-        causal = real.new_ones(width, slots).tril(slots - width)  # [T, slots]
+        past = slots - width
+        causal = real.new_ones(width, slots).tril(past)  # [T, slots]
         mask = self.visible[:, None, None] & causal  # [B, 1, T, slots]
         # A hole attends to itself, because a softmax over nothing is not a number.
-        mask.diagonal(slots - width, 2, 3).fill_(True)
+        mask.diagonal(past, 2, 3).fill_(True)
         return mask
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_, **__) -> tuple[Tensor, Tensor]:
@@ -73,7 +74,8 @@ class KVCache:
             capacity = buffers[k].shape[2]
             if end > capacity:
                 # Twice what is needed, so that not every token copies the cache.
-                buffers[k] = pad(buffers[k], (0, 0, 0, 2 * end - capacity))
+                room = 2 * end - capacity
+                buffers[k] = pad(buffers[k], (0, 0, 0, room))
             buffers[k][:, :, start:end] = new
 
         return buffers[0][:, :, :end], buffers[1][:, :, :end]

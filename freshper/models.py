@@ -31,7 +31,6 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 # These replace a user's text and a reply when the chat template is split.
 TEXT = "\ue000"
 REPLY = "\ue001"
-MAX_FEATURES = 20_000  # images, 80 MB with the tiny model
 
 
 @dataclass(eq=False)
@@ -55,10 +54,9 @@ class Policy:
 
         # The end of a reply is the template's, which is not always the tokenizer's eos.
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        closing, _ = self.template(0, first=False)
-        # This call also switches off a truncation that tokenizer.json may ask for.
-        closing_ids = tokenizer.encode(closing, add_special_tokens=False)
-        ends = [i for i in closing_ids if i in special]
+        closing = self.template(0, first=False)[0]
+        # `encode` also switches off a truncation that tokenizer.json may ask for.
+        ends = [i for i in tokenizer.encode(closing, add_special_tokens=False) if i in special]
         if not ends:
             raise ValueError(
                 "its chat template closes a reply with no special token, so no reply could end"
@@ -67,8 +65,8 @@ class Policy:
 
         # Never sampled: other special tokens (a sampled placeholder has no image), and the model's
         # list.
-        never = special.union(self.model.generation_config.suppress_tokens or ())
-        self.suppressed_ids = sorted(never - {self.eos_id})
+        suppressed = special.union(self.model.generation_config.suppress_tokens or ())
+        self.suppressed_ids = sorted(suppressed - {self.eos_id})
 
         self.image_token_id = -1
         if self.image_processor:
@@ -92,7 +90,7 @@ class Policy:
             {"role": "user", "content": content},
         ]
         if first:
-            turns = turns[2:]
+            del turns[:2]
 
         with time_limit(10.0, "its chat template"):
             text = self.tokenizer.apply_chat_template(
@@ -132,9 +130,10 @@ class Policy:
         """Return rows and columns of placeholder tokens of an image (uint8 [H, W, 3])."""
         processor = self.image_processor
         pixels = processor.patch_size * processor.merge_size  # of a placeholder, in each direction
-        low = processor.size["shortest_edge"]
-        high = processor.size["longest_edge"]
-        height, width = smart_resize(*image.shape[:2], pixels, low, high)
+        limits = processor.size  # pixels of an image
+        height, width = smart_resize(
+            *image.shape[:2], pixels, limits["shortest_edge"], limits["longest_edge"]
+        )
         return height // pixels, width // pixels
 
     def positions(self, tokens: list[int], images: list[AnyImage], start: int = 0) -> Tensor:
@@ -162,11 +161,12 @@ class Policy:
         if unseen:
             pictures = [Image.fromarray(np.asarray(image)) for image in unseen.values()]
             inputs = self.image_processor(pictures, return_tensors="pt").to(self.device)
-            encoded = self.model.get_image_features(**inputs, return_dict=True)
+            encoded = self.model.get_image_features(**inputs)
             self.features.update(zip(unseen, encoded.pooler_output, strict=True))
 
         features = torch.cat([self.features[key] for key in keys])
-        if not self.freeze_vision or len(self.features) > MAX_FEATURES:
+        # With the tiny model, features of so many images take 80 MB.
+        if not self.freeze_vision or len(self.features) > 20_000:
             self.features.clear()
         return features
 
