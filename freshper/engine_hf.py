@@ -23,7 +23,6 @@ from torch.nn.functional import pad
 from freshper.models import Policy
 from freshper.rollout import Conversation, Reply
 
-
 HOLE = -1  # in place of a token
 
 

@@ -126,9 +126,7 @@ class VLLMEngine:
         self.processes: dict[int, str] = {}  # vLLM's, to notice their death
 
         # Containers often have 64 MB of shared memory.
-        size = sum(
-            p.element_size() * getattr(p, "ds_numel", p.numel()) for p in policy.model.parameters()
-        )
+        size = sum(parameter.nbytes for _, parameter in trainer.weights())
         roomy = shutil.disk_usage(SHARED_MEMORY).free > 1.2 * size
         self.folder = tempfile.mkdtemp(prefix="freshper-", dir=SHARED_MEMORY if roomy else None)
 
@@ -224,15 +222,17 @@ class VLLMEngine:
 
         requests = []
         for conversation in conversations:
-            tokens = np.array(conversation.tokens)
-            is_image = tokens == self.policy.image_token_id
-            repeated = is_image & np.roll(is_image, 1)  # all placeholders of an image but the first
+            # vLLM wants one placeholder per image, the first of ours.
+            ids = np.array(conversation.tokens)
+            is_image = ids == self.policy.image_token_id
+            repeated = is_image & np.roll(is_image, 1)
             pictures = [Image.fromarray(image) for image in conversation.images]
             request = {
-                "prompt_token_ids": tokens[~repeated].tolist(),
+                "prompt_token_ids": ids[~repeated].tolist(),
                 "multi_modal_data": {"image": pictures} if pictures else {},
             }
             requests.append(request)
+
         params = [SamplingParams(**sampling, seed=seed, detokenize=False) for seed in seeds]
         # What vLLM's workers raise arrives as `Exception`.
         with watched(phase, self.processes, Exception):
@@ -243,8 +243,8 @@ class VLLMEngine:
 
         for conversation, output in zip(conversations, outputs, strict=True):
             reason = output.outputs[0].finish_reason  # also "error", "abort"
-            same_prompt = list(output.prompt_token_ids) == conversation.tokens
-            if not same_prompt or reason not in ("stop", "length"):
+            tokens = list(output.prompt_token_ids)
+            if tokens != conversation.tokens or reason not in ("stop", "length"):
                 raise BackendError(
                     f"{phase}: it misread the prompt of episode seed {conversation.seed}, or ended "
                     f"with `{reason}`"
@@ -257,24 +257,23 @@ class VLLMEngine:
         prompts = []
         for seed in range(EVAL_SEEDS, EVAL_SEEDS + PROBES):
             observation, _ = self.env.reset(seed=seed)
-            prompt = self.policy.user_turn(observation)
-            prompts.append(Conversation(prompt, list(observation.images), seed))
+            turn = self.policy.user_turn(observation)
+            prompts.append(Conversation(turn, list(observation.images), seed))
         outputs = self._run(
             "the proof of the sync", prompts, [0] * PROBES, max_tokens=1, prompt_logprobs=0
         )
 
         never_sampled = torch.tensor([*self.policy.suppressed_ids, self.policy.image_token_id])
         differences = []
-        for conversation, output in zip(prompts, outputs, strict=True):
-            tokens = torch.tensor([conversation.tokens])  # [1, T]
+        for prompt, output in zip(prompts, outputs, strict=True):
+            tokens = torch.tensor([prompt.tokens])  # [1, T]
             mask = ~torch.isin(tokens, never_sampled)  # [1, T]
             mask[0, 0] = False
             zeros = torch.zeros(tokens.shape)
-            length = len(conversation.tokens)
-            batch = Batch(tokens, mask, zeros, zeros, [conversation.images], [length])
+            batch = Batch(tokens, mask, zeros, zeros, [prompt.images], [len(prompt.tokens)])
             expected = trainer.logprobs(batch)[0]  # [T]
             for t in mask[0].nonzero().flatten().tolist():
-                logprob = output.prompt_logprobs[t][conversation.tokens[t]].logprob
+                logprob = output.prompt_logprobs[t][prompt.tokens[t]].logprob
                 differences.append(abs(logprob - expected[t].item()))
 
         error = float(np.max(differences))
