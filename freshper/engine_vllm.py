@@ -155,7 +155,7 @@ class VLLMEngine:
 
         trainer = os.getpid()
         pairs = self.llm.collective_rpc("end_with", args=(trainer, self.folder))
-        self.processes = dict.fromkeys(set(sum(pairs, ())) - {trainer}, "vLLM")
+        self.processes = {pid: "vLLM" for pair in pairs for pid in pair if pid != trainer}
         self.llm.collective_rpc(
             "follow_policy", args=(self.policy.suppressed_ids, config.temperature)
         )
