@@ -24,7 +24,7 @@ from freshper.config import Config
 from freshper.engine_hf import HFEngine, KVCache, Sampling, truncated
 from freshper.episode import collate
 from freshper.errors import NonFiniteError
-from freshper.reinforce import policy_loss, training_batch
+from freshper.reinforce import Baseline, policy_loss, training_batch
 from freshper.rollout import Conversation, rollout, training_seeds
 from freshper.trainer import TorchTrainer, action_logprobs
 
@@ -299,8 +299,10 @@ def test_the_gradient_is_that_of_the_stock_pass_whatever_the_micro_batches(
     for e in episodes:  # off-policy, and away from pi_ref
         for values in (e.behavior_logprobs, e.ref_logprobs) if terms else (e.behavior_logprobs,):
             values += (noise.normal(0, 0.2, len(e.tokens)) * e.action_mask).astype(np.float32)
+    advantages = Baseline("recompute", reference.config.kl_reward_coef).advantages(episodes)
+    clip = reference.config.advantage_clip
     batch, own, total = (
-        training_batch(episodes, reference.config, weights=weights),
+        training_batch(episodes, advantages, weights, clip),
         reference.policy,
         0.0,
     )
@@ -338,9 +340,9 @@ def test_updates_follow_the_schedule_and_move_log_probs_with_the_advantage(text_
         expected = k / 10 if k < 10 else 0.5 * (1 + np.cos(np.pi * (k - 10) / 4))
         assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * expected)
     assert trainer.step == 14
-    batch = training_batch(episodes, trainer.config)
+    batch, advantages = collate(episodes), Baseline("recompute", 0.0).advantages(episodes)
     change = trainer.logprobs(batch) - batch.behavior_logprobs
-    assert (change * batch.advantages).sum() > 1.0
+    assert (change * advantages).sum() > 1.0
     np.testing.assert_allclose(
         trainer.update(episodes).drift["log_ratio"], change.sum(-1), atol=1e-3
     )

@@ -68,8 +68,8 @@ def main(blocks, *flags):
         class Tied:  # vLLM gets a new embedding, and of the tied output layer nothing, as transformers would save it
             logprobs = trainer.logprobs
 
-            def weights(self):
-                return (pair for pair in trainer.weights() if pair[0] != "lm_head.weight")
+            def parameters(self):
+                return (pair for pair in trainer.parameters() if pair[0] != "lm_head.weight")
 
         embedding = policy.model.get_input_embeddings().weight
         embedding += 0.3 * torch.randn_like(embedding)
