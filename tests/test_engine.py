@@ -210,16 +210,12 @@ def test_a_conversation_that_would_grow_too_long_is_truncated(text_policy):
 
 
 def test_training_seeds_come_in_groups_and_do_not_repeat():
-    iterations = [training_seeds(Config(rollout_batch_size=6, group_size=3), i) for i in range(100)]
+    iterations = [training_seeds(42, i, 6, 3) for i in range(100)]
     assert all(a[:3] == [a[0]] * 3 and a[3:] == [a[3]] * 3 for a in iterations)
     seeds = {seed for iteration in iterations for seed in iteration}
     assert len(seeds) == 200
     for seed in (43, 942, 1042, 2**31):  # 42 and 942 had the same instances
-        assert not seeds & {
-            s
-            for i in range(100)
-            for s in training_seeds(Config(seed=seed, rollout_batch_size=6), i)
-        }
+        assert not seeds & {s for i in range(100) for s in training_seeds(seed, i, 6, 1)}
 
 
 def test_conversations_equal_the_chat_template(policy):

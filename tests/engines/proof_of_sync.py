@@ -41,7 +41,7 @@ def main(blocks, *flags):
     )
     config = parse_args(list(flags))
     torch.set_num_threads(1)
-    seeds = training_seeds(config, 0)
+    seeds = training_seeds(config.seed, 0, config.rollout_batch_size, config.group_size)
     policy = load(config, seeds)
     policy.freeze_vision = False  # else the trainer keeps features of the images
     with backends(policy, config) as (trainer, engine):
