@@ -46,7 +46,7 @@ EPS = 1e-8  # added to standard deviations
 # From 88.8 on, exp overflows in float32 and the gradient is NaN. OpenRLHF and verl bound by 20.
 MAX_LOG_RATIO = 20.0
 
-Moments = tuple[Tensor, Tensor]  # a mean and a std, of the returns or of each return
+Moments = tuple[Tensor, Tensor]  # mean and std that returns are measured against
 
 
 def returns_to_go(rewards: Tensor) -> Tensor:

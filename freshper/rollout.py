@@ -86,7 +86,7 @@ class LiveEpisode:
         self.policy = policy
         self.env = env
         self.conversation = Conversation(prompt, list(observation.images), seed)
-        self.sampled = [False] * len(prompt)  # of each token: whether the policy sampled it
+        self.sampled = [False] * len(prompt)  # whether the policy sampled each token
         self.logprobs = [0.0] * len(prompt)
         self.turn_rewards: list[float] = []
         self.info: dict[str, Any] = {}  # the environment's, of the last turn

@@ -141,8 +141,8 @@ class OneProcess:
 class TorchTrainer:
     """The trainer of Algorithm 1.
 
-    `total_updates` is the length of the learning rate schedule. `strategy` makes what computes an
-    update."""
+    `total_updates` is the length of the learning rate schedule. `strategy` is the class that
+    computes an update: in this process, or in several."""
 
     def __init__(
         self,
