@@ -1,26 +1,30 @@
-"""FrozenLake, as text and as images: walk over the ice to the goal, avoid the holes.
+"""FrozenLake, as text and as images: walk over the ice to the goal, and avoid the holes.
 
-Paper: appendix D, "FrozenLake (LLM)" and "FrozenLake (VLM)"; Table 2 (10 actions, binary reward). The dynamics are
-Gymnasium's own `FrozenLake-v1`. Each seed gives a random solvable 4x4 map: a cell is frozen with probability 0.8, start
-and goal are any two cells (as the authors ran it). Lakes with the same holes and goal are all held out, or none is: no
-state of a held-out episode ever occurs in training.
+Paper: appendix D, "FrozenLake (LLM)" and "FrozenLake (VLM)"; Table 2 (10 actions, binary reward).
+The dynamics are those of Gymnasium's `FrozenLake-v1`. Each seed gives a random solvable 4x4 map: a
+cell is frozen with probability 0.8, and start and goal are any two cells (as the authors ran it).
+Lakes with the same holes and goal are all held out, or none is. Therefore no state of a held-out
+episode ever occurs in training.
 
-Where we differ: `slippery` is a parameter. On the paper's slippery ice (the intended direction with probability 1/3)
-no policy exceeds a success of 0.502 on these maps (exact, by `solve`); its VLM result of 0.630 is above that.
+Where we differ: `slippery` is a parameter. The paper's ice is slippery: the player moves in the
+intended direction with probability 1/3. There no policy exceeds a success of 0.502 on these maps
+(exact, by `solve`). The paper's VLM result of 0.630 is above that.
 """
 
+from functools import cache
 from typing import Any
 
 import gymnasium
 import numpy as np
 from PIL import Image, ImageDraw
 
-from envs.base import Observation, fits
-from envs.grid_world import FORM, GridWorld, cell_name
+from envs.base import Observation, same_split
+from envs.grid_world import FORM, GridWorld, name_cells
 
 SIDE = 4
 SYMBOLS = str.maketrans("SFH", "__O")  # of cells
-PLAYER_ON = {"S": "P", "F": "P", "H": "X", "G": "√"}  # symbols of the player, by the cell under it
+PLAYER_ON = {"S": "P", "F": "P", "H": "X", "G": "√"}  # symbols of the player, by the cell below
+CAPTION_MARKS = {"P": "P", "X": "X", "√": "√", "G": "G√", "O": "OX"}
 
 RULES = """\
 You are walking on a frozen lake, seen from above as a grid of 4 x 4 cells. Reach the goal without \
@@ -40,72 +44,75 @@ def random_map(seed: int) -> list[str]:
     while True:
         cells = np.where(rng.random((SIDE, SIDE)) < 0.8, "F", "H")
         start, goal = (divmod(int(k), SIDE) for k in rng.permutation(SIDE * SIDE)[:2])
-        cells[start], cells[goal] = "F", "G"
-        if not fits(["".join(row) for row in cells], seed):
-            continue
-        cells[start] = "S"
-        near = np.pad(cells == "S", 1)  # has a border, `reached` none
-        reached = near[1:-1, 1:-1]
-        for _ in range(SIDE * SIDE):
-            reached |= (cells != "H") & (
-                near[:-2, 1:-1] | near[2:, 1:-1] | near[1:-1, :-2] | near[1:-1, 2:]
-            )
-        if reached[goal]:
+        cells[start] = "F"
+        cells[goal] = "G"
+        key = ["".join(row) for row in cells]  # the start is no part of it
+
+        if same_split(key, seed) and is_connected(cells, start, goal):
+            cells[start] = "S"
             return ["".join(row) for row in cells]
 
 
+def is_connected(cells: np.ndarray, start: tuple[int, int], goal: tuple[int, int]) -> bool:
+    """Return whether a way without holes leads from start to goal: a flood fill."""
+    unvisited = {(row, col) for row, col in np.argwhere(cells != "H")}
+    frontier = [start]
+    while frontier:
+        row, col = frontier.pop()
+        neighbours = {(row, col - 1), (row + 1, col), (row, col + 1), (row - 1, col)}
+        frontier += neighbours & unvisited
+        unvisited -= neighbours
+    return goal not in unvisited
+
+
 def solve(transitions: dict, horizon: int) -> np.ndarray:
-    """Return the exact value of each action with `horizon` actions left, if the best ones follow and if random ones
-    follow, float64 [2, S, A], from Gymnasium's table P[s][a] = [(probability, s', reward, done)]."""
+    """Return the exact values of all actions with `horizon` actions left, float64 [2, S, A].
+
+    The first row holds if the best actions follow, the second if random ones follow. This is value
+    iteration on Gymnasium's table P[s][a] = [(probability, s', reward, done), ...].
+    """
     values = np.zeros((2, len(transitions), len(transitions[0])))
     for _ in range(horizon):
-        after = np.stack([values[0].max(-1), values[1].mean(-1)])
+        state_values = np.stack([values[0].max(-1), values[1].mean(-1)])  # [2, S]
         values = np.zeros_like(values)
-        for s, actions in transitions.items():
-            for a, outcomes in actions.items():
-                for p, to, reward, done in outcomes:
-                    values[:, s, a] += p * (reward + (not done) * after[:, to])
+        for state, actions in transitions.items():
+            for action, outcomes in actions.items():
+                for probability, after, reward, done in outcomes:
+                    future = 0.0 if done else state_values[:, after]
+                    values[:, state, action] += probability * (reward + future)
     return values
 
 
 class FrozenLake(GridWorld):
-    """`image` draws the grid instead of writing it. `style` "terse" shows the grid alone, and in a fifth row what is
-    left, below, right and above of the player, # the edge."""
+    """The environment. `image` draws the grid instead of writing it.
+
+    The style "terse" shows the grid alone, and in a fifth row what is left, below, right and above
+    of the player. There # is the edge.
+    """
 
     layers = 4  # detours need depth
-    words = (
-        *GridWorld.actions,
-        " _",
-        " #",
-        "√",
-        " G",
-        " O",
-        " a",
-        " b",
-        " c",
-        " d",
-    )  # captions name column and row
+    # Captions name columns, and rows as digits.
+    words = (*GridWorld.actions, " _", " #", "√", " G", " O", " a", " b", " c", " d")
 
     def __init__(self, slippery: bool = False, image: bool = False, **common: Any):
         super().__init__(**common)
-        self.slippery, self.image = slippery, image
+        self.slippery = slippery
+        self.image = image
         self.warm_start = ((250, 1), (150, 10)) if image else ((400, 1), (200, 10))
 
     def start(self, seed: int) -> None:
-        self.lake = gymnasium.make(
-            "FrozenLake-v1", desc=random_map(seed), is_slippery=self.slippery
-        ).unwrapped
+        lake = gymnasium.make("FrozenLake-v1", desc=random_map(seed), is_slippery=self.slippery)
+        self.lake = lake.unwrapped
         self.lake.reset(seed=seed)
         self.cells = self.lake.desc.astype(str)  # [4, 4] of S, G, F, H
 
     def act(self, action: int) -> tuple[float, bool, bool]:
-        _, reward, ended, _, _ = self.lake.step(
-            action
-        )  # GridWorld.actions are in Gymnasium's order
+        # `GridWorld.actions` are in Gymnasium's order.
+        _, reward, ended, _, _ = self.lake.step(action)
         return float(reward), reward > 0, bool(ended)
 
     def optimal_reply(self) -> str:
-        """Return the action that maximises the probability of success within the turns that are left."""
+        """Return the action that maximises the probability of success within the turns left."""
         best, _ = solve(self.lake.P, self.max_turns - self.turn)[:, self.lake.s]
         return f"<answer>{self.actions[int(best.argmax())]}</answer>"
 
@@ -119,40 +126,53 @@ class FrozenLake(GridWorld):
         """Return row and column of the player."""
         return divmod(int(self.lake.s), SIDE)
 
-    def beside(self) -> np.ndarray:
-        """Return the cells left, below, right and above of the player, [4] of S, G, F, H and, for the edge, #."""
-        walled, (row, col) = np.pad(self.cells, 1, constant_values="#"), np.add(self.position(), 1)
-        return walled[[row, row + 1, row, row - 1], [col - 1, col, col + 1, col]]
+    def grid(self) -> list[str]:
+        """Return the rows of the lake with the player, in symbols."""
+        cells = self.cells.copy()
+        cells[self.position()] = PLAYER_ON[cells[self.position()]]
+        return ["".join(row).translate(SYMBOLS) for row in cells]
+
+    def beside(self) -> str:
+        """Return the cells left, below, right and above of the player: S, F, H, G, or # (edge)."""
+        row, col = np.add(self.position(), 1)
+        cells = np.pad(self.cells, 1, constant_values="#")
+        return cells[row, col - 1] + cells[row + 1, col] + cells[row, col + 1] + cells[row - 1, col]
+
+    def fifth_row(self) -> str:
+        """Return the cells beside the player in symbols."""
+        return " ".join(self.beside()).translate(SYMBOLS)
 
     def caption(self) -> str:
-        """Return the cells of player, goal and holes, such as `P b1 G d3 O a2 c4`; of an image also its fifth row."""
-        here = self.position()
-        goal, holes = (
-            "".join(f" {cell_name(*at)}" for at in np.argwhere(self.cells == cell)) for cell in "GH"
-        )
-        beside = f" {' '.join(self.beside())}".translate(SYMBOLS) if self.image else ""
-        return (
-            f"{PLAYER_ON[self.cells[here]]} {cell_name(*here)} G{goal}"
-            + (f" O{holes}" if holes else "")
-            + beside
-        )
+        """Return the cells of player, goal and holes, such as `P b1 G d3 O a2 c4`; of an image also
+        its fifth row."""
+        caption = name_cells(self.grid(), CAPTION_MARKS)
+        return f"{caption} {self.fifth_row()}" if self.image else caption
+
+    def images(self) -> tuple[np.ndarray, ...]:
+        """Return the image of the lake, or none if the task is in text."""
+        if not self.image:
+            return ()
+        rows = [*self.cells, [*self.beside()]] if self.style == "terse" else self.cells
+        return (draw(np.array(rows), self.position(), self.cell_size),)
 
     def observe(self) -> Observation:
-        here, cells = self.position(), self.cells.copy()
-        shown = np.vstack([cells, self.beside()]) if self.style == "terse" else cells
-        images = (draw(shown, here, self.cell_size),) if self.image else ()
-        cells[here] = PLAYER_ON[cells[here]]
-        grid = "\n".join(map(("" if self.style == "terse" else " ").join, cells)).translate(SYMBOLS)
         if self.style == "terse":
-            beside = f" {' '.join(self.beside())}".translate(SYMBOLS)
-            return Observation("" if self.image else f"{grid}\n{beside}", images)
-        state = "The image shows the lake." if self.image else f"State:\n{grid}"
-        slippery, legend = SLIPPERY if self.slippery else "", IMAGE_LEGEND if self.image else LEGEND
+            text = "" if self.image else "\n".join([*self.grid(), f" {self.fifth_row()}"])
+            return Observation(text, self.images())
+
+        if self.image:
+            legend, state = IMAGE_LEGEND, "The image shows the lake."
+        else:
+            rows = "\n".join(" ".join(row) for row in self.grid())
+            legend, state = LEGEND, f"State:\n{rows}"
+        slippery = SLIPPERY if self.slippery else ""
         rules = RULES.format(budget=self.budget(), slippery=slippery, legend=legend)
-        return Observation(self.prompt(rules, f"{state}\n{FORM}"), images)
+        return Observation(self.prompt(rules, f"{state}\n{FORM}"), self.images())
 
 
-ICE, LINE, RED = (214, 238, 255), (130, 170, 210), (224, 24, 40)
+ICE = (214, 238, 255)
+LINE = (130, 170, 210)
+RED = (224, 24, 40)
 SHAPES = [  # on which cells, shape, colour, corners x, y, x, y, ... as shares of the cell
     ("#", "rectangle", (90, 90, 90), (0, 0, 1, 1)),
     ("H", "ellipse", (16, 32, 96), (0.04, 0.04, 0.96, 0.96)),
@@ -163,31 +183,35 @@ SHAPES = [  # on which cells, shape, colour, corners x, y, x, y, ... as shares o
 ]
 
 
-def draw(cells: np.ndarray, player: tuple[int, int], cell_size: int) -> np.ndarray:
-    """Return cells [R, 4] from above, uint8 [R cell_size, 4 cell_size, 3], drawn four times as large and scaled down.
-    A ruler along the left and the top edge of each cell shades from dark to light, so that the image itself shows row
-    and column: a tiny vision tower cannot yet tell them from positions alone."""
-    (rows, columns), big = cells.shape, 4 * cell_size
-    canvas = Image.new("RGB", (columns * big, rows * big), ICE)
+@cache
+def draw_cell(cell: str, has_player: bool, cell_size: int) -> np.ndarray:
+    """Return the image of one cell, uint8 [cell_size, cell_size, 3].
+
+    It is drawn four times as large and scaled down, so that its edges are smooth.
+    """
+    size = 4 * cell_size
+    canvas = Image.new("RGB", (size, size), ICE)
     pen = ImageDraw.Draw(canvas)
+    for on, shape, color, corners in SHAPES:
+        if on == cell or (on == "player" and has_player):
+            getattr(pen, shape)([size * share for share in corners], fill=color)
+    pen.rectangle((0, 0, size - 1, size - 1), outline=LINE, width=size // 28)
+    return np.array(canvas.reduce(4))
+
+
+def draw(cells: np.ndarray, player: tuple[int, int], cell_size: int) -> np.ndarray:
+    """Return the image of cells [R, C] from above, uint8 [R cell_size, C cell_size, 3].
+
+    A ruler along the left and the top edge of each cell shades from dark to light with row and
+    column. The image itself shows them, because a tiny vision tower cannot yet tell them from
+    positions alone.
+    """
+    rows, columns = cells.shape
+    tiles = np.zeros((rows, cell_size, columns, cell_size, 3), dtype=np.uint8)
+    ruler = cell_size // 7
     for row, col in np.ndindex(rows, columns):
-        for on, shape, color, corners in SHAPES:
-            if on == cells[row, col] or (on == "player" and (row, col) == player):
-                places = [
-                    big * (at + share) for at, share in zip((col, row) * 3, corners, strict=False)
-                ]
-                getattr(pen, shape)(places, fill=color)
-        pen.rectangle(
-            (big * col, big * row, big * (col + 1) - 1, big * (row + 1) - 1),
-            outline=LINE,
-            width=big // 28,
-        )
-    image = np.array(canvas.reduce(4))
-    tiles, ruler = (
-        image.reshape(rows, cell_size, columns, cell_size, 3),
-        cell_size // 7,
-    )  # row, y, column, x
-    shades = np.arange(40, 250, 50, dtype=np.uint8)
-    tiles[:, :, :, :ruler] = shades[:rows, None, None, None, None]
-    tiles[:, :ruler] = shades[:columns, None, None]
-    return image
+        tile = tiles[row, :, col]  # a view, [cell_size, cell_size, 3]
+        tile[:] = draw_cell(cells[row, col], (row, col) == player, cell_size)
+        tile[:, :ruler] = 40 + 50 * row
+        tile[:ruler] = 40 + 50 * col
+    return tiles.reshape(rows * cell_size, columns * cell_size, 3)

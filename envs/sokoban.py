@@ -1,30 +1,34 @@
 """Sokoban, as text: push every box onto a target, and never into a corner.
 
-Paper: section 4.1, appendix D "Sokoban"; Table 2 (10 actions). "Simple" is 6x6 with one box, "Hard" 8x8 with two, with
-the authors' symbols and rewards: -0.1 a turn, +1 for a box pushed onto a target, -1 for one pushed off, +10 when the
-last one is in place. `score`, the paper's number, is their sum. One of two boxes in place has |r| = 0: raise epsilon.
+Paper: section 4.1, appendix D "Sokoban"; Table 2 (10 actions). "Simple" is 6x6 with one box, "Hard"
+8x8 with two. Symbols and rewards are the authors': -0.1 a turn, +1 for a box pushed onto a target,
+-1 for one pushed off, and +10 when the last one is in place. `score`, the paper's number, is their
+sum. An episode that ends with one of two boxes in place has |r| = 0: raise epsilon.
 
-Where we differ: a seed gives random walls, and a start whose shortest solution takes exactly n turns, n uniform from
-the number of boxes to `longest`: 10 turns, or 5 in the tiny preset. The authors' rooms may need more than 10. Rooms
-with the same walls and targets are all held out, or none is.
+Where we differ: a seed gives random walls, and a start whose shortest solution takes exactly n
+turns. n is uniform from the number of boxes to `longest`, which is 10 turns, or 5 in the tiny
+preset. The authors' rooms may need more than 10. Rooms with the same walls and targets are all held
+out, or none is.
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from envs.base import Observation, fits
-from envs.grid_world import FORM, GridWorld, cell_name
+from envs.base import Observation, same_split
+from envs.grid_world import FORM, GridWorld, name_cells
 
 LONGEST = 10  # turns of the longest solution: Max Actions of Table 2
 
 RULES = """\
-You are in a warehouse, seen from above as a grid of {side} x {side} cells. Push every box onto a target: walk \
-against a box and it moves one cell, if the cell behind it is free. You cannot pull, and you cannot push two boxes \
-at once. You have {budget}.
+You are in a warehouse, seen from above as a grid of {side} x {side} cells. Push every box onto a \
+target: walk against a box and it moves one cell, if the cell behind it is free. You cannot pull, \
+and you cannot push two boxes at once. You have {budget}.
 Symbols: # wall, _ floor, O target, √ box on target, X box, P you, S you on a target.
 Actions: Left, Down, Right, Up."""
+CAPTION_MARKS = {"P": "PS", "X": "X√", "O": "O√S", "#": "#"}
 
 STRIDE = 8
 STEPS = (-1, STRIDE, 1, -STRIDE)  # of GridWorld.actions
@@ -32,135 +36,151 @@ Cells = frozenset[int]  # a cell is the number 8 row + column
 State = tuple[Cells, int]  # boxes, player
 
 
+class Room(NamedTuple):
+    floor: Cells  # also below targets, boxes and the player
+    targets: Cells
+    start: State
+    shortest: int  # turns of the shortest solution
+
+
 def move(floor: Cells, boxes: Cells, player: int, step: int) -> State:
     """Return boxes and player after a step. They stay if a wall or a box is in the way."""
-    ahead, behind = player + step, player + 2 * step
-    if ahead in boxes and behind in floor - boxes:
-        boxes ^= {ahead, behind}
+    ahead = player + step
+    beyond = ahead + step
+    if ahead in boxes and beyond in floor - boxes:
+        boxes ^= {ahead, beyond}
     return boxes, ahead if ahead in floor - boxes else player
 
 
+def states_before(floor: Cells, boxes: Cells, player: int) -> Iterator[State]:
+    """Yield the states from which one step leads to this state."""
+    for step in STEPS:
+        ahead = player + step
+        before = player - step
+        if before in floor - boxes:
+            yield boxes, before  # the player walked
+            if ahead in boxes:
+                yield boxes ^ {ahead, player}, before  # the player pushed this box
+
+
 def turns_to_solve(floor: Cells, targets: Cells, horizon: int) -> dict[State, int]:
-    """Return the turns of the shortest solution from each state, up to `horizon`: breadth-first search, backwards."""
+    """Return the turns of the shortest solution from each state, up to `horizon`.
+
+    This is breadth-first search backwards, from the states with all boxes on targets.
+    """
     frontier = {(targets, player) for player in floor - targets}
     turns = dict.fromkeys(frontier, 0)
     for n in range(1, horizon + 1):
         earlier = set()
         for boxes, player in frontier:
-            for step in STEPS:
-                if (before := player - step) in floor and before not in boxes:
-                    earlier.add((boxes, before))
-                    if player + step in boxes:
-                        earlier.add((boxes ^ {player, player + step}, before))
+            earlier.update(states_before(floor, boxes, player))
         frontier = earlier - turns.keys()
-        turns |= dict.fromkeys(frontier, n)
+        turns.update(dict.fromkeys(frontier, n))
     return turns
 
 
 @lru_cache(maxsize=4096)
-def random_room(seed: int, side: int, boxes: int, longest: int) -> tuple[Cells, Cells, State, int]:
-    """Return the room of this seed: floor, targets, the state at its start, and the turns of its shortest solution.
-    Walls and targets are drawn until a start with that many turns exists."""
+def random_room(seed: int, side: int, boxes: int, longest: int) -> Room:
+    """Return the room of this seed.
+
+    Walls and targets are drawn until there is a start whose shortest solution has the drawn number
+    of turns. No box stands on a target at the start.
+    """
     rng = np.random.default_rng(seed)
     shortest = int(rng.integers(boxes, longest + 1))
     while True:
         free = np.zeros((side, STRIDE), dtype=bool)
-        free[1:-1, 1 : side - 1] = rng.random((side - 2, side - 2)) >= 0.2  # else walls
+        free[1:-1, 1 : side - 1] = rng.random((side - 2, side - 2)) >= 0.2
         cells = np.flatnonzero(free).tolist()
         if len(cells) <= 2 * boxes:
             continue
-        floor, targets = (
-            frozenset(cells),
-            frozenset(cells[k] for k in rng.permutation(len(cells))[:boxes]),
-        )
-        if not fits((cells, sorted(targets)), seed):
+        targets = frozenset(cells[k] for k in rng.permutation(len(cells))[:boxes])
+        if not same_split((cells, sorted(targets)), seed):
             continue
+
+        floor = frozenset(cells)
         turns = turns_to_solve(floor, targets, shortest)
-        starts = sorted(
-            (sorted(b), player)
-            for (b, player), n in turns.items()
-            if n == shortest and not b & targets
-        )
+        starts = [s for s, n in turns.items() if n == shortest and not s[0] & targets]
         if starts:
-            placed, player = starts[rng.integers(len(starts))]
-            return floor, targets, (frozenset(placed), player), shortest
+            # The order of sets and dicts may change between versions of Python.
+            starts.sort(key=in_order)
+            return Room(floor, targets, starts[rng.integers(len(starts))], shortest)
+
+
+def in_order(state: State) -> tuple[list[int], int]:
+    """Return boxes in order, and the player: what states are sorted by."""
+    boxes, player = state
+    return sorted(boxes), player
 
 
 class Sokoban(GridWorld):
-    """`style` "terse" shows the grid alone, without its outer walls. Raises ValueError unless `side` is 6
-    to 8 and `boxes` 1 or 2."""
+    """The environment. The style "terse" shows the grid alone, without its outer walls."""
 
     metrics = ("score",)
     turn_reward = -0.1
     warm_start = ((900, 1), (150, 10))
-    words = (
-        *GridWorld.actions,
-        "√",
-        " X",
-        " O",
-        " #",
-        " a",
-        " b",
-        " c",
-        " d",
-        " e",
-        " f",
-    )  # captions: column and row
+    # Captions name columns, and rows as digits.
+    words = (*GridWorld.actions, "√", " X", " O", " #", " a", " b", " c", " d", " e", " f")
 
     def __init__(self, side: int = 6, boxes: int = 1, longest: int = LONGEST, **common: Any):
+        """Store the settings. Raises ValueError unless `side` is 6 to 8 and `boxes` 1 or 2."""
         super().__init__(**common)
         if side not in (6, 7, 8) or boxes not in (1, 2):
             raise ValueError(f"side must be 6, 7 or 8 and boxes 1 or 2, got {side} and {boxes}")
-        self.side, self.n_boxes, self.longest = side, boxes, longest
+        self.side = side
+        self.n_boxes = boxes
+        self.longest = longest
 
     def start(self, seed: int) -> None:
-        room = random_room(seed, self.side, self.n_boxes, self.longest)
-        self.floor, self.targets, (self.boxes, self.player), self.shortest = room
+        self.room = random_room(seed, self.side, self.n_boxes, self.longest)
+        self.boxes, self.player = self.room.start
 
     def act(self, action: int) -> tuple[float, bool, bool]:
-        before = len(self.boxes & self.targets)
-        self.boxes, self.player = move(self.floor, self.boxes, self.player, STEPS[action])
-        solved = self.boxes == self.targets
-        return (
-            self.turn_reward + len(self.boxes & self.targets) - before + 10.0 * solved,
-            solved,
-            solved,
-        )
+        targets = self.room.targets
+        in_place_before = len(self.boxes & targets)
+        self.boxes, self.player = move(self.room.floor, self.boxes, self.player, STEPS[action])
+
+        solved = self.boxes == targets
+        reward = self.turn_reward + len(self.boxes & targets) - in_place_before
+        if solved:
+            reward += 10.0
+        return reward, solved, solved
 
     def optimal_reply(self) -> str:
-        """Return a step of the shortest solution, or any action if the turns that are left do not suffice."""
-        turns = turns_to_solve(self.floor, self.targets, self.max_turns - self.turn)
-        after = [move(self.floor, self.boxes, self.player, step) for step in STEPS]
-        return f"<answer>{self.actions[np.argmin([turns.get(state, np.inf) for state in after])]}</answer>"
+        """Return a step of the shortest solution, or any action if the turns left do not suffice."""
+        floor, targets, *_ = self.room
+        turns = turns_to_solve(floor, targets, self.max_turns - self.turn)
+        states = [move(floor, self.boxes, self.player, step) for step in STEPS]
+        best = np.argmin([turns.get(state, np.inf) for state in states])
+        return f"<answer>{self.actions[best]}</answer>"
 
-    def baselines(self, seed: int) -> dict[str, float]:
-        return super().baselines(seed) | {"optimal": float(self.shortest <= self.max_turns)}
+    def symbol(self, cell: int) -> str:
+        """Return the symbol of a cell: one of `# _ O √ X P S`."""
+        on_target = cell in self.room.targets
+        if cell not in self.room.floor:
+            return "#"
+        if cell == self.player:
+            return "S" if on_target else "P"
+        if cell in self.boxes:
+            return "√" if on_target else "X"
+        return "O" if on_target else "_"
 
     def grid(self) -> list[str]:
-        """Return the rows of the room, each cell one of `# _ O √ X P S`."""
-        cells = dict.fromkeys(self.floor, "_") | dict.fromkeys(self.targets, "O")
-        cells |= {box: "√" if box in self.targets else "X" for box in self.boxes}
-        cells[self.player] = "S" if self.player in self.targets else "P"
-        return [
-            "".join(cells.get(STRIDE * row + col, "#") for col in range(self.side))
-            for row in range(self.side)
-        ]
+        """Return the rows of the room, in symbols."""
+        firsts = range(0, STRIDE * self.side, STRIDE)
+        return ["".join(map(self.symbol, range(k, k + self.side))) for k in firsts]
+
+    def inner_grid(self) -> list[str]:
+        """Return the rows without the outer walls."""
+        return [row[1:-1] for row in self.grid()[1:-1]]
 
     def caption(self) -> str:
-        """Return the cells of player, boxes, targets and inner walls, such as `P b1 X c2 O d3 # a2 b4`."""
-        named, rows = "", self.grid()
-        for mark, symbols in (("P", "PS"), (" X", "X√"), (" O", "O√S"), (" #", "#")):
-            inner = np.ndindex(self.side - 2, self.side - 2)
-            cells = [cell_name(row, col) for row, col in inner if rows[row + 1][col + 1] in symbols]
-            named += " ".join([mark, *cells]) if cells else ""
-        return named
+        """Return the cells of player, boxes, targets and inner walls, such as `P b1 X c2 O d3 # a2`."""
+        return name_cells(self.inner_grid(), CAPTION_MARKS)
 
     def observe(self) -> Observation:
-        rows = self.grid()
         if self.style == "terse":
-            return Observation("\n".join(row[1:-1] for row in rows[1:-1]))
-        rules, grid = (
-            RULES.format(side=self.side, budget=self.budget()),
-            "\n".join(map(" ".join, rows)),
-        )
-        return Observation(self.prompt(rules, f"State:\n{grid}\n{FORM}"))
+            return Observation("\n".join(self.inner_grid()))
+        rules = RULES.format(side=self.side, budget=self.budget())
+        rows = "\n".join(" ".join(row) for row in self.grid())
+        return Observation(self.prompt(rules, f"State:\n{rows}\n{FORM}"))
