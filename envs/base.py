@@ -9,7 +9,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import gymnasium
 import numpy as np
@@ -45,40 +45,35 @@ class Observation(NamedTuple):
     images: tuple[np.ndarray, ...] = ()
 
 
-class Instances(spaces.Space):
-    """The space of all instances of a type.
+class AnySpace(spaces.Space):
+    """The space of all replies and observations.
 
     Gymnasium's own `Text` fixes an alphabet, and its `Box` the size of images.
     """
 
-    def __init__(self, kind: type):
-        super().__init__()
-        self.kind = kind
-
     def contains(self, x: Any) -> bool:
-        return isinstance(x, self.kind)
+        return isinstance(x, str | Observation)
 
 
 class TextEnv(gymnasium.Env):
     """The base of every environment. `step` never raises an error for a reply, whatever it holds.
 
     The info of every step has `success` (bool) and `valid` (bool: the reply could be read). If the
-    class lists `metrics`, it also has a dict `metrics` with these numbers of the episode so far. Its
-    values in the last turn are averaged over episodes and logged.
+    class lists `metrics`, it also has a dict `metrics` with these numbers of the episode so far.
+    The values of the last turn are averaged over episodes and logged.
     """
 
     # Every task defines `observe`, `reset` and `step`.
     observe: Callable[[], Observation]
 
-    max_turns: int = 10  # H of section 3.1
-    metrics: ClassVar[tuple[str, ...]] = ()
+    max_turns = 10  # H of section 3.1
+    metrics: tuple[str, ...] = ()
     actions: tuple[str, ...] = ()  # of the random policy; or the task overrides `random_reply`
-    action_space = Instances(str)
-    observation_space = Instances(Observation)
+    action_space = observation_space = AnySpace()
 
     # These are for the tiny models alone.
-    layers: int = 2
-    words: ClassVar[tuple[str, ...]] = ()  # each is one token
+    layers = 2
+    words: tuple[str, ...] = ()  # each is one token
     warm_start: tuple[tuple[int, int], ...] = ((300, 10),)  # batches, turns of their episodes
 
     def __init__(self, style: str = "terse", format_penalty: float = 0.15, max_turns: int = 0):
@@ -108,7 +103,7 @@ class TextEnv(gymnasium.Env):
 
         Tasks that query a service override this to send one request.
         """
-        return (env.step(reply) for env, reply in zip(envs, replies, strict=True))
+        return map(cls.step, envs, replies)
 
     def budget(self, one: str = "action", several: str = "actions") -> str:
         """Return how many replies an episode has, in words."""
@@ -132,11 +127,8 @@ class TextEnv(gymnasium.Env):
         policies = {"random": partial(self.random_reply, rng)}
         if hasattr(self, "optimal_reply"):
             policies["optimal"] = self.optimal_reply
-        successes = {}
-        for name, reply in policies.items():
-            *_, info = play_out(self, seed, reply)
-            successes[name] = float(info["success"])
-        return successes
+        infos = {name: play_out(self, seed, reply)[2] for name, reply in policies.items()}
+        return {name: float(info["success"]) for name, info in infos.items()}
 
     def data_summary(self) -> str:
         """Return a sentence with the numbers of rows of `data`, or "" if the task has no data."""
@@ -154,17 +146,16 @@ def play_out(env: TextEnv, seed: int, reply: Callable[[], str]) -> tuple[float, 
     """Play the episode of this seed with replies from `reply`. Returns the episode's return, the
     number of its turns, and the last info."""
     env.reset(seed=seed)
-    total, turns = 0.0, 0
+    rewards = []
     while True:
         _, reward, terminated, truncated, info = env.step(reply())
-        total += reward
-        turns += 1
+        rewards.append(reward)
         if terminated or truncated:
-            return total, turns, info
+            return sum(rewards), len(rewards), info
 
 
 def require(condition: bool, env: TextEnv, sentence: str) -> None:
-    """Raise ValueError with a sentence about a part of the environment if the condition is false."""
+    """Raise ValueError with a sentence about a part of the environment unless a condition holds."""
     if not condition:
         raise ValueError(f"{type(env).__name__}.{sentence}")
 
@@ -182,8 +173,8 @@ def check_environment(env: TextEnv) -> None:
         value = getattr(env, field)
         require(isinstance(value, tuple), env, f"{field} is {value!r}, but must be a tuple")
     if type(env).random_reply is TextEnv.random_reply:
-        choosable = len(env.actions) > 0
-        require(choosable, env, "actions is empty, but the random policy chooses from them")
+        choice = len(env.actions) > 0
+        require(choice, env, "actions is empty, but the random policy chooses from them")
 
     for seed in range(8):
         repeatable = checked_episode(env, seed) == checked_episode(env, seed)
@@ -195,9 +186,10 @@ def checked_episode(env: TextEnv, seed: int) -> list[tuple]:
     """Play a random episode, check what `reset` and `step` return, and return what they showed."""
     rng = np.random.default_rng(seed)
     opening = env.reset(seed=seed)
+    expected = "an observation and a dict"
     is_pair = type(opening) is tuple and len(opening) == 2
-    require(is_pair, env, f"reset() returned {opening!r}, but must return an observation and a dict")
-    shown: list[tuple] = [checked_content(env, "reset", opening[0])]
+    require(is_pair, env, f"reset() returned {opening!r}, but must return {expected}")
+    shown = [checked_content(env, "reset", opening[0])]
 
     # A task with its own `step_many` queries a service for a valid reply, but not for an empty one.
     queries_service = "step_many" in vars(type(env))
@@ -217,7 +209,7 @@ def checked_episode(env: TextEnv, seed: int) -> list[tuple]:
     raise ValueError(f"{type(env).__name__}.step() did not end the episode in {last}")
 
 
-def checked_content(env: TextEnv, method: str, observation: Any) -> tuple[str, list[bytes]]:
+def checked_content(env: TextEnv, method: str, observation: Any) -> tuple:
     """Check an observation that a method showed. Returns its text and the bytes of its images."""
     is_observation = isinstance(observation, Observation) and isinstance(observation.text, str)
     expected = "an Observation with a text"

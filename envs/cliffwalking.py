@@ -2,11 +2,11 @@
 
 Paper: section 4.3, appendix D "CliffWalking"; Table 2 (200 actions). It is a control: on-policy
 training solves it. The dynamics are those of Gymnasium's `CliffWalking-v1` (Sutton and Barto,
-example 6.6): 4x12 cells, -1 a step, and -100 for a fall, which leads back to the start. All held-out
-seeds are the same task. `score` is the sum of rewards.
+example 6.6): 4x12 cells, -1 a step, and -100 for a fall, which leads back to the start. All
+held-out seeds are the same task. `score` is the sum of rewards.
 
-Where we differ: the optimal score is -13, the length of the shortest way. The paper's 0 comes from a
-private package. The random policy scores -2079 in 200 turns (exact, by `solve` of
+Where we differ: the optimal score is -13, the length of the shortest way. The paper's 0 comes from
+a private package. The random policy scores -2079 in 200 turns (exact, by `solve` of
 envs/frozenlake.py). The default here is 50 turns. In the tiny preset it is 30, and training starts
 along the way, more often near the goal. From the task's own start hardly any episode arrives, and
 the policy learns to stand still.
@@ -22,7 +22,7 @@ import gymnasium
 import numpy as np
 
 from envs.base import WARM_START_SEEDS, Observation, held_out
-from envs.grid_world import FORM, GridWorld, cell_name
+from envs.grid_world import FORM, GridWorld, Outcome, cell_name
 
 COLUMNS = 12
 # The cells (12 row + column) of the shortest way from the goal back to the start. Training begins
@@ -67,22 +67,18 @@ class CliffWalking(GridWorld):
         rng = np.random.default_rng(seed)
         if seed >= WARM_START_SEEDS:
             # Any free cell, so that a model has seen them all.
-            self.cliff.s = int(rng.integers(3 * COLUMNS + 1))
+            self.cliff.s = rng.integers(3 * COLUMNS + 1)
         elif self.along_the_way and not held_out(seed):
             # The power of 1.5 prefers cells near the goal.
             self.cliff.s = WAY_BACK[int(len(WAY_BACK) * rng.random() ** 1.5)]
 
-    def act(self, action: int) -> tuple[float, bool, bool]:
-        _, reward, ended, _, _ = self.cliff.step(action)
-        return float(reward), bool(ended), bool(ended)
-
-    def position(self) -> tuple[int, int]:
-        """Return row and column of the player."""
-        return divmod(int(self.cliff.s), COLUMNS)
+    def act(self, action: int) -> Outcome:
+        _, reward, ended, *_ = self.cliff.step(action)
+        return reward, ended, ended
 
     def optimal_reply(self) -> str:
         """Return a step of the shortest way: up from the start, to the last column, down."""
-        row, col = self.position()
+        row, col = divmod(self.cliff.s, COLUMNS)
         if row == 3:
             return "<answer>Up</answer>"
         return "<answer>Right</answer>" if col < COLUMNS - 1 else "<answer>Down</answer>"
@@ -90,14 +86,12 @@ class CliffWalking(GridWorld):
     def neighbours(self) -> Iterator[tuple[int, str]]:
         """Yield for each action the cell to which it leads, and a mark: C cliff, G goal, # edge, or
         _ free."""
-        here = int(self.cliff.s)
-        for [(_, cell, reward, ended)] in self.cliff.P[here].values():
+        for [(_, cell, reward, ended)] in self.cliff.P[self.cliff.s].values():
+            mark = "G" if ended else "_"
+            if cell == self.cliff.s:
+                mark = "#"
             if reward == -100:
                 mark = "C"
-            elif cell == here:
-                mark = "#"
-            else:
-                mark = "G" if ended else "_"
             yield cell, mark
 
     def caption(self) -> str:
@@ -109,7 +103,7 @@ class CliffWalking(GridWorld):
         return " ".join(words)
 
     def observe(self) -> Observation:
-        row, col = self.position()
+        row, col = divmod(self.cliff.s, COLUMNS)
         if self.style == "terse":
             marks = " ".join(mark for _, mark in self.neighbours())
             return Observation(f" {cell_name(row, col)} {marks}")

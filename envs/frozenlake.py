@@ -11,7 +11,7 @@ intended direction with probability 1/3. There no policy exceeds a success of 0.
 (exact, by `solve`). The paper's VLM result of 0.630 is above that.
 """
 
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium
@@ -19,12 +19,13 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from envs.base import Observation, same_split
-from envs.grid_world import FORM, GridWorld, name_cells
+from envs.grid_world import FORM, Cell, GridWorld, Outcome, name_cells
 
 SIDE = 4
-SYMBOLS = str.maketrans("SFH", "__O")  # of cells
-PLAYER_ON = {"S": "P", "F": "P", "H": "X", "G": "√"}  # symbols of the player, by the cell below
-CAPTION_MARKS = {"P": "P", "X": "X", "√": "√", "G": "G√", "O": "OX"}
+# Cells are Gymnasium's letters: S (start), F (frozen), H (hole), G (goal). # is the edge.
+SYMBOLS = str.maketrans("SFH", "__O")  # of cells in texts
+PLAYER_ON = str.maketrans("SFHG", "PPX√")  # of the player on a cell
+CAPTION_MARKS = {"P": "P", "X": "X", "√": "√", "G": "G√", "O": "HX"}
 
 RULES = """\
 You are walking on a frozen lake, seen from above as a grid of 4 x 4 cells. Reach the goal without \
@@ -38,48 +39,51 @@ IMAGE_LEGEND = (
 SLIPPERY = " The ice is slippery: you may slide to either side of where you want to go."
 
 
-def random_map(seed: int) -> list[str]:
-    """Return the solvable map of this seed: 4 rows of S (start), G (goal), F (frozen), H (hole)."""
+def random_map(seed: int) -> np.ndarray:
+    """Return the cells of the solvable map of this seed, [4, 4] of S, F, H, G."""
     rng = np.random.default_rng(seed)
     while True:
         cells = np.where(rng.random((SIDE, SIDE)) < 0.8, "F", "H")
         start, goal = (divmod(int(k), SIDE) for k in rng.permutation(SIDE * SIDE)[:2])
         cells[start] = "F"
         cells[goal] = "G"
-        key = ["".join(row) for row in cells]  # the start is no part of it
+        holes_and_goal = ["".join(row) for row in cells]
+        cells[start] = "S"
+        if same_split(holes_and_goal, seed) and is_connected(cells, start, goal):
+            return cells
 
-        if same_split(key, seed) and is_connected(cells, start, goal):
-            cells[start] = "S"
-            return ["".join(row) for row in cells]
 
-
-def is_connected(cells: np.ndarray, start: tuple[int, int], goal: tuple[int, int]) -> bool:
+def is_connected(cells: np.ndarray, start: Cell, goal: Cell) -> bool:
     """Return whether a way without holes leads from start to goal: a flood fill."""
-    unvisited = {(row, col) for row, col in np.argwhere(cells != "H")}
+    unvisited = {cell for cell, letter in np.ndenumerate(cells) if letter != "H"}
     frontier = [start]
     while frontier:
-        row, col = frontier.pop()
-        neighbours = {(row, col - 1), (row + 1, col), (row, col + 1), (row - 1, col)}
-        frontier += neighbours & unvisited
-        unvisited -= neighbours
+        reached = unvisited.intersection(neighbours(*frontier.pop()))
+        frontier += reached
+        unvisited -= reached
     return goal not in unvisited
 
 
-def solve(transitions: dict, horizon: int) -> np.ndarray:
-    """Return the exact values of all actions with `horizon` actions left, float64 [2, S, A].
+def neighbours(row: int, col: int) -> list[Cell]:
+    """Return the cells left, below, right and above of a cell."""
+    return [(row, col - 1), (row + 1, col), (row, col + 1), (row - 1, col)]
 
-    The first row holds if the best actions follow, the second if random ones follow. This is value
+
+def solve(transitions: dict, horizon: int, fold: Callable) -> np.ndarray:
+    """Return the exact value of each action with `horizon` actions left, float64 [S, A].
+
+    `fold` is np.max if the best actions follow, np.mean if random ones follow. This is value
     iteration on Gymnasium's table P[s][a] = [(probability, s', reward, done), ...].
     """
-    values = np.zeros((2, len(transitions), len(transitions[0])))
+    values = np.zeros((len(transitions), len(transitions[0])))
     for _ in range(horizon):
-        state_values = np.stack([values[0].max(-1), values[1].mean(-1)])  # [2, S]
+        state_values = fold(values, axis=1)  # [S]
         values = np.zeros_like(values)
         for state, actions in transitions.items():
             for action, outcomes in actions.items():
                 for probability, after, reward, done in outcomes:
-                    future = 0.0 if done else state_values[:, after]
-                    values[:, state, action] += probability * (reward + future)
+                    future = 0.0 if done else state_values[after]
+                    values[state, action] += probability * (reward + future)
     return values
 
 
@@ -101,73 +105,74 @@ class FrozenLake(GridWorld):
         self.warm_start = ((250, 1), (150, 10)) if image else ((400, 1), (200, 10))
 
     def start(self, seed: int) -> None:
-        lake = gymnasium.make("FrozenLake-v1", desc=random_map(seed), is_slippery=self.slippery)
+        self.cells = random_map(seed)
+        lake = gymnasium.make("FrozenLake-v1", desc=self.cells, is_slippery=self.slippery)
         self.lake = lake.unwrapped
         self.lake.reset(seed=seed)
-        self.cells = self.lake.desc.astype(str)  # [4, 4] of S, G, F, H
 
-    def act(self, action: int) -> tuple[float, bool, bool]:
+    def act(self, action: int) -> Outcome:
         # `GridWorld.actions` are in Gymnasium's order.
-        _, reward, ended, _, _ = self.lake.step(action)
-        return float(reward), reward > 0, bool(ended)
+        _, reward, ended, *_ = self.lake.step(action)
+        return reward, reward > 0, ended
 
     def optimal_reply(self) -> str:
         """Return the action that maximises the probability of success within the turns left."""
-        best, _ = solve(self.lake.P, self.max_turns - self.turn)[:, self.lake.s]
-        return f"<answer>{self.actions[int(best.argmax())]}</answer>"
+        values = solve(self.lake.P, self.max_turns - self.turn, np.max)[self.lake.s]
+        return f"<answer>{self.actions[values.argmax()]}</answer>"
 
     def baselines(self, seed: int) -> dict[str, float]:
         """Return the exact probability of success on the map of this seed."""
         self.reset(seed=seed)
-        best, random = solve(self.lake.P, self.max_turns)[:, self.lake.s]
+        random = solve(self.lake.P, self.max_turns, np.mean)[self.lake.s]
+        best = solve(self.lake.P, self.max_turns, np.max)[self.lake.s]
         return {"random": float(random.mean()), "optimal": float(best.max())}
 
-    def position(self) -> tuple[int, int]:
-        """Return row and column of the player."""
-        return divmod(int(self.lake.s), SIDE)
+    def position(self) -> Cell:
+        """Return the cell of the player."""
+        return divmod(self.lake.s, SIDE)
 
-    def grid(self) -> list[str]:
-        """Return the rows of the lake with the player, in symbols."""
-        cells = self.cells.copy()
-        cells[self.position()] = PLAYER_ON[cells[self.position()]]
-        return ["".join(row).translate(SYMBOLS) for row in cells]
+    def grid(self) -> np.ndarray:
+        """Return the cells [4, 4] with the player: P, or X in a hole, or √ at the goal."""
+        grid = self.cells.copy()
+        grid[self.position()] = grid[self.position()].translate(PLAYER_ON)
+        return grid
 
-    def beside(self) -> str:
-        """Return the cells left, below, right and above of the player: S, F, H, G, or # (edge)."""
-        row, col = np.add(self.position(), 1)
-        cells = np.pad(self.cells, 1, constant_values="#")
-        return cells[row, col - 1] + cells[row + 1, col] + cells[row, col + 1] + cells[row - 1, col]
-
-    def fifth_row(self) -> str:
-        """Return the cells beside the player in symbols."""
-        return " ".join(self.beside()).translate(SYMBOLS)
+    def beside(self) -> list[str]:
+        """Return the cells left, below, right and above of the player."""
+        cells = dict(np.ndenumerate(self.cells))
+        return [cells.get(cell, "#") for cell in neighbours(*self.position())]
 
     def caption(self) -> str:
-        """Return the cells of player, goal and holes, such as `P b1 G d3 O a2 c4`; of an image also
-        its fifth row."""
+        """Return the cells of player, goal and holes, such as `P b1 G d3 O a2 c4`. The caption of
+        an image ends with its fifth row."""
         caption = name_cells(self.grid(), CAPTION_MARKS)
-        return f"{caption} {self.fifth_row()}" if self.image else caption
-
-    def images(self) -> tuple[np.ndarray, ...]:
-        """Return the image of the lake, or none if the task is in text."""
-        if not self.image:
-            return ()
-        rows = [*self.cells, [*self.beside()]] if self.style == "terse" else self.cells
-        return (draw(np.array(rows), self.position(), self.cell_size),)
+        if self.image:
+            caption = " ".join([caption, *self.beside()])
+        return caption.translate(SYMBOLS)
 
     def observe(self) -> Observation:
-        if self.style == "terse":
-            text = "" if self.image else "\n".join([*self.grid(), f" {self.fifth_row()}"])
-            return Observation(text, self.images())
-
-        if self.image:
-            legend, state = IMAGE_LEGEND, "The image shows the lake."
+        grid = self.grid()
+        if self.style == "full":
+            text = self.full_text(grid)
+        elif self.image:
+            text = ""
+            grid = np.vstack([grid, self.beside()])
         else:
-            rows = "\n".join(" ".join(row) for row in self.grid())
-            legend, state = LEGEND, f"State:\n{rows}"
+            rows = "\n".join(map("".join, grid))
+            text = f"{rows}\n {' '.join(self.beside())}".translate(SYMBOLS)
+        images = (draw(grid, self.cell_size),) if self.image else ()
+        return Observation(text, images)
+
+    def full_text(self, grid: np.ndarray) -> str:
+        """Return the text of the "full" style."""
+        if self.image:
+            state, legend = "The image shows the lake.", IMAGE_LEGEND
+        else:
+            rows = "\n".join(map(" ".join, grid)).translate(SYMBOLS)
+            state, legend = f"State:\n{rows}", LEGEND
         slippery = SLIPPERY if self.slippery else ""
         rules = RULES.format(budget=self.budget(), slippery=slippery, legend=legend)
-        return Observation(self.prompt(rules, f"{state}\n{FORM}"), self.images())
+        return self.prompt(rules, f"{state}\n{FORM}")
 
 
 ICE = (214, 238, 255)
@@ -175,43 +180,37 @@ LINE = (130, 170, 210)
 RED = (224, 24, 40)
 SHAPES = [  # on which cells, shape, colour, corners x, y, x, y, ... as shares of the cell
     ("#", "rectangle", (90, 90, 90), (0, 0, 1, 1)),
-    ("H", "ellipse", (16, 32, 96), (0.04, 0.04, 0.96, 0.96)),
-    ("G", "rectangle", (70, 50, 30), (0.18, 0.08, 0.28, 0.94)),  # pole
-    ("G", "polygon", (0, 168, 72), (0.28, 0.08, 0.95, 0.33, 0.28, 0.6)),  # flag
-    ("player", "ellipse", RED, (0.36, 0.1, 0.64, 0.38)),  # head
-    ("player", "polygon", RED, (0.5, 0.3, 0.82, 0.92, 0.18, 0.92)),
+    ("HX", "ellipse", (16, 32, 96), (0.04, 0.04, 0.96, 0.96)),
+    ("G√", "rectangle", (70, 50, 30), (0.18, 0.08, 0.28, 0.94)),  # pole
+    ("G√", "polygon", (0, 168, 72), (0.28, 0.08, 0.95, 0.33, 0.28, 0.6)),  # flag
+    ("PX√", "ellipse", RED, (0.36, 0.1, 0.64, 0.38)),  # head
+    ("PX√", "polygon", RED, (0.5, 0.3, 0.82, 0.92, 0.18, 0.92)),
 ]
 
 
-@cache
-def draw_cell(cell: str, has_player: bool, cell_size: int) -> np.ndarray:
-    """Return the image of one cell, uint8 [cell_size, cell_size, 3].
+def draw(grid: np.ndarray, cell_size: int) -> np.ndarray:
+    """Return the image of a grid of symbols [R, C], uint8 [R cell_size, C cell_size, 3].
 
-    It is drawn four times as large and scaled down, so that its edges are smooth.
+    Each cell is drawn four times as large and scaled down, so that edges are smooth. A ruler along
+    its left and its top edge shades from dark to light with row and column. The image itself shows
+    them, because a tiny vision tower cannot yet tell them from positions alone.
     """
-    size = 4 * cell_size
-    canvas = Image.new("RGB", (size, size), ICE)
-    pen = ImageDraw.Draw(canvas)
-    for on, shape, color, corners in SHAPES:
-        if on == cell or (on == "player" and has_player):
-            getattr(pen, shape)([size * share for share in corners], fill=color)
-    pen.rectangle((0, 0, size - 1, size - 1), outline=LINE, width=size // 28)
-    return np.array(canvas.reduce(4))
-
-
-def draw(cells: np.ndarray, player: tuple[int, int], cell_size: int) -> np.ndarray:
-    """Return the image of cells [R, C] from above, uint8 [R cell_size, C cell_size, 3].
-
-    A ruler along the left and the top edge of each cell shades from dark to light with row and
-    column. The image itself shows them, because a tiny vision tower cannot yet tell them from
-    positions alone.
-    """
-    rows, columns = cells.shape
-    tiles = np.zeros((rows, cell_size, columns, cell_size, 3), dtype=np.uint8)
+    rows, columns = grid.shape
+    image = np.zeros((rows, cell_size, columns, cell_size, 3), np.uint8)  # row, y, column, x
+    large = 4 * cell_size
     ruler = cell_size // 7
-    for row, col in np.ndindex(rows, columns):
-        tile = tiles[row, :, col]  # a view, [cell_size, cell_size, 3]
-        tile[:] = draw_cell(cells[row, col], (row, col) == player, cell_size)
+
+    for (row, col), symbol in np.ndenumerate(grid):
+        canvas = Image.new("RGB", (large, large), ICE)
+        pen = ImageDraw.Draw(canvas)
+        for symbols, shape, color, corners in SHAPES:
+            if symbol in symbols:
+                getattr(pen, shape)([large * share for share in corners], fill=color)
+        pen.rectangle((0, 0, large - 1, large - 1), outline=LINE, width=large // 28)
+
+        tile = image[row, :, col]  # a view, [cell_size, cell_size, 3]
+        tile[:] = np.array(canvas.reduce(4))
         tile[:, :ruler] = 40 + 50 * row
         tile[:ruler] = 40 + 50 * col
-    return tiles.reshape(rows * cell_size, columns * cell_size, 3)
+
+    return image.reshape(rows * cell_size, columns * cell_size, 3)

@@ -4,7 +4,9 @@ four directions.
 Paper: appendix D.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+
+import numpy as np
 
 from envs.base import Observation, TextEnv, parse_action
 
@@ -14,6 +16,9 @@ FORM = (
     "for example <answer> Right </answer>."
 )
 
+Cell = tuple[int, int]  # row, column
+Outcome = tuple[float, bool, bool]  # reward, success, whether the episode ends
+
 
 def cell_name(row: int, col: int) -> str:
     """Return the name of a cell in captions, such as b3: columns are a, b, ... from the left, rows
@@ -21,20 +26,15 @@ def cell_name(row: int, col: int) -> str:
     return f"{'abcdefghijkl'[col]}{row + 1}"
 
 
-def name_cells(grid: Iterable[str], marks: dict[str, str]) -> str:
-    """Return a caption of a grid, such as `P b1 O a2 c4`.
+def name_cells(grid: np.ndarray, marks: dict[str, str]) -> str:
+    """Return a caption of a grid of symbols [R, C], such as `P b1 O a2 c4`.
 
-    `marks` maps a mark to symbols. The names of the cells that show one of them follow the mark. A
-    mark is left out if there are none.
+    `marks` maps each mark to symbols. The cells with these symbols follow the mark. A mark without
+    cells is left out.
     """
     words = []
     for mark, symbols in marks.items():
-        cells = [
-            cell_name(row, col)
-            for row, cells_of_row in enumerate(grid)
-            for col, symbol in enumerate(cells_of_row)
-            if symbol in symbols
-        ]
+        cells = [cell_name(*cell) for cell, symbol in np.ndenumerate(grid) if symbol in symbols]
         if cells:
             words += [mark, *cells]
     return " ".join(words)
@@ -47,10 +47,8 @@ class GridWorld(TextEnv):
     `score` is the sum of rewards without these penalties.
     """
 
-    # Set up the task of a seed.
-    start: Callable[[int], None]
-    # Take an action. Returns its reward, success, and whether the episode ends.
-    act: Callable[[int], tuple[float, bool, bool]]
+    start: Callable[[int], None]  # set up the task of a seed
+    act: Callable[[int], Outcome]  # take an action
 
     actions = ("Left", "Down", "Right", "Up")
     turn_reward = 0.0  # of a turn without an action

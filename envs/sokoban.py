@@ -18,9 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from envs.base import Observation, same_split
-from envs.grid_world import FORM, GridWorld, name_cells
-
-LONGEST = 10  # turns of the longest solution: Max Actions of Table 2
+from envs.grid_world import FORM, GridWorld, Outcome, name_cells
 
 RULES = """\
 You are in a warehouse, seen from above as a grid of {side} x {side} cells. Push every box onto a \
@@ -40,7 +38,6 @@ class Room(NamedTuple):
     floor: Cells  # also below targets, boxes and the player
     targets: Cells
     start: State
-    shortest: int  # turns of the shortest solution
 
 
 def move(floor: Cells, boxes: Cells, player: int, step: int) -> State:
@@ -71,46 +68,42 @@ def turns_to_solve(floor: Cells, targets: Cells, horizon: int) -> dict[State, in
     frontier = {(targets, player) for player in floor - targets}
     turns = dict.fromkeys(frontier, 0)
     for n in range(1, horizon + 1):
-        earlier = set()
-        for boxes, player in frontier:
-            earlier.update(states_before(floor, boxes, player))
+        earlier = {before for state in frontier for before in states_before(floor, *state)}
         frontier = earlier - turns.keys()
         turns.update(dict.fromkeys(frontier, n))
     return turns
 
 
 @lru_cache(maxsize=4096)
-def random_room(seed: int, side: int, boxes: int, longest: int) -> Room:
+def random_room(seed: int, side: int, n_boxes: int, longest: int) -> Room:
     """Return the room of this seed.
 
     Walls and targets are drawn until there is a start whose shortest solution has the drawn number
     of turns. No box stands on a target at the start.
     """
     rng = np.random.default_rng(seed)
-    shortest = int(rng.integers(boxes, longest + 1))
+    shortest = int(rng.integers(n_boxes, longest + 1))
     while True:
         free = np.zeros((side, STRIDE), dtype=bool)
         free[1:-1, 1 : side - 1] = rng.random((side - 2, side - 2)) >= 0.2
         cells = np.flatnonzero(free).tolist()
-        if len(cells) <= 2 * boxes:
+        if len(cells) <= 2 * n_boxes:
             continue
-        targets = frozenset(cells[k] for k in rng.permutation(len(cells))[:boxes])
+        targets = frozenset(cells[k] for k in rng.permutation(len(cells))[:n_boxes])
         if not same_split((cells, sorted(targets)), seed):
             continue
 
         floor = frozenset(cells)
         turns = turns_to_solve(floor, targets, shortest)
-        starts = [s for s, n in turns.items() if n == shortest and not s[0] & targets]
+        # They are sorted, because the order of a set may change between versions of Python.
+        starts = sorted(
+            (sorted(boxes), player)
+            for (boxes, player), n in turns.items()
+            if n == shortest and not boxes & targets
+        )
         if starts:
-            # The order of sets and dicts may change between versions of Python.
-            starts.sort(key=in_order)
-            return Room(floor, targets, starts[rng.integers(len(starts))], shortest)
-
-
-def in_order(state: State) -> tuple[list[int], int]:
-    """Return boxes in order, and the player: what states are sorted by."""
-    boxes, player = state
-    return sorted(boxes), player
+            boxes, player = starts[rng.integers(len(starts))]
+            return Room(floor, targets, (frozenset(boxes), player))
 
 
 class Sokoban(GridWorld):
@@ -122,8 +115,11 @@ class Sokoban(GridWorld):
     # Captions name columns, and rows as digits.
     words = (*GridWorld.actions, "√", " X", " O", " #", " a", " b", " c", " d", " e", " f")
 
-    def __init__(self, side: int = 6, boxes: int = 1, longest: int = LONGEST, **common: Any):
-        """Store the settings. Raises ValueError unless `side` is 6 to 8 and `boxes` 1 or 2."""
+    def __init__(self, side: int = 6, boxes: int = 1, longest: int = 10, **common: Any):
+        """Store the settings. `longest` is Max Actions of Table 2.
+
+        Raises ValueError unless `side` is 6 to 8 and `boxes` 1 or 2.
+        """
         super().__init__(**common)
         if side not in (6, 7, 8) or boxes not in (1, 2):
             raise ValueError(f"side must be 6, 7 or 8 and boxes 1 or 2, got {side} and {boxes}")
@@ -135,52 +131,50 @@ class Sokoban(GridWorld):
         self.room = random_room(seed, self.side, self.n_boxes, self.longest)
         self.boxes, self.player = self.room.start
 
-    def act(self, action: int) -> tuple[float, bool, bool]:
-        targets = self.room.targets
+    def act(self, action: int) -> Outcome:
+        floor, targets, *_ = self.room
         in_place_before = len(self.boxes & targets)
-        self.boxes, self.player = move(self.room.floor, self.boxes, self.player, STEPS[action])
+        self.boxes, self.player = move(floor, self.boxes, self.player, STEPS[action])
 
-        solved = self.boxes == targets
         reward = self.turn_reward + len(self.boxes & targets) - in_place_before
+        solved = self.boxes == targets
         if solved:
             reward += 10.0
         return reward, solved, solved
 
     def optimal_reply(self) -> str:
-        """Return a step of the shortest solution, or any action if the turns left do not suffice."""
+        """Return a step of the shortest solution, or any action if too few turns are left."""
         floor, targets, *_ = self.room
         turns = turns_to_solve(floor, targets, self.max_turns - self.turn)
         states = [move(floor, self.boxes, self.player, step) for step in STEPS]
         best = np.argmin([turns.get(state, np.inf) for state in states])
         return f"<answer>{self.actions[best]}</answer>"
 
-    def symbol(self, cell: int) -> str:
-        """Return the symbol of a cell: one of `# _ O √ X P S`."""
-        on_target = cell in self.room.targets
-        if cell not in self.room.floor:
-            return "#"
-        if cell == self.player:
-            return "S" if on_target else "P"
-        if cell in self.boxes:
-            return "√" if on_target else "X"
-        return "O" if on_target else "_"
+    def grid(self) -> np.ndarray:
+        """Return the symbols of all cells, [side, side]."""
+        floor, targets, *_ = self.room
+        player = {self.player}
+        layers = {
+            "_": floor,
+            "O": targets,
+            "X": self.boxes,
+            "√": self.boxes & targets,
+            "P": player,
+            "S": player & targets,
+        }
 
-    def grid(self) -> list[str]:
-        """Return the rows of the room, in symbols."""
-        firsts = range(0, STRIDE * self.side, STRIDE)
-        return ["".join(map(self.symbol, range(k, k + self.side))) for k in firsts]
-
-    def inner_grid(self) -> list[str]:
-        """Return the rows without the outer walls."""
-        return [row[1:-1] for row in self.grid()[1:-1]]
+        grid = np.full((self.side, STRIDE), "#")
+        for symbol, cells in layers.items():
+            grid.put([*cells], symbol)  # replaces the symbol of an earlier layer
+        return grid[:, : self.side]
 
     def caption(self) -> str:
-        """Return the cells of player, boxes, targets and inner walls, such as `P b1 X c2 O d3 # a2`."""
-        return name_cells(self.inner_grid(), CAPTION_MARKS)
+        """Return the cells of player, boxes, targets and inner walls: `P b1 X c2 O d3 # a2 b4`."""
+        return name_cells(self.grid()[1:-1, 1:-1], CAPTION_MARKS)
 
     def observe(self) -> Observation:
         if self.style == "terse":
-            return Observation("\n".join(self.inner_grid()))
+            return Observation("\n".join(map("".join, self.grid()[1:-1, 1:-1])))
         rules = RULES.format(side=self.side, budget=self.budget())
-        rows = "\n".join(" ".join(row) for row in self.grid())
+        rows = "\n".join(map(" ".join, self.grid()))
         return Observation(self.prompt(rules, f"State:\n{rows}\n{FORM}"))
