@@ -124,11 +124,12 @@ class TextEnv(gymnasium.Env):
         Each policy plays one episode. Tasks that know the exact probability return it instead.
         """
         rng = np.random.default_rng((seed, 1))  # independent of the stream that draws the task
-        policies = {"random": partial(self.random_reply, rng)}
+        _, _, info = play_out(self, seed, partial(self.random_reply, rng))
+        successes = {"random": float(info["success"])}
         if hasattr(self, "optimal_reply"):
-            policies["optimal"] = self.optimal_reply
-        infos = {name: play_out(self, seed, reply)[2] for name, reply in policies.items()}
-        return {name: float(info["success"]) for name, info in infos.items()}
+            _, _, info = play_out(self, seed, self.optimal_reply)
+            successes["optimal"] = float(info["success"])
+        return successes
 
     def data_summary(self) -> str:
         """Return a sentence with the numbers of rows of `data`, or "" if the task has no data."""
@@ -146,12 +147,13 @@ def play_out(env: TextEnv, seed: int, reply: Callable[[], str]) -> tuple[float, 
     """Play the episode of this seed with replies from `reply`. Returns the episode's return, the
     number of its turns, and the last info."""
     env.reset(seed=seed)
-    rewards = []
+    total, turns = 0.0, 0
     while True:
         _, reward, terminated, truncated, info = env.step(reply())
-        rewards.append(reward)
+        total += reward
+        turns += 1
         if terminated or truncated:
-            return sum(rewards), len(rewards), info
+            return total, turns, info
 
 
 def require(condition: bool, env: TextEnv, sentence: str) -> None:

@@ -108,5 +108,4 @@ class CliffWalking(GridWorld):
             marks = " ".join(mark for _, mark in self.neighbours())
             return Observation(f" {cell_name(row, col)} {marks}")
 
-        rules = RULES.format(budget=self.budget())
-        return Observation(self.prompt(rules, f"You: row {row + 1}, column {col + 1}."))
+        return Observation(self.prompt(RULES, f"You: row {row + 1}, column {col + 1}."))

@@ -44,7 +44,7 @@ def random_map(seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     while True:
         cells = np.where(rng.random((SIDE, SIDE)) < 0.8, "F", "H")
-        start, goal = (divmod(int(k), SIDE) for k in rng.permutation(SIDE * SIDE)[:2])
+        start, goal = (divmod(k, SIDE) for k in rng.permutation(SIDE * SIDE)[:2])
         cells[start] = "F"
         cells[goal] = "G"
         holes_and_goal = ["".join(row) for row in cells]
@@ -115,17 +115,21 @@ class FrozenLake(GridWorld):
         _, reward, ended, *_ = self.lake.step(action)
         return reward, reward > 0, ended
 
+    def action_values(self, fold: Callable) -> np.ndarray:
+        """Return the probability of success after each action, [A], within the turns left; `fold`
+        as in `solve`."""
+        return solve(self.lake.P, self.max_turns - self.turn, fold)[self.lake.s]
+
     def optimal_reply(self) -> str:
         """Return the action that maximises the probability of success within the turns left."""
-        values = solve(self.lake.P, self.max_turns - self.turn, np.max)[self.lake.s]
-        return f"<answer>{self.actions[values.argmax()]}</answer>"
+        return f"<answer>{self.actions[self.action_values(np.max).argmax()]}</answer>"
 
     def baselines(self, seed: int) -> dict[str, float]:
         """Return the exact probability of success on the map of this seed."""
         self.reset(seed=seed)
-        random = solve(self.lake.P, self.max_turns, np.mean)[self.lake.s]
-        best = solve(self.lake.P, self.max_turns, np.max)[self.lake.s]
-        return {"random": float(random.mean()), "optimal": float(best.max())}
+        random = self.action_values(np.mean).mean()
+        optimal = self.action_values(np.max).max()
+        return {"random": float(random), "optimal": float(optimal)}
 
     def position(self) -> Cell:
         """Return the cell of the player."""
@@ -171,8 +175,7 @@ class FrozenLake(GridWorld):
             rows = "\n".join(map(" ".join, grid)).translate(SYMBOLS)
             state, legend = f"State:\n{rows}", LEGEND
         slippery = SLIPPERY if self.slippery else ""
-        rules = RULES.format(budget=self.budget(), slippery=slippery, legend=legend)
-        return self.prompt(rules, f"{state}\n{FORM}")
+        return self.prompt(RULES, f"{state}\n{FORM}", slippery=slippery, legend=legend)
 
 
 ICE = (214, 238, 255)

@@ -5,6 +5,7 @@ Paper: appendix D.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -82,8 +83,12 @@ class GridWorld(TextEnv):
         }
         return self.observe(), reward, ended, self.turn >= self.max_turns, info
 
-    def prompt(self, rules: str, state: str) -> str:
-        """Return the text of the "full" style: rules (in later turns feedback), turn and state."""
+    def prompt(self, rules: str, state: str, **blanks: Any) -> str:
+        """Return the text of the "full" style: rules (in later turns feedback), turn and state.
+
+        The rules are a template. `blanks` fill it, together with the budget.
+        """
+        rules = rules.format(budget=self.budget(), **blanks)
         opening = self.feedback if self.turn else rules
         left = self.max_turns - self.turn
         return f"{opening}\nTurn {self.turn + 1}, actions left: {left}.\n{state}"

@@ -13,7 +13,7 @@ out, or none is.
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -32,12 +32,7 @@ STRIDE = 8
 STEPS = (-1, STRIDE, 1, -STRIDE)  # of GridWorld.actions
 Cells = frozenset[int]  # a cell is the number 8 row + column
 State = tuple[Cells, int]  # boxes, player
-
-
-class Room(NamedTuple):
-    floor: Cells  # also below targets, boxes and the player
-    targets: Cells
-    start: State
+Room = tuple[Cells, Cells, State]  # floor (everything but walls), targets, start
 
 
 def move(floor: Cells, boxes: Cells, player: int, step: int) -> State:
@@ -46,7 +41,9 @@ def move(floor: Cells, boxes: Cells, player: int, step: int) -> State:
     beyond = ahead + step
     if ahead in boxes and beyond in floor - boxes:
         boxes ^= {ahead, beyond}
-    return boxes, ahead if ahead in floor - boxes else player
+    if ahead in floor - boxes:
+        player = ahead
+    return boxes, player
 
 
 def states_before(floor: Cells, boxes: Cells, player: int) -> Iterator[State]:
@@ -84,9 +81,9 @@ def random_room(seed: int, side: int, n_boxes: int, longest: int) -> Room:
     rng = np.random.default_rng(seed)
     shortest = int(rng.integers(n_boxes, longest + 1))
     while True:
-        free = np.zeros((side, STRIDE), dtype=bool)
-        free[1:-1, 1 : side - 1] = rng.random((side - 2, side - 2)) >= 0.2
-        cells = np.flatnonzero(free).tolist()
+        is_floor = rng.random((side - 2, side - 2)) >= 0.2  # within the outer walls
+        rows, columns = np.nonzero(is_floor)
+        cells = (STRIDE * (rows + 1) + columns + 1).tolist()
         if len(cells) <= 2 * n_boxes:
             continue
         targets = frozenset(cells[k] for k in rng.permutation(len(cells))[:n_boxes])
@@ -103,7 +100,7 @@ def random_room(seed: int, side: int, n_boxes: int, longest: int) -> Room:
         )
         if starts:
             boxes, player = starts[rng.integers(len(starts))]
-            return Room(floor, targets, (frozenset(boxes), player))
+            return floor, targets, (frozenset(boxes), player)
 
 
 class Sokoban(GridWorld):
@@ -116,51 +113,46 @@ class Sokoban(GridWorld):
     words = (*GridWorld.actions, "√", " X", " O", " #", " a", " b", " c", " d", " e", " f")
 
     def __init__(self, side: int = 6, boxes: int = 1, longest: int = 10, **common: Any):
-        """Store the settings. `longest` is Max Actions of Table 2.
-
-        Raises ValueError unless `side` is 6 to 8 and `boxes` 1 or 2.
-        """
+        """Store the settings: `side` of the room (at most 8), number of `boxes`, and turns of the
+        `longest` solution, which is Max Actions of Table 2."""
         super().__init__(**common)
-        if side not in (6, 7, 8) or boxes not in (1, 2):
-            raise ValueError(f"side must be 6, 7 or 8 and boxes 1 or 2, got {side} and {boxes}")
         self.side = side
         self.n_boxes = boxes
         self.longest = longest
 
     def start(self, seed: int) -> None:
-        self.room = random_room(seed, self.side, self.n_boxes, self.longest)
-        self.boxes, self.player = self.room.start
+        room = random_room(seed, self.side, self.n_boxes, self.longest)
+        self.floor, self.targets, start = room
+        self.boxes, self.player = start
 
     def act(self, action: int) -> Outcome:
-        floor, targets, *_ = self.room
-        in_place_before = len(self.boxes & targets)
-        self.boxes, self.player = move(floor, self.boxes, self.player, STEPS[action])
+        in_place_before = len(self.boxes & self.targets)
+        self.boxes, self.player = move(self.floor, self.boxes, self.player, STEPS[action])
+        in_place = len(self.boxes & self.targets)
 
-        reward = self.turn_reward + len(self.boxes & targets) - in_place_before
-        solved = self.boxes == targets
+        reward = self.turn_reward + in_place - in_place_before
+        solved = self.boxes == self.targets
         if solved:
             reward += 10.0
         return reward, solved, solved
 
     def optimal_reply(self) -> str:
         """Return a step of the shortest solution, or any action if too few turns are left."""
-        floor, targets, *_ = self.room
-        turns = turns_to_solve(floor, targets, self.max_turns - self.turn)
-        states = [move(floor, self.boxes, self.player, step) for step in STEPS]
+        turns = turns_to_solve(self.floor, self.targets, self.max_turns - self.turn)
+        states = [move(self.floor, self.boxes, self.player, step) for step in STEPS]
         best = np.argmin([turns.get(state, np.inf) for state in states])
         return f"<answer>{self.actions[best]}</answer>"
 
     def grid(self) -> np.ndarray:
         """Return the symbols of all cells, [side, side]."""
-        floor, targets, *_ = self.room
         player = {self.player}
         layers = {
-            "_": floor,
-            "O": targets,
+            "_": self.floor,
+            "O": self.targets,
             "X": self.boxes,
-            "√": self.boxes & targets,
+            "√": self.boxes & self.targets,
             "P": player,
-            "S": player & targets,
+            "S": player & self.targets,
         }
 
         grid = np.full((self.side, STRIDE), "#")
@@ -175,6 +167,6 @@ class Sokoban(GridWorld):
     def observe(self) -> Observation:
         if self.style == "terse":
             return Observation("\n".join(map("".join, self.grid()[1:-1, 1:-1])))
-        rules = RULES.format(side=self.side, budget=self.budget())
+
         rows = "\n".join(map(" ".join, self.grid()))
-        return Observation(self.prompt(rules, f"State:\n{rows}\n{FORM}"))
+        return Observation(self.prompt(RULES, f"State:\n{rows}\n{FORM}", side=self.side))
