@@ -87,11 +87,12 @@ class CliffWalking(GridWorld):
         """Yield for each action the cell to which it leads, and a mark: C cliff, G goal, # edge, or
         _ free."""
         for [(_, cell, reward, ended)] in self.cliff.P[self.cliff.s].values():
-            mark = "G" if ended else "_"
-            if cell == self.cliff.s:
-                mark = "#"
             if reward == -100:
                 mark = "C"
+            elif cell == self.cliff.s:
+                mark = "#"
+            else:
+                mark = "G" if ended else "_"
             yield cell, mark
 
     def caption(self) -> str:

@@ -95,7 +95,7 @@ class FrozenLake(GridWorld):
     """
 
     layers = 4  # detours need depth
-    # Captions name columns, and rows as digits.
+    # Captions name columns by these letters, and rows by digits.
     words = (*GridWorld.actions, " _", " #", "√", " G", " O", " a", " b", " c", " d")
 
     def __init__(self, slippery: bool = False, image: bool = False, **common: Any):
@@ -116,8 +116,10 @@ class FrozenLake(GridWorld):
         return reward, reward > 0, ended
 
     def action_values(self, fold: Callable) -> np.ndarray:
-        """Return the probability of success after each action, [A], within the turns left; `fold`
-        as in `solve`."""
+        """Return the probability of success after each action within the turns left, [A].
+
+        `fold` is that of `solve`.
+        """
         return solve(self.lake.P, self.max_turns - self.turn, fold)[self.lake.s]
 
     def optimal_reply(self) -> str:

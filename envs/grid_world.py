@@ -1,7 +1,6 @@
-"""Share the turn, captions and prompts of FrozenLake, CliffWalking and Sokoban. A reply is one of
-four directions.
+"""Define what FrozenLake, CliffWalking and Sokoban share: turns, captions and prompts.
 
-Paper: appendix D.
+Paper: appendix D. A reply is one of four directions.
 """
 
 from collections.abc import Callable

@@ -109,7 +109,7 @@ class Sokoban(GridWorld):
     metrics = ("score",)
     turn_reward = -0.1
     warm_start = ((900, 1), (150, 10))
-    # Captions name columns, and rows as digits.
+    # Captions name columns by these letters, and rows by digits.
     words = (*GridWorld.actions, "√", " X", " O", " #", " a", " b", " c", " d", " e", " f")
 
     def __init__(self, side: int = 6, boxes: int = 1, longest: int = 10, **common: Any):
