@@ -166,6 +166,7 @@ class FrozenLake(GridWorld):
         else:
             rows = "\n".join(map("".join, grid))
             text = f"{rows}\n {' '.join(self.beside())}".translate(SYMBOLS)
+
         images = (draw(grid, self.cell_size),) if self.image else ()
         return Observation(text, images)
 

@@ -65,6 +65,7 @@ class GridWorld(TextEnv):
     def step(self, reply: str) -> tuple[Observation, float, bool, bool, dict]:
         self.turn += 1
         action = parse_action(reply, self.actions)
+
         if action is None:
             reward, success, ended = self.turn_reward, False, False
             penalty, remark = self.format_penalty, UNREADABLE

@@ -43,6 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     env = ENVS[args.env](style="full")
+
     try:
         for seed in itertools.count(args.seed):
             print(f"Episode of seed {seed}; q or Ctrl-D leaves.")

@@ -86,6 +86,7 @@ def random_room(seed: int, side: int, n_boxes: int, longest: int) -> Room:
         cells = (STRIDE * (rows + 1) + columns + 1).tolist()
         if len(cells) <= 2 * n_boxes:
             continue
+
         targets = frozenset(cells[k] for k in rng.permutation(len(cells))[:n_boxes])
         if not same_split((cells, sorted(targets)), seed):
             continue
@@ -138,7 +139,8 @@ class Sokoban(GridWorld):
 
     def optimal_reply(self) -> str:
         """Return a step of the shortest solution, or any action if too few turns are left."""
-        turns = turns_to_solve(self.floor, self.targets, self.max_turns - self.turn)
+        turns_left = self.max_turns - self.turn
+        turns = turns_to_solve(self.floor, self.targets, turns_left)
         states = [move(self.floor, self.boxes, self.player, step) for step in STEPS]
         best = np.argmin([turns.get(state, np.inf) for state in states])
         return f"<answer>{self.actions[best]}</answer>"
@@ -166,7 +168,8 @@ class Sokoban(GridWorld):
 
     def observe(self) -> Observation:
         if self.style == "terse":
-            return Observation("\n".join(map("".join, self.grid()[1:-1, 1:-1])))
+            inner = self.grid()[1:-1, 1:-1]
+            return Observation("\n".join(map("".join, inner)))
 
         rows = "\n".join(map(" ".join, self.grid()))
         return Observation(self.prompt(RULES, f"State:\n{rows}\n{FORM}", side=self.side))
