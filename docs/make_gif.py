@@ -35,12 +35,12 @@ class FilmedLake(FrozenLake):
         self, *, seed: int | None = None, options: dict | None = None
     ) -> tuple[Observation, dict]:
         result = super().reset(seed=seed, options=options)
-        self.images, self.replies = [draw(self.cells, self.position(), CELL)], [""]
+        self.images, self.replies = [draw(self.grid(), CELL)], [""]
         return result
 
     def step(self, reply: str) -> tuple[Observation, float, bool, bool, dict]:
         result = super().step(reply)
-        self.images.append(draw(self.cells, self.position(), CELL))
+        self.images.append(draw(self.grid(), CELL))
         self.replies.append(reply)
         return result
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from envs.answer_parsing import read_number, read_sentence
-from envs.base import WARM_START_SEEDS, Observation, TextEnv, held_out, parse_answer, tenth
+from envs.base import WARM_START_SEEDS, Observation, TextEnv, held_out, parse_answer, part_of_ten
 from envs.data import load_rows, row_for
 
 FEEDBACK = WRONG, RIGHT = "Wrong. ", "Right. "
@@ -85,7 +85,7 @@ class QuestionAnswering(TextEnv):
         contents: dict = defaultdict(lambda: defaultdict(list))
         tenths = "held_out", SPARE[style], SPARE[style], *["train"] * 7
         for answer, kind, key, content in cls.problems(style):
-            contents[tenths[tenth(key)], answer][kind].append(content)
+            contents[tenths[part_of_ten(key)], answer][kind].append(content)
         return contents
 
     def reset(
