@@ -93,7 +93,8 @@ _OPERATORS = {
 
 def read_measure(answer: str) -> Measure | None:
     r"""Return the value of a decimal, of a fraction (7/2, \frac{7}{2}) or of an expression with
-    roots and π (\frac{2\sqrt{3}}{3}, 4-π), with a unit of length, area, volume or angle, or None."""
+    roots and π (\frac{2\sqrt{3}}{3}, 4-π), or None. A unit of length, area, volume or angle may
+    follow."""
     text = bare(answer)
     for spelling, plain in _SPELLINGS.items():
         text = re.sub(spelling, plain, text)
@@ -115,7 +116,7 @@ def read_measure(answer: str) -> Measure | None:
 
 def _value(node: ast.AST) -> Fraction | float:
     match node:
-        case ast.Constant(value=int() | float() as value):
+        case ast.Constant(value=value):
             return Fraction(str(value))
         case ast.Name(id="pi"):
             return math.pi
