@@ -72,7 +72,8 @@ def select_fields(row: dict, fields: tuple[str, ...]) -> dict:
     values = {name.lower(): value for name, value in row.items() if name.lower() in fields}
     for name in fields:
         value = values.get(name)
-        if value in (None, []) or not str(value).strip():
+        empty = value in (None, []) or not str(value).strip()
+        if empty:
             raise ValueError(f"the field {name} is missing or empty, the row has {', '.join(row)}")
         if isinstance(value, str) and re.search(r"<\|\w+\|>", value):
             raise ValueError(f"the field {name} must not hold tokens such as <|im_end|>")
@@ -128,7 +129,8 @@ def read_splits(source: str) -> dict[str, list[dict]]:
         StopIteration,  # of an empty file
         datasets.exceptions.DatasetsError,
     ) as error:
-        reason = " ".join(f"{type(error).__name__} {error}".split())[:300]
+        reason = f"{type(error).__name__} {error}"
+        reason = " ".join(reason.split())[:300]
         raise ValueError(
             f"--data is {source}, but `datasets` cannot read it (rows from 0): {reason}"
         ) from error

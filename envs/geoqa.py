@@ -108,7 +108,7 @@ class GeoQA(QuestionAnswering):
     def images(self) -> tuple[np.ndarray, ...]:
         image = self.question.image
         if isinstance(image, Figure):
-            # The cached image stays what it is, whatever becomes of the copy.
+            # A caller may change its copy, but not the cached image.
             return (draw(image, self.cell_size).copy(),)
         return (decode(image),)
 

@@ -62,9 +62,11 @@ class GSM8K(QuestionAnswering):
             return Question(text, problem.answer, caption=f" {first}{events}")
 
         change = changes[0]
-        event, when = f"gets {change}", "now"
+        event = f"gets {change}"
+        when = "now"
         if change < 0:
-            event, when = f"loses {-change}", "left"
+            event = f"loses {-change}"
+            when = "left"
         question = f"How many{thing} does {name} have {when}?"
         text = f"{name} has {first}{thing} and {event}. {question}"
         return Question(text, problem.answer, one_sentence=True)

@@ -129,7 +129,7 @@ class NQSearch(TextEnv):
         """Step each environment with its reply. All searches of one corpus are one call. If the
         server fails, raises ConnectionError before any environment has taken its turn."""
         actions = [parse_action(reply) for reply in replies]
-        queries: dict[str, dict[int, str]] = defaultdict(dict)  # by corpus, then by environment
+        queries: dict[str, dict] = defaultdict(dict)  # texts by corpus, then by environment
         for k, (kind, text) in enumerate(actions):
             if kind == "search":
                 corpus = envs[k].question.group or envs[k].search_url
@@ -139,7 +139,7 @@ class NQSearch(TextEnv):
         for corpus, texts in queries.items():
             search = synthetic_wiki.search if corpus in synthetic_wiki.GROUPS else retrieve
             results = search(corpus, list(texts.values()), envs[0].topk)
-            passages.update(zip(texts, results, strict=True))
+            passages |= zip(texts, results, strict=True)
 
         return [env.act(*actions[k], passages.get(k, [])) for k, env in enumerate(envs)]
 

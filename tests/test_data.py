@@ -114,9 +114,9 @@ def test_a_hub_that_cannot_be_reached_is_a_sentence(monkeypatch):
 @settings(max_examples=50, deadline=None)
 @given(n=st.integers(1, 300), start=st.integers(0, 10**8))
 def test_successive_seeds_go_through_all_rows_of_their_split(n, start):
-    rows = {split: [f"{split} {k}" for k in range(n)] for split in ("train", "held_out")}
     for split, first in (("train", start), ("held_out", EVAL_SEEDS + start)):
-        assert sorted(row_for(rows, first + k) for k in range(n)) == sorted(rows[split])
+        rows = {split: list(range(n))}
+        assert sorted(row_for(rows, first + k) for k in range(n)) == rows[split]
 
 
 def picture(size):

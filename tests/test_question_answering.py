@@ -55,13 +55,16 @@ def solve_gsm8k(text, _):
 def solve_aime(text, _):
     task, numbers = re.fullmatch(r"Find (.*?)((?: \d+)+)\.", text).groups()
     numbers = tuple(sorted(map(int, numbers.split())))
-    multiples = {d: [n for n in numbers if n in range(0, 17, d)] for d in range(1, 17)}
+
+    def count_multiples(divisor):
+        return len([n for n in numbers if n in range(0, 17, divisor)])
+
     if task == "the smallest of":
         return numbers[0], numbers
     if task == "the greatest common divisor of":
-        return max(d for d in multiples if len(multiples[d]) == 4), numbers
+        return max(d for d in range(1, 17) if count_multiples(d) == 4), numbers
     divisor = re.fullmatch(r"how many multiples of (\d) there are among", task)[1]
-    return len(multiples[int(divisor)]), numbers
+    return count_multiples(int(divisor)), numbers
 
 
 def solve_geoqa(text, env):
