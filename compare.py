@@ -108,7 +108,7 @@ def checked(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> li
     for name in RUN_FLAGS & {word.partition("=")[0] for word in flags + own}:
         raise ValueError(f"{name} is in the flags of {arm}, but must be left to compare.py")
     flags = ["--env", env, "--method", method, *flags, *own, "--seed", str(seed)]
-    asked = vars(parse_args(flags))
+    asked = vars(parse_args(flags).config)
     for name, value in vars(config_of(folder)).items() if folder.exists() else ():
         if name not in ("out", "backend") and value != asked[name]:
             raise ValueError(

@@ -62,6 +62,7 @@ class TextEnv(gymnasium.Env):
 
     max_turns: int = 10  # H of section 3.1
     metrics: ClassVar[tuple[str, ...]] = ()
+    settings: ClassVar[tuple[str, ...]] = ()  # names of settings of train.py that it takes
     actions: tuple[str, ...] = ()  # of the random policy; tasks without override `random_reply`
     # for the tiny models: layers, words of one token each, and the warm start's (batches, turns of their episodes)
     layers: int = 2

@@ -45,6 +45,7 @@ class CliffWalking(GridWorld):
     """`style` "full" draws the grid once and names row and column in every turn; "terse" names the cell, and marks what
     is above, right, below and left. `along_the_way`: training seeds start anywhere on the shortest way."""
 
+    settings = ("along_the_way",)
     max_turns = 50
     turn_reward = -1.0
     metrics = ("score",)

@@ -72,6 +72,7 @@ class FrozenLake(GridWorld):
     """`image` draws the grid instead of writing it. `style` "terse" shows the grid alone, and in a fifth row what is
     left, below, right and above of the player, # the edge."""
 
+    settings = ("slippery",)
     layers = 4  # detours need depth
     words = (
         *GridWorld.actions,

@@ -73,6 +73,7 @@ def from_row(row: dict[str, Any]) -> tuple[str, list[str]]:
 class NQSearch(TextEnv):
     """Questions to answer by searching. Raises ValueError unless data and address come together and can be used."""
 
+    settings = ("data", "search_url")
     max_turns = 5
     metrics = ("searches",)
     words = ("<search>", "</search>", "<information>", "</information>", *synthetic_wiki.WORDS)

@@ -38,6 +38,7 @@ class Question(NamedTuple):
 class QuestionAnswering(TextEnv):
     """The base class. Every task defines what is declared here without a value."""
 
+    settings = ("data",)
     rules: str  # the first sentence of a full prompt
     form: str  # how to reply
     fields: ClassVar[tuple[str, ...]]  # of a row of data

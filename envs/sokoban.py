@@ -90,6 +90,7 @@ class Sokoban(GridWorld):
     """`style` "terse" shows the grid alone, without its outer walls. Raises ValueError unless `side` is 6
     to 8 and `boxes` 1 or 2."""
 
+    settings = ("longest",)
     metrics = ("score",)
     turn_reward = -0.1
     warm_start = ((900, 1), (150, 10))

@@ -63,7 +63,7 @@ def numbers(trainer, episodes, first=0, folder=None):
 
 def run(case, out, resume):
     """Make the updates of a case with torch and DeepSpeed; or, from the checkpoint, the last one again."""
-    config, folder = parse_args([*FLAGS, *CASES[case]]), out / case
+    config, folder = parse_args([*FLAGS, *CASES[case]]).config, out / case
     rank = join_ranks(config)
     if rank == 0 and not resume:
         build_policy(config.make_env()).save(str(folder))
