@@ -280,10 +280,10 @@ def main() -> None:
         writer.writerows(sum(results.values(), []))
     (out / "table.md").write_text(text := table(results))
     runs = {arm: [read(jobs[arm, seed], "metrics.csv") for seed in args.seeds] for arm in arms}
-    title = (
-        f"{config_of(folder).task()}, preset {args.preset}\nseeds {' '.join(map(str, args.seeds))}"
-    )
-    known = baselines(config_of(folder)) if args.metric == "success" else {}
+    config = config_of(folder)
+    title = f"{config.task()}, preset {args.preset}\nseeds {' '.join(map(str, args.seeds))}"
+    success = args.metric == "success"
+    known = baselines(config.make_env(), config.eval_episodes) if success else {}
     figure(out / "figure.png", runs, title, known, args.metric)
     print(text)
 
