@@ -37,8 +37,7 @@ MAX_ASPECT = 200
 def choose_backend(config: Config, given: tuple[str, ...] = ()) -> tuple[Config, str | None]:
     """Return the settings with a concrete backend, and a note on it if it was `auto`. Raises
     ValueError if a package is missing, or if the `given` flags do not fit the backend."""
-    packages = ("vllm", "deepspeed")
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("vllm", "deepspeed") if importlib.util.find_spec(name) is None]
     note = None
     if config.backend == "auto":
         on_gpu = config.device == "cuda" and not missing
@@ -90,12 +89,11 @@ def load(config: Config, seeds: list[int], given: tuple[str, ...] = ()) -> Loade
         check_environment(env)
 
     saved = find_saved(config, given) if config.resume else None
+    name = config.model
     if saved:
         name = str(saved.folder)
-    elif config.model == "tiny":
+    elif name == "tiny":
         name = str(tiny_model(config.env))
-    else:
-        name = config.model
     observations = [env.reset(seed=seed)[0] for seed in (*seeds, EVAL_SEEDS)]
     policy = load_model(name, config)
     check_model(policy, name, config, n_images=len(observations[-1].images))
@@ -169,7 +167,7 @@ def check_model(policy: Policy, name: str, config: Config, n_images: int) -> Non
     with refused(name, "computed"):
         check(policy, config)
         # both forms of its chat template
-        image = np.zeros((56, 56, 3), dtype=np.uint8)
+        image = np.zeros((56, 56, 3), np.uint8)
         question = Observation("?", (image,) * n_images)
         policy.user_turn(question, True)
         policy.user_turn(question, False)
@@ -215,8 +213,10 @@ def refused(name: str, how: str) -> Iterator[None]:
         raise ValueError(
             f"--model is {name}, but the GPU's memory is too small for it: see docs/gpus.md"
         ) from error
-    except (OSError, ValueError, LookupError, AttributeError, TypeError, ImportError, RuntimeError, ArithmeticError,
-            MemoryError, SafetensorError, TemplateError, StrictDataclassError) as error:  # fmt: skip
+    except (
+        OSError, ValueError, LookupError, AttributeError, TypeError, ImportError, RuntimeError,
+        ArithmeticError, MemoryError, SafetensorError, TemplateError, StrictDataclassError,
+    ) as error:  # fmt: skip
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(
             f"--model is {name}, but must be a chat model that can be {how}: {reason}"
@@ -227,7 +227,8 @@ def refused(name: str, how: str) -> Iterator[None]:
 def check(policy: Policy, config: Config) -> None:
     """Compare the logits of trainer and engine with those of the model's own forward pass, in the
     precision of its weights. The text is longer than any window of its attention that a
-    conversation may reach. Raises ValueError if they differ: the engine knows no sliding windows."""
+    conversation may reach, because the engine knows no sliding windows. Raises ValueError if the
+    logits differ."""
     window = getattr(policy.model.config.get_text_config(), "sliding_window", 0) or 0
     length = min(config.max_tokens, max(512, 2 * window))
     text = policy.user_turn(Observation("Is this computed right? " * length))[:length]

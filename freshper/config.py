@@ -135,15 +135,16 @@ class Config:
 
     def folder(self) -> Path:
         """Return --resume, --out, or the first out/<env>-<method>-<seed>[-n] that is new."""
-        if self.resume or self.out:
-            return Path(self.resume or self.out)
+        folder = self.resume or self.out
+        if folder:
+            return Path(folder)
 
         name = f"out/{self.env}-{self.method}-{self.seed}"
-        folder, number = Path(name), 1
-        while folder.exists():
+        path, number = Path(name), 1
+        while path.exists():
             number += 1
-            folder = Path(f"{name}-{number}")
-        return folder
+            path = Path(f"{name}-{number}")
+        return path
 
     def task(self) -> str:
         """Return the task as plots name it, with whose questions it asks and if the ice slips."""

@@ -53,8 +53,6 @@ GROUPS = {
     "preset": "the run",
 }
 
-Require = Callable[[object, str, str], None]
-
 
 class CommandLine(NamedTuple):
     """Hold the settings of a command line, checked."""
@@ -79,9 +77,6 @@ def validate(config: Config, given: tuple[str, ...] = ()) -> None:
                     f"--{flag} is {getattr(config, flag)}, but has no effect with {because}"
                 )
 
-    require(
-        config.resume or not os.path.exists(config.out), "out", "a folder that does not exist yet"
-    )
     check_numbers(config, require)
     check_model_and_preset(config, require)
     check_replay(config, require)
@@ -89,12 +84,12 @@ def validate(config: Config, given: tuple[str, ...] = ()) -> None:
     check_effects(config, refuse_given)
 
 
-def check_numbers(config: Config, require: Require) -> None:
+def check_numbers(config: Config, require: Callable) -> None:
     """Check the range of each number. float32 must be able to compute with it."""
     for name, value in vars(config).items():
         if isinstance(value, float) and value != 0:
-            computable = 1e-30 <= abs(value) <= 1e30
-            require(computable, name, "a finite number: 0, or from 1e-30 to 1e30")
+            allowed = "a finite number: 0, or from 1e-30 to 1e30"
+            require(1e-30 <= abs(value) <= 1e30, name, allowed)
         if isinstance(value, int):
             largest = 2**32 - 1 if name == "seed" else 10**7
             require(value <= largest, name, f"at most {largest}")
@@ -102,10 +97,12 @@ def check_numbers(config: Config, require: Require) -> None:
             require(value > 0, name, "above 0")
         if name in NOT_NEGATIVE:
             require(value >= 0, name, "0 or more")
+        if name in ("alpha", "beta"):
+            require(0 <= value <= 1, name, "between 0 and 1")
 
 
-def check_model_and_preset(config: Config, require: Require) -> None:
-    """Check where the model, its numbers and its questions come from."""
+def check_model_and_preset(config: Config, require: Callable) -> None:
+    """Check where the model, its numbers and its questions come from, and where the run goes."""
     if config.preset == "small":
         tasks = PRESETS["small"]
         allowed = f"tiny or paper; small is for --env {' '.join(tasks)} without --data"
@@ -122,12 +119,14 @@ def check_model_and_preset(config: Config, require: Require) -> None:
         allowed = f"{' or '.join(presets)} with --env {config.env} and --model {config.model}"
         require(config.preset in presets, "preset", allowed)
 
+    if not config.resume:
+        require(not os.path.exists(config.out), "out", "a folder that does not exist yet")
     if config.tiny and "data" in config.env_settings():
         allowed = f"empty with --model {config.model}, which reads generated questions"
         require(not config.data, "data", allowed)
 
 
-def check_replay(config: Config, require: Require) -> None:
+def check_replay(config: Config, require: Callable) -> None:
     """Check the settings of method and replay buffer."""
     if config.method == "on_policy":
         require(config.replay_ratio == 0, "replay_ratio", "0 with --method on_policy")
@@ -136,8 +135,6 @@ def check_replay(config: Config, require: Require) -> None:
     if config.replay_ratio == 0:
         require(config.baseline != "recompute", "baseline", "batch or turn without replay")
 
-    require(0.0 <= config.alpha <= 1.0, "alpha", "between 0 and 1")
-    require(0.0 <= config.beta <= 1.0, "beta", "between 0 and 1")
     if config.tau == "auto":
         require(config.decay in ("exponential", "none"), "tau", "a number with this --decay")
     else:
@@ -146,7 +143,7 @@ def check_replay(config: Config, require: Require) -> None:
     require(config.capacity >= batch, "capacity", "at least a batch")
 
 
-def check_training(config: Config, require: Require) -> None:
+def check_training(config: Config, require: Callable) -> None:
     """Check the settings of optimization, sampling and backends."""
     rest = config.rollout_batch_size % config.group_size
     require(rest == 0, "group_size", "a divisor of rollout_batch_size")
@@ -162,7 +159,7 @@ def check_training(config: Config, require: Require) -> None:
         require(config.zero_stage < 3, "zero_stage", "below 3 with --backend hf+deepspeed")
 
 
-def check_effects(config: Config, refuse_given: Callable[..., None]) -> None:
+def check_effects(config: Config, refuse_given: Callable) -> None:
     """Refuse the flags that have no effect with the others."""
     of_other_tasks = {"slippery", "data", "search_url"} - config.env_settings().keys()
     refuse_given(*of_other_tasks, because=f"--env {config.env}")
@@ -215,7 +212,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Make a parser of all flags. It returns only those that were given, and raises ArgumentError
     if it cannot read the value of one."""
     parser = argparse.ArgumentParser(
-        description="FreshPER (Algorithm 1). In brackets: the paper's values; --preset changes them.",
+        description="FreshPER (Algorithm 1). Defaults are the paper's; --preset changes them.",
         usage=argparse.SUPPRESS,
         allow_abbrev=False,
         exit_on_error=False,
@@ -239,7 +236,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def fitting_presets(model: str, env: str) -> list[str]:
+def fitting_presets(model: str, env: str) -> list[Any]:
     """Return the presets that fit, the default first: tiny for a tiny model, else paper and, if the
     task has one, small."""
     path = Path(model, "config.json")
@@ -262,8 +259,7 @@ def first_run(flags: dict[str, Any]) -> CommandLine:
     """Return the settings of a new run, from the preset of the model, then the method, then the
     flags, with a note on the model if the flags leave it open."""
     config = Config(**flags)
-    model: str = config.model
-    preset: str = config.preset
+    model, preset = config.model, config.preset
     notes = []
 
     if model == "auto":
@@ -282,7 +278,7 @@ def first_run(flags: dict[str, Any]) -> CommandLine:
     return CommandLine(config, tuple(flags), tuple(notes))
 
 
-def resumed_run(flags: dict[str, Any], parser: argparse.ArgumentParser) -> CommandLine:
+def resumed_run(flags: dict[str, Any]) -> CommandLine:
     """Return the settings of an earlier run, checked as flags are, with the flags over them, and
     notes on what has changed."""
     folder = flags["resume"]
@@ -290,7 +286,8 @@ def resumed_run(flags: dict[str, Any], parser: argparse.ArgumentParser) -> Comma
         stored = json.loads(Path(folder, "config.json").read_bytes())
         if not isinstance(stored, dict) or stored.keys() != vars(Config()).keys():
             raise ValueError("its settings are those of another version of this code")
-        stored = vars(parser.parse_args([f"--{name}={value}" for name, value in stored.items()]))
+        words = [f"--{name}={value}" for name, value in stored.items()]
+        stored = vars(make_parser().parse_args(words))
         stored["resume"] = folder
         validate(Config(**stored))
     except (OSError, ValueError, RecursionError, argparse.ArgumentError) as error:
@@ -310,8 +307,7 @@ def parse_args(argv: list[str] | None = None) -> CommandLine:
     parser = make_parser()
     try:
         flags = vars(parser.parse_args(argv))
-        resumed = flags.get("resume")
-        command_line = resumed_run(flags, parser) if resumed else first_run(flags)
+        command_line = resumed_run(flags) if flags.get("resume") else first_run(flags)
         validate(command_line.config, command_line.given)
     except (ValueError, argparse.ArgumentError) as error:
         parser.error(str(error))

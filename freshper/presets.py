@@ -8,23 +8,21 @@ freshper/config.py.
 
 from typing import Any
 
-Settings = dict[str, Any]
-
 # Table 5. Standard PER and FreshPER differ in nothing but what their rows say.
-METHODS: dict[str, Settings] = {
+METHODS: dict[str, dict[str, Any]] = {
     "on_policy": {"replay_ratio": 0},
     "per": {"decay": "none", "beta": 0.4},
     "freshper": {},
 }
 
 # Table 3
-CONFIG_A: Settings = {
+CONFIG_A = {
     "advantage_clip": 0.2,
     "kl_loss_coef": 0.0,
     "kl_reward_coef": 0.0,
     "entropy_coef": 0.0,
 }
-CONFIG_DEFAULT: Settings = {
+CONFIG_DEFAULT = {
     "advantage_clip": 20.0,
     "kl_loss_coef": 0.05,
     "kl_reward_coef": 0.1,
@@ -79,7 +77,7 @@ PAPER = {
 }
 
 # what the tasks share with a tiny model; a task without a table of its own has these numbers
-TINY_MODEL: Settings = {
+TINY_MODEL = {
     "model": "tiny",
     "dtype": "float32",
     "max_tokens": 512,
@@ -191,7 +189,7 @@ SMALL = {
 PRESETS = {"paper": PAPER, "tiny": TINY, "small": SMALL}
 
 
-def defaults(preset: str, env: str, method: str) -> Settings:
+def defaults(preset: str, env: str, method: str) -> dict[str, Any]:
     """Return the settings in which preset and method differ from the dataclass. A task that is not
     in the paper gets those of `TINY_MODEL` from the tiny preset, and none from the others."""
     of_an_unknown_task = TINY_MODEL if preset == "tiny" else {}
