@@ -136,14 +136,17 @@ def run(command_line: CommandLine, signals: StopSignals) -> int:
         config, note = choose_backend(config, given)
         rank = join_ranks(config)
         policy, make_env, saved = load(config, training_seeds(config, 0), given)
-        if rank > 0:
-            # rank 0 runs the algorithm; the others compute their share of its updates
-            return serve(policy, config)
-        report = Report(config, policy, make_env, (*notes, note) if note else notes)
+        if note:
+            notes = (*notes, note)
+        if rank == 0:
+            report = Report(config, policy, make_env, notes)
     except ValueError as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         return 2
 
+    # rank 0 runs the algorithm; the others compute their share of its updates
+    if rank > 0:
+        return serve(policy, config)
     try:
         with report, backends(policy, config, make_env()) as (trainer, engine):
             train(config, policy, make_env, trainer, engine, report, signals, saved)
