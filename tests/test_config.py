@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from envs import ENVS
+from envs.frozenlake import FrozenLake
 from freshper.backends import choose_backend
 from freshper.config import Config
 from freshper.flags import parse_args
@@ -339,6 +340,14 @@ def test_off_is_no_flag_without_effect():
     assert settings_of("--method per --beta 0 --alpha 0 --eviction fifo").alpha == 0
     assert settings_of("--alpha 0 --decay limit --tau 9").tau == 9
     assert settings_of("--method on_policy --ppo_epochs 3 --dual_clip 3").dual_clip == 3
+
+
+def test_an_environment_gets_the_flags_that_it_lists(monkeypatch):
+    monkeypatch.setitem(ENVS, "own", type("Own", (FrozenLake,), {}))
+    assert settings_of("--env own --slippery").make_env().slippery is True
+    monkeypatch.setitem(ENVS, "own", type("Own", (FrozenLake,), {"settings": ()}))
+    with pytest.raises(SystemExit):
+        settings_of("--env own --slippery")
 
 
 def test_ctrl_c_during_imports():
