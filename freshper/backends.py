@@ -96,7 +96,8 @@ def load(config: Config, seeds: list[int], given: tuple[str, ...] = ()) -> Loade
         name = str(tiny_model(config.env))
     observations = [env.reset(seed=seed)[0] for seed in (*seeds, EVAL_SEEDS)]
     policy = load_model(name, config)
-    check_model(policy, name, config, observations[-1])
+    n_images = max(len(observation.images) for observation in observations)
+    check_model(policy, name, config, n_images)
 
     rows = env.rows
     room = config.max_tokens - config.max_new_tokens
@@ -151,15 +152,15 @@ def load_model(name: str, config: Config) -> Policy:
     return policy
 
 
-def check_model(policy: Policy, name: str, config: Config, observation: Observation) -> None:
-    """Raise ValueError if the model has too few positions, cannot read the images of a first turn,
-    or is computed wrong. From then on it computes in --dtype."""
+def check_model(policy: Policy, name: str, config: Config, n_images: int) -> None:
+    """Raise ValueError if the model has too few positions, cannot read the `n_images` of a first
+    turn, or is computed wrong. From then on it computes in --dtype."""
     text_config = policy.model.config.get_text_config()
     positions = getattr(text_config, "max_position_embeddings", None) or config.max_tokens
     if config.max_tokens > positions:
         allowed = f"at most {positions} with --model {name}"
         raise ValueError(f"--max_tokens is {config.max_tokens}, but must be {allowed}")
-    if observation.images and not policy.image_processor:
+    if n_images and not policy.image_processor:
         raise ValueError(
             f"--model is {name}, which reads text only, but --env {config.env} shows images"
         )
@@ -168,7 +169,7 @@ def check_model(policy: Policy, name: str, config: Config, observation: Observat
         check(policy, config)
         # both forms of its chat template
         image = np.zeros((56, 56, 3), np.uint8)
-        question = Observation("?", (image,) * len(observation.images))
+        question = Observation("?", (image,) * n_images)
         policy.user_turn(question, True)
         policy.user_turn(question, False)
     policy.mixed = config.trainer == "torch" and config.dtype == "bfloat16"

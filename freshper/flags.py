@@ -261,15 +261,14 @@ def first_run(flags: dict[str, Any]) -> CommandLine:
     config = Config(**flags)
     model, preset = config.model, config.preset
     notes = []
-
     if model == "auto":
         source = "paper" if preset == "auto" else preset
         model = defaults(source, config.env, config.method).get("model", "tiny")
         if preset == "auto":
-            where = "on this machine"
+            where = "on"
             if not is_here(model):
-                model, where = "tiny", "not both on this machine"
-            notes = [f"model {model}: a GPU and the paper's model are {where}"]
+                model, where = "tiny", "not both on"
+            notes = [f"model {model}: a GPU and the paper's model are {where} this machine"]
     if preset == "auto":
         preset = fitting_presets(model, config.env)[0]
 

@@ -118,7 +118,9 @@ def test_a_family_of_another_build_is_refused_in_one_sentence(tmp_path):
         ValueError, match="a chat model that can be computed: 'GPT2LMHeadModel' object has no"
     ):
         load(
-            parse_args(["--model", str(tmp_path), "--max_tokens", "500", "--backend", "hf+torch"]).config,
+            parse_args(
+                ["--model", str(tmp_path), "--max_tokens", "500", "--backend", "hf+torch"]
+            ).config,
             [0],
         )
 
