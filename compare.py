@@ -108,7 +108,7 @@ def checked(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> li
     for name in RUN_FLAGS & {word.partition("=")[0] for word in flags + own}:
         raise ValueError(f"{name} is in the flags of {arm}, but must be left to compare.py")
     flags = ["--env", env, "--method", method, *flags, *own, "--seed", str(seed)]
-    asked = vars(parse_args(flags))
+    asked = vars(parse_args(flags).config)
     for name, value in vars(config_of(folder)).items() if folder.exists() else ():
         if name not in ("out", "backend") and value != asked[name]:
             raise ValueError(
@@ -280,10 +280,10 @@ def main() -> None:
         writer.writerows(sum(results.values(), []))
     (out / "table.md").write_text(text := table(results))
     runs = {arm: [read(jobs[arm, seed], "metrics.csv") for seed in args.seeds] for arm in arms}
-    title = (
-        f"{config_of(folder).task()}, preset {args.preset}\nseeds {' '.join(map(str, args.seeds))}"
-    )
-    known = baselines(config_of(folder)) if args.metric == "success" else {}
+    config = config_of(folder)
+    title = f"{config.task()}, preset {args.preset}\nseeds {' '.join(map(str, args.seeds))}"
+    success = args.metric == "success"
+    known = baselines(config.make_env(), config.eval_episodes) if success else {}
     figure(out / "figure.png", runs, title, known, args.metric)
     print(text)
 

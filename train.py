@@ -9,12 +9,14 @@ Each line of the algorithm is one call. The module behind it says how it works, 
 import os
 import signal
 import sys
+from collections.abc import Callable
 
 if __name__ == "__main__":  # nothing is there yet that would have to be cleaned up
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
+from envs.base import TextEnv
 from freshper.config import Config
-from freshper.flags import parse_args
+from freshper.flags import CommandLine, parse_args
 
 if __name__ == "__main__":
     parse_args()  # before torch is imported: --help and a wrong flag answer at once
@@ -24,7 +26,7 @@ from transformers import logging, set_seed
 
 from freshper.backends import backends, choose_backend, join_ranks, load, serve
 from freshper.buffer import ReplayBuffer
-from freshper.checkpoint import RunState, StopSignals
+from freshper.checkpoint import RunState, Saved, StopSignals
 from freshper.errors import BackendError, Interrupted, NonFiniteError
 from freshper.is_weights import importance_weights
 from freshper.models import Policy
@@ -38,14 +40,16 @@ from freshper.trainer import TorchTrainer
 def train(
     config: Config,
     policy: Policy,
+    make_env: Callable[[], TextEnv],
     trainer: TorchTrainer,
     engine: Engine,
     report: Report,
     signals: StopSignals,
+    saved: Saved | None,
 ) -> None:
     """Run Algorithm 1, from its start or a checkpoint. Raises NonFiniteError if log-probs, loss or gradient stop being
     numbers, OSError if the disk fails, BackendError if vLLM or DeepSpeed does, Interrupted after a signal."""
-    envs = [config.make_env() for _ in range(max(config.rollout_batch_size, config.eval_episodes))]
+    envs = [make_env() for _ in range(max(config.rollout_batch_size, config.eval_episodes))]
     buffer = ReplayBuffer(
         config.capacity, config.alpha, config.decay_function(), config.eviction, config.seed
     )
@@ -55,6 +59,7 @@ def train(
         policy,
         report,
         signals,
+        saved,
         trainer=trainer,
         engine=engine,
         buffer=buffer,
@@ -103,44 +108,50 @@ def train(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Return the exit status: 0 done, 1 something failed on the way, 2 bad input, 130 Ctrl-C, 143 SIGTERM."""
-    config = parse_args(argv)
+    """Return the exit status: 0 done, 1 something failed on the way, 2 bad input, 130 Ctrl-C, 143
+    SIGTERM."""
+    command_line = parse_args(argv)
     keep_freed_memory()
-    logging.set_verbosity_error()  # its report of weights that do not fit becomes one sentence
-    if config.tiny:
-        torch.set_num_threads(
-            min(2, torch.get_num_threads())
-        )  # a tiny model gains little from more
-    set_seed(config.seed)  # Python's, numpy's and torch's generators
+    # its report of weights that do not fit becomes one sentence
+    logging.set_verbosity_error()
+    if command_line.config.tiny:
+        # a tiny model gains little from more
+        torch.set_num_threads(min(2, torch.get_num_threads()))
+    # the generators of Python, NumPy and torch
+    set_seed(command_line.config.seed)
+
     try:
         with StopSignals() as signals:
-            return run(config, signals)
+            return run(command_line, signals)
     except Interrupted as stop:
         return stop.status
 
 
-def run(config: Config, signals: StopSignals) -> int:
-    """Load the policy, start the backends and train. Returns the exit status, or raises Interrupted."""
+def run(command_line: CommandLine, signals: StopSignals) -> int:
+    """Load the policy, start the backends and train. Returns the exit status, or raises
+    Interrupted."""
+    config, given, notes = command_line
     try:
-        choose_backend(config)
+        config, note = choose_backend(config, given)
         rank = join_ranks(config)
         seeds = training_seeds(config.seed, 0, config.rollout_batch_size, config.group_size)
-        policy = load(config, seeds)
-        report = Report(config, policy) if rank == 0 else None
+        policy, make_env, saved = load(config, seeds, given)
+        if note:
+            notes = (*notes, note)
+        if rank == 0:
+            report = Report(config, policy, make_env, notes)
     except ValueError as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         return 2
-    if report is None:  # rank 0 runs the algorithm; the others compute their share of its updates
+
+    # rank 0 runs the algorithm; the others compute their share of its updates
+    if rank > 0:
         return serve(policy, config)
     try:
-        with report, backends(policy, config) as (trainer, engine):
-            train(config, policy, trainer, engine, report, signals)
-    except (
-        NonFiniteError,
-        OSError,
-        BackendError,
-        torch.OutOfMemoryError,
-    ):  # the report has printed it
+        with report, backends(policy, config, make_env()) as (trainer, engine):
+            train(config, policy, make_env, trainer, engine, report, signals, saved)
+    except (NonFiniteError, OSError, BackendError, torch.OutOfMemoryError):
+        # the report has printed it
         return 1
     return 0
 

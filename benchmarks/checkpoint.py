@@ -61,8 +61,9 @@ def run_state(out, buffer, policy):
     trainer = SimpleNamespace(save=policy.save, **nothing)
     report = SimpleNamespace(folder=out, done=1, evaluations=dict, say=lambda line: None, **nothing)
     config = Config(resume=str(out), save_every=1, iterations=2)
-    config.saved = newest(out) or ()
-    return RunState(config, policy, report, StopSignals(), trainer=trainer, buffer=buffer)
+    return RunState(
+        config, policy, report, StopSignals(), newest(out), trainer=trainer, buffer=buffer
+    )
 
 
 def timed(call):

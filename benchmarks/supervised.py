@@ -53,12 +53,13 @@ def main() -> None:
     keep_freed_memory()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    config = parse_args(["--env", args.env, "--model", "tiny"])
+    config = parse_args(["--env", args.env, "--model", "tiny"]).config
     policy = load_policy(str(tiny_model(args.env)), "cpu", torch.float32)
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1e-3, weight_decay=0.0)
     envs = [config.make_env() for _ in range(max(2 * BATCH, config.eval_episodes))]
     held_out = [EVAL_SEEDS + k for k in range(config.eval_episodes)]
-    known = {name: round(value, 3) for name, value in baselines(config).items()}
+    known = baselines(envs[0], config.eval_episodes)
+    known = {name: round(value, 3) for name, value in known.items()}
     print(
         f"{config.task()}: {known}\n| batches | held-out success | seconds |\n|---|---|---|",
         flush=True,

@@ -41,7 +41,8 @@ def row(env: str, seeds: list[int], out: Path, jobs: int) -> str:
         list(pool.map(lambda *job: run(env, "freshper", *job, flags, threads), seeds, folders))
     found, config = [summary(folder) for folder in folders], config_of(folders[0])
     tables = [read(folder, "metrics.csv") for folder in folders]
-    known, before = baselines(config), np.mean([table["eval_success"][0] for table in tables])
+    known = baselines(config.make_env(), config.eval_episodes)
+    before = np.mean([table["eval_success"][0] for table in tables])
     last, ends = (
         [run["last"] for run in found],
         {name: np.mean([run[name] for run in found]) for name in found[0]},

@@ -6,6 +6,7 @@
 # `# %%`. Sections and equations are the paper's. The exercises stand at the end.
 
 # %%
+import dataclasses
 import os
 import sys
 from functools import partial
@@ -56,7 +57,7 @@ for name, folder in runs.items():
 def load_buffer(folder: Path, alpha: float = 0.6, decay: str | None = None) -> ReplayBuffer:
     """Load the buffer of a run's last checkpoint, its priorities recomputed with alpha and, if given, another decay."""
     config = compare.config_of(folder)
-    config.decay = decay or config.decay
+    config = dataclasses.replace(config, decay=decay or config.decay)
     buffer = ReplayBuffer(config.capacity, alpha, config.decay_function())
     state = torch.load(checkpoint.newest(folder).folder / "state.pt", weights_only=True)["buffer"]
     arrays = {name: x.numpy() for name, x in state.items() if isinstance(x, torch.Tensor)}

@@ -68,6 +68,7 @@ class TextEnv(gymnasium.Env):
 
     max_turns = 10  # H of section 3.1
     metrics: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()  # names of settings of train.py that the task takes
     actions: tuple[str, ...] = ()  # of the random policy; or the task overrides `random_reply`
     action_space = observation_space = AnySpace()
 

@@ -49,6 +49,7 @@ class CliffWalking(GridWorld):
     cell, and marks what is above, right, below and left of it.
     """
 
+    settings = ("along_the_way",)
     max_turns = 50
     turn_reward = -1.0
     metrics = ("score",)

@@ -94,6 +94,7 @@ class FrozenLake(GridWorld):
     of the player. There # is the edge.
     """
 
+    settings = ("slippery",)
     layers = 4  # detours need depth
     # Captions name columns by these letters, and rows by digits.
     words = (*GridWorld.actions, " _", " #", "√", " G", " O", " a", " b", " c", " d")

@@ -86,6 +86,7 @@ class NQSearch(TextEnv):
     """Questions to answer by searching. Raises ValueError unless `data` and `search_url` come
     together and can be used."""
 
+    settings = ("data", "search_url")
     max_turns = 5
     metrics = ("searches",)
     words = ("<search>", "</search>", "<information>", "</information>", *synthetic_wiki.WORDS)

@@ -53,6 +53,7 @@ class Problem(NamedTuple):
 class QuestionAnswering(TextEnv):
     """The base class. Every task defines what is declared here without a value."""
 
+    settings = ("data",)
     rules: str  # the first sentence of a full prompt
     form: str  # the last sentence of a full prompt: the form of the reply
     fields: tuple[str, ...]  # of a row of data

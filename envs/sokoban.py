@@ -107,6 +107,7 @@ def random_room(seed: int, side: int, n_boxes: int, longest: int) -> Room:
 class Sokoban(GridWorld):
     """The environment. The style "terse" shows the grid alone, without its outer walls."""
 
+    settings = ("longest",)
     metrics = ("score",)
     turn_reward = -0.1
     warm_start = ((900, 1), (150, 10))

@@ -70,17 +70,24 @@ class RunState:
     """Saves and restores a run. `parts` are the objects with `state_dict` and `load_state_dict`, by name."""
 
     def __init__(
-        self, config: Config, policy: Policy, report: Report, signals: StopSignals, **parts: Any
+        self,
+        config: Config,
+        policy: Policy,
+        report: Report,
+        signals: StopSignals,
+        saved: "Saved | None",
+        **parts: Any,
     ):
         self.config, self.policy, self.report, self.signals = config, policy, report, signals
+        self.saved = saved
         self.parts = parts | {"report": report}
         transformers.utils.logging.disable_progress_bar()  # of every save, across ours
 
     def restore(self) -> None:
         """Load the state of the checkpoint of --resume, if there is one. From here on a first Ctrl-C waits for the
         iteration to end. Raises OSError if the state cannot be loaded, or is not the one that came with the policy."""
-        if self.config.saved:
-            self._load(*self.config.saved)
+        if self.saved:
+            self._load(*self.saved)
         elif self.config.resume:
             self.report.say(
                 f"there is no checkpoint in {self.report.folder} yet: the run starts over"
@@ -174,20 +181,19 @@ class Saved(NamedTuple):
     damage: str  # of the newest checkpoint, if this is the one before it
 
 
-def find_saved(config: Config) -> Path | None:
-    """Return the folder of the checkpoint to go on from, if there is one, and note it in `config.saved`. Raises
+def find_saved(config: Config, given: tuple[str, ...]) -> Saved | None:
+    """Return the checkpoint to go on from, if there is one. Raises
     ValueError as `newest` does, if a setting may not change, or if the run has done --iterations already."""
     saved = newest(Path(config.resume))
     if not saved:
         return None
-    config.saved = saved
     run = json.loads((saved.folder / "run.json").read_bytes())
     check_unchanged(run["settings"], vars(config))
-    if "iterations" in config.given and (done := run["iteration"]) >= config.iterations:
+    if "iterations" in given and (done := run["iteration"]) >= config.iterations:
         raise ValueError(
             f"--iterations is {config.iterations}, but must be above {done}, which the run has done"
         )
-    return saved.folder
+    return saved
 
 
 def newest(out: Path) -> Saved | None:

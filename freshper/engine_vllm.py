@@ -27,7 +27,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from envs.base import EVAL_SEEDS
+from envs.base import EVAL_SEEDS, TextEnv
 from freshper.config import Config
 from freshper.episode import Batch
 from freshper.errors import BackendError, alive, watched
@@ -51,8 +51,8 @@ LAUNCHER = (
 class VLLMEngine:
     """Generate replies with vLLM. Raises BackendError if vLLM fails, dies or takes too long."""
 
-    def __init__(self, policy: Policy, config: Config, trainer: TorchTrainer):
-        self.policy, self.config, self.env = policy, config, config.make_env()
+    def __init__(self, policy: Policy, config: Config, trainer: TorchTrainer, env: TextEnv):
+        self.policy, self.config, self.env = policy, config, env
         self.rng = np.random.default_rng(config.seed)
         self.llm: Any = None
         self.processes: dict[int, str] = {}  # vLLM's, to notice their death

@@ -20,7 +20,7 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +54,21 @@ class Report:
 
     say = staticmethod(tqdm.write)  # print a line above the progress bar
 
-    def __init__(self, config: Config, policy: Policy):
+    def __init__(
+        self,
+        config: Config,
+        policy: Policy,
+        make_env: Callable[[], TextEnv],
+        notes: tuple[str, ...] = (),
+    ):
         """Make or take the run's folder, lock it and write config.json. Raises ValueError if that fails."""
         self.config, self.policy, self.folder, self.env = (
             config,
             policy,
             config.folder(),
-            config.make_env(),
+            make_env(),
         )
+        self.notes = notes
         self.done, self.rows = (
             0,
             list[dict[str, Any]](),
@@ -93,7 +100,7 @@ class Report:
             ) from error
 
     def __enter__(self) -> "Report":
-        self.baselines = baselines(self.config)
+        self.baselines = baselines(self.env, self.config.eval_episodes)
         self.known = ", ".join(
             f"{name} policy {value:.2f}" for name, value in self.baselines.items()
         )
@@ -101,7 +108,7 @@ class Report:
         lines = [
             self.config.title(),
             f"{kind}, {size:,} parameters",
-            *self.config.notes,
+            *self.notes,
             self.env.data_summary(),
         ]
         self.say("\n".join(filter(None, [*lines, f"success on held-out seeds: {self.known}"])))
@@ -330,10 +337,9 @@ def summarize(episodes: list[Episode]) -> dict[str, float]:
     return means(each) | {"turns": turns / len(episodes)} | shares
 
 
-def baselines(config: Config) -> dict[str, float]:
+def baselines(env: TextEnv, episodes: int) -> dict[str, float]:
     """Return the mean success of the `random` policy on the held-out seeds and, if known, of the `optimal` one."""
-    env = config.make_env()
-    return means([env.baselines(EVAL_SEEDS + k) for k in range(config.eval_episodes)])
+    return means([env.baselines(EVAL_SEEDS + k) for k in range(episodes)])
 
 
 def plot(

@@ -87,7 +87,7 @@ def test_an_interrupted_run_goes_on_and_a_failed_one_ends_the_comparison(tmp_pat
     monkeypatch.setattr(
         compare.subprocess, "run", lambda command, **_: commands.append(command[1:]) or done
     )
-    settings = dataclasses.asdict(parse_args(["--preset", "tiny", "--method", "per"]))
+    settings = dataclasses.asdict(parse_args(["--preset", "tiny", "--method", "per"]).config)
     (tmp_path / "config.json").write_text(json.dumps(settings))
     (tmp_path / "metrics.csv").write_text("iteration,eval_success\n0,0.2\n1,0.3\n")
     with pytest.raises(SystemExit, match="no disk"):
@@ -98,7 +98,7 @@ def test_an_interrupted_run_goes_on_and_a_failed_one_ends_the_comparison(tmp_pat
 @pytest.mark.parametrize("metric, expected", [("success", (0.1, 0.3)), ("score", (-150, -50))])
 def test_a_stopped_run_gets_the_lowest_value_for_what_it_missed(tmp_path, metric, expected):
     settings = dataclasses.asdict(
-        parse_args(["--env", "cliffwalking", "--iterations", "5", "--eval_every", "1"])
+        parse_args(["--env", "cliffwalking", "--iterations", "5", "--eval_every", "1"]).config
     )
     (tmp_path / "config.json").write_text(json.dumps(settings))
     rows = [
@@ -178,8 +178,8 @@ def test_every_arm_of_every_exhibit_is_a_valid_command_with_a_name_of_its_own(pr
         assert len({compare.label(arm) for arm in arms}) == len(arms) > 1, name
         for arm in arms:
             method, *flags = arm.split()
-            assert parse_args([*given, method, *flags]).method == method
-    replay, epochs = (parse_args([*given, *found["matched"][k].split()]) for k in (0, 4))
+            assert parse_args([*given, method, *flags]).config.method == method
+    replay, epochs = (parse_args([*given, *found["matched"][k].split()]).config for k in (0, 4))
     assert (
         epochs.ppo_epochs == replay.ppo_epochs + replay.replay_ratio
     )  # as many updates per iteration

@@ -169,12 +169,9 @@ def test_the_baseline_of_data_is_exact_and_reads_each_answer_once(tmp_path, monk
     """Twenty answers; each is that of some questions for training and of some that are held out."""
     rows = [{"question": f"What is {k}?", "answer": f"#### {k // 20}"} for k in range(400)]
     source, reads, read = write_rows(tmp_path / "rows.jsonl", rows), [], GSM8K.read
-    config = parse_args(
-        ["--env", "gsm8k", "--data", source, "--model", "a/b", "--eval_episodes", "40"]
-    )
-    config.make_env()
+    env = parse_args(["--env", "gsm8k", "--data", source, "--model", "a/b"]).config.make_env()
     monkeypatch.setattr(GSM8K, "read", staticmethod(lambda text: reads.append(text) or read(text)))
-    assert report.baselines(config) == {
+    assert report.baselines(env, 40) == {
         "random": pytest.approx(1 - (1 - 1 / 20) ** 3),
         "optimal": 1.0,
     }

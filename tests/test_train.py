@@ -218,7 +218,7 @@ def test_options_together(name, tmp_path, monkeypatch):
             load_policy(str(tiny_model("frozenlake_vlm")), "cpu", torch.float32),
             collate(seen[0]),
         )
-        trainer = TorchTrainer(policy, parse_args([]), total_updates=1)
+        trainer = TorchTrainer(policy, parse_args([]).config, total_updates=1)
         exact = trainer.logprobs(batch)
         policy.mixed = True
         rounding = (trainer.logprobs(batch) - exact).abs().mean()
@@ -309,7 +309,7 @@ def test_activations_that_are_computed_again_give_the_same_update(
     for most in (2**40, 0):
         monkeypatch.setattr("freshper.trainer.ACTIVATIONS", most)
         policy = load_policy(model_folder[family], "cpu", torch.float32)
-        trainer = TorchTrainer(policy, parse_args([]), total_updates=20)
+        trainer = TorchTrainer(policy, parse_args([]).config, total_updates=20)
         calls = []
         layers = (
             policy.model.model.language_model if family == "vision" else policy.model.model

@@ -74,7 +74,7 @@ def numbers(trainer, episodes, first=0, folder=None):
 
 def run(case, out, resume):
     """Make the updates of a case with torch and DeepSpeed, or the last one from the checkpoint."""
-    config = parse_args(f"{FLAGS} {CASES[case]}".split())
+    config = parse_args(f"{FLAGS} {CASES[case]}".split()).config
     folder = out / case
     rank = join_ranks(config)
     if rank == 0 and not resume:
