@@ -26,7 +26,7 @@ from freshper.config import Config
 from freshper.engine_hf import HFEngine, Sampling
 from freshper.flags import validate
 from freshper.models import TOLERANCE, Policy, load_policy
-from freshper.rollout import Conversation
+from freshper.rollout import Conversation, Engine
 from freshper.tiny import tiny_model
 from freshper.trainer import TorchTrainer
 
@@ -260,7 +260,7 @@ def make_trainer(policy: Policy, config: Config) -> Any:
     from freshper.trainer_deepspeed import DeepSpeedRanks, RankZero
 
     trainer = TorchTrainer(policy, config, updates, DeepSpeedRanks)
-    return RankZero(trainer) if trainer.processes.rank == 0 else trainer
+    return RankZero(trainer) if trainer.strategy.rank == 0 else trainer
 
 
 def serve(policy: Policy, config: Config) -> int:
