@@ -28,8 +28,7 @@ from freshper.config import Config
 from freshper.episode import Batch, Episode, collate
 from freshper.errors import NonFiniteError
 from freshper.models import Policy
-from freshper.priority import advantage_priority, reward_priority
-from freshper.reinforce import Baseline, policy_loss, training_batch
+from freshper.reinforce import policy_loss, training_batch
 
 DRIFT = ("log_ratio", "ratio", "ratio_sq", "kl", "clipped")  # sums of each row from `policy_loss`
 ACTIVATIONS = 5 * 2**30  # bytes kept for the backward pass; beyond, it computes each layer again
@@ -299,16 +298,6 @@ class TorchTrainer:
         progress = (self.step - WARMUP_STEPS) / max(1, self.total_updates - WARMUP_STEPS)
         cosine = 0.5 * (1.0 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
         return self.config.lr * min(self.step / WARMUP_STEPS, cosine)
-
-    def base_priorities(self, episodes: list[Episode], baseline: Baseline) -> np.ndarray:
-        """Return p_i^base, float64 [n]: |r_i| + epsilon, or |A_i| + epsilon with A_i the mean A_t of
-        its action tokens (section 3.4). A_t is unclipped: under Config A's clip of 0.2 all priorities
-        would be equal."""
-        if self.config.base_priority == "reward":
-            return reward_priority(np.array([e.reward for e in episodes]), self.config.epsilon)
-        tokens = np.array([e.action_mask.sum() for e in episodes])
-        totals = baseline.measured(episodes).double().sum(-1).numpy()
-        return advantage_priority(totals / tokens, self.config.epsilon)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of every whole parameter of the policy."""

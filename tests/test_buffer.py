@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs import ENVS
-from freshper.auto_tau import AutoTau
 from freshper.buffer import ReplayBuffer
 from freshper.priority import age_limit, exponential_decay
 
@@ -116,18 +115,6 @@ def test_base_priorities_can_be_updated():
     before, indices = leaves(buffer), buffer.sample(16).indices  # more than there are: some twice
     buffer.update_base_priorities(indices, buffer.base_priorities[indices])
     np.testing.assert_array_equal(leaves(buffer), before)
-
-
-def test_drift_reaches_automatic_tau_per_turn():
-    buffer = ReplayBuffer(10, 0.6, AutoTau(0.6, 10))
-    buffer.add(
-        [make_episode(np.random.default_rng(k), turns=1 + k) for k in range(4)], np.ones(4), step=0
-    )
-    buffer.refresh(25)
-    replay = buffer.sample(8)
-    turns = np.array([len(e.turn_rewards) for e in replay.episodes])
-    buffer.observe_drift(replay, 0.01 * replay.ages * turns)  # 0.01 nats a turn and step
-    assert buffer.decay.tau == pytest.approx(0.6 / (2 * 0.01))
 
 
 @pytest.mark.parametrize("use", [

@@ -21,6 +21,7 @@ from freshper.episode import collate
 from freshper.errors import watched
 from freshper.flags import parse_args
 from freshper.models import load_policy
+from freshper.priority import FixedDecay
 from freshper.rollout import rollout
 from freshper.tiny import tiny_model
 from freshper.trainer import TorchTrainer
@@ -84,6 +85,7 @@ def test_algorithm_1_line_by_line(tmp_path, monkeypatch):
 
     def lines_5_and_10(update, trainer, episodes, advantages, weights=None):
         calls.append("5 train" if weights is None else "10 replay")
+        noted["update"] = update
         if weights is not None:
             assert (episodes, weights) == (noted["drawn"].episodes, noted["weights"])
         elif calls[-2] == "6 refresh":  # the first update is on-policy: rho = 1
@@ -106,6 +108,13 @@ def test_algorithm_1_line_by_line(tmp_path, monkeypatch):
         )  # rises to 1 in three iterations
         noted["weights"] = weights
 
+    def drift(_, decay, ages, kl):
+        calls.append("drift")
+        assert ages is noted["drawn"].ages
+        turns = [len(e.turn_rewards) for e in noted["drawn"].episodes]
+        np.testing.assert_allclose(kl * turns, noted["update"].drift["kl"])
+        noted["observed"] = kl
+
     def returns(_, baseline, episodes):
         calls.append("returns")
         assert episodes is noted["collected"]
@@ -118,6 +127,7 @@ def test_algorithm_1_line_by_line(tmp_path, monkeypatch):
     record(TorchTrainer, "update", lines_5_and_10)
     record(ReplayBuffer, "sample", line_8)
     record(train, "importance_weights", line_9)
+    record(FixedDecay, "observe", drift)
     record(train.Baseline, "observe", returns)
     record(
         HFEngine,
@@ -130,7 +140,7 @@ def test_algorithm_1_line_by_line(tmp_path, monkeypatch):
         )
         == 0
     )
-    replay = ["8 sample", "9 weights", "10 replay"]
+    replay = ["8 sample", "9 weights", "10 replay", "drift"]
     collect = ["2 rollout", "3 log-probs", "returns", "4 add"]
     assert calls == 3 * [*collect, "6 refresh", "5 train", "5 train", *replay, *replay, "12 sync"]
     assert refreshed == [
