@@ -98,6 +98,7 @@ def shaped(batch: Batch, kl_reward_coef: float) -> Tensor:
     """Return r_t - kl_reward_coef * k1_t of the policy that acted, [B, T]."""
     if not kl_reward_coef:
         return batch.rewards
+    assert batch.ref_logprobs is not None
     penalty = kl_k1(batch.behavior_logprobs, batch.ref_logprobs) * batch.action_mask
     return batch.rewards - kl_reward_coef * penalty
 

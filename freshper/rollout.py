@@ -19,7 +19,7 @@ import numpy as np
 
 from envs.base import EVAL_SEEDS, Observation, TextEnv
 from freshper.config import Config
-from freshper.episode import Episode
+from freshper.episode import AnyImage, Episode
 from freshper.errors import NonFiniteError
 from freshper.models import Policy
 
@@ -44,7 +44,7 @@ class Conversation:
     """What an engine reads of one live episode. Only its end grows, so engines can keep caches."""
 
     tokens: list[int]
-    images: list[np.ndarray] = field(default_factory=list)
+    images: list[AnyImage] = field(default_factory=list)
     seed: int = 0  # of the environment, to name the episode in errors
 
 

@@ -250,6 +250,7 @@ class TorchTrainer:
         self.step += 1
 
         n = tokens.sum().item()
+        assert batch.advantages is not None
         stats = {
             "clip_fraction": float(drift["clipped"].sum() / n),
             "kl": float(drift["kl"].sum() / n),
