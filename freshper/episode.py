@@ -123,6 +123,7 @@ class Batch(NamedTuple):
         """Return these rows alone, trimmed to the longest of them: a micro-batch."""
         lengths = [self.lengths[i] for i in indices]
         images = [self.images[i] for i in indices]
+
         tensors = {}
         for name, values in self._asdict().items():
             if isinstance(values, Tensor):
@@ -146,8 +147,9 @@ def group_by_length(lengths: list[int], most: int) -> list[list[int]]:
     for row in longest_first:
         group = [row, *groups[0]]
         tokens = sum(lengths[k] for k in group)
-        fewest = (1 - PADDING) * lengths[group[-1]] * len(group)
-        if len(group) <= most and tokens > fewest:
+        fewest_tokens = (1 - PADDING) * lengths[group[-1]] * len(group)
+
+        if len(group) <= most and tokens > fewest_tokens:
             groups[0] = group
         else:
             groups.insert(0, [row])
@@ -166,6 +168,7 @@ def collate(episodes: list[Episode]) -> Batch:
             tensors = [torch.from_numpy(array) for array in arrays]
             padded[name] = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
     padded["tokens"] = padded["tokens"].long()
+
     padded["images"] = [episode.images for episode in episodes]
     padded["lengths"] = [len(episode.tokens) for episode in episodes]
     return Batch(**padded)
