@@ -22,7 +22,7 @@ from freshper.episode import AnyImage, Episode, compressed, image_key
 from sumtree import SumTree
 
 STATE = ("episodes", "base_priorities", "collected_at", "arrival", "added", "now")
-SMALLEST_LEAF = np.finfo(np.float64).tiny
+SMALLEST_LEAF = np.finfo(float).tiny
 
 
 class Replay(NamedTuple):

@@ -51,17 +51,15 @@ def estimate(rows: Table) -> dict[str, float]:
     rho = np.exp(log_rho - largest)  # the constant cancels below, and nothing overflows
     mean_rho = mean(rho)
     mean_log_rho = mean(rho * log_rho) / mean_rho  # under pi_theta
-    ess = mean_rho**2 / mean(rho**2)
-    kl = mean_log_rho - largest - np.log(mean_rho)
 
     tokens = mean(rows["tokens"])
     ratio = mean(rows["ratio"])
     ratio_square = mean(rows["ratio_sq"])
     return {
         "age": rows["age"].mean(),
-        "ess": ess,
+        "ess": mean_rho**2 / mean(rho**2),
         "ess_token": ratio**2 / (tokens * ratio_square),
-        "kl": kl,
+        "kl": mean_log_rho - largest - np.log(mean_rho),
         "kl_reverse": -mean(log_rho),
         "clipped": mean(rows["clipped"]) / tokens,
     }
