@@ -26,14 +26,13 @@ from transformers import logging, set_seed
 from freshper.backends import backends, choose_backend, join_ranks, load, serve
 from freshper.buffer import ReplayBuffer
 from freshper.checkpoint import RunState, StopSignals
-from freshper.engine_hf import HFEngine
 from freshper.errors import BackendError, Interrupted, NonFiniteError
 from freshper.is_weights import importance_weights
 from freshper.models import Policy
 from freshper.priority import base_priorities
 from freshper.reinforce import Baseline
 from freshper.report import Report
-from freshper.rollout import rollout, training_seeds
+from freshper.rollout import Engine, rollout, training_seeds
 from freshper.tiny import keep_freed_memory
 from freshper.trainer import TorchTrainer
 
@@ -42,7 +41,7 @@ def train(
     config: Config,
     policy: Policy,
     trainer: TorchTrainer,
-    engine: HFEngine,
+    engine: Engine,
     report: Report,
     signals: StopSignals,
 ) -> None:
@@ -62,7 +61,7 @@ def train(
 
     for iteration in report.iterations():  # Algorithm 1, line 1
         # 2: roll out pi_mu in E to collect episodes {e_j} with rewards {r_j}
-        seeds = training_seeds(config, iteration)
+        seeds = training_seeds(config.seed, iteration, config.rollout_batch_size, config.group_size)
         episodes = rollout(engine, policy, envs, seeds, config.max_tokens, config.max_new_tokens)
 
         # 3: compute behavior log-probs log pi_mu(e_j), before training
@@ -126,7 +125,8 @@ def run(config: Config, signals: StopSignals) -> int:
     try:
         choose_backend(config)
         rank = join_ranks(config)
-        policy = load(config, training_seeds(config, 0))
+        seeds = training_seeds(config.seed, 0, config.rollout_batch_size, config.group_size)
+        policy = load(config, seeds)
         report = Report(config, policy) if rank == 0 else None
     except ValueError as error:
         print(f"train.py: error: {error}", file=sys.stderr)

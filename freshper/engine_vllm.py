@@ -163,7 +163,9 @@ class VLLMEngine:
         """Line 12, pi_mu <- pi_theta: hand over the weights and prove it. Returns the largest log-prob difference."""
         began = time.perf_counter()
         # a tied output layer is among them: vLLM would keep the old one; a file must not hold two views of one tensor
-        weights = {name: weight.detach().to("cpu", copy=True) for name, weight in trainer.weights()}
+        weights = {
+            name: weight.detach().to("cpu", copy=True) for name, weight in trainer.parameters()
+        }
         with watched("handing the weights to vLLM", self.processes, Exception):
             save_file(weights, self.folder / "model.safetensors")
             self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self.folder)})

@@ -52,7 +52,7 @@ def base_priorities(
         return reward_priority(returns, epsilon)
 
     tokens = np.array([episode.action_mask.sum() for episode in episodes])
-    totals = baseline.measured(episodes).double().sum(-1).numpy()
+    totals = baseline.collected_advantages(episodes).double().sum(-1).numpy()
     return advantage_priority(totals / tokens, epsilon)
 
 

@@ -41,7 +41,7 @@ def main(blocks, *flags):
     )
     config = parse_args(list(flags))
     torch.set_num_threads(1)
-    seeds = training_seeds(config, 0)
+    seeds = training_seeds(config.seed, 0, config.rollout_batch_size, config.group_size)
     policy = load(config, seeds)
     policy.freeze_vision = False  # else the trainer keeps features of the images
     with backends(policy, config) as (trainer, engine):
@@ -68,8 +68,8 @@ def main(blocks, *flags):
         class Tied:  # vLLM gets a new embedding, and of the tied output layer nothing, as transformers would save it
             logprobs = trainer.logprobs
 
-            def weights(self):
-                return (pair for pair in trainer.weights() if pair[0] != "lm_head.weight")
+            def parameters(self):
+                return (pair for pair in trainer.parameters() if pair[0] != "lm_head.weight")
 
         embedding = policy.model.get_input_embeddings().weight
         embedding += 0.3 * torch.randn_like(embedding)

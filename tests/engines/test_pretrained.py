@@ -135,7 +135,8 @@ def test_vllm_and_deepspeed_train_the_checkpoint(run, folder):
 def play(given):
     """A policy, its trainer, and episodes of two turns, each with another return."""
     config = parse_args([*given, "--max_turns", "2", "--max_tokens", "300"])
-    policy = load(config, seeds := training_seeds(config, 0))
+    seeds = training_seeds(config.seed, 0, config.rollout_batch_size, config.group_size)
+    policy = load(config, seeds)
     with backends(policy, config) as (trainer, engine):
         envs = [config.make_env() for _ in seeds]
         episodes = rollout(engine, policy, envs, seeds, config.max_tokens, config.max_new_tokens)
