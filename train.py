@@ -3,7 +3,8 @@
     python train.py --env frozenlake_vlm                 an image task, on a laptop, in minutes
     python train.py --env frozenlake --method on_policy  the baseline without replay
 
-Each line of the algorithm is one call. The module behind it says how it works, and where and why we differ.
+Each line of the algorithm is one call. The module behind it says how it works, and where and why we
+differ.
 """
 
 import os
@@ -30,6 +31,7 @@ from freshper.checkpoint import RunState, Saved, StopSignals
 from freshper.errors import BackendError, Interrupted, NonFiniteError
 from freshper.is_weights import importance_weights
 from freshper.models import Policy
+from freshper.priority import base_priorities
 from freshper.reinforce import Baseline
 from freshper.report import Report
 from freshper.rollout import Engine, rollout, training_seeds
@@ -47,59 +49,57 @@ def train(
     signals: StopSignals,
     saved: Saved | None,
 ) -> None:
-    """Run Algorithm 1, from its start or a checkpoint. Raises NonFiniteError if log-probs, loss or gradient stop being
-    numbers, OSError if the disk fails, BackendError if vLLM or DeepSpeed does, Interrupted after a signal."""
+    """Run Algorithm 1, from its start or from a checkpoint.
+
+    Raises NonFiniteError if a log-prob, the loss or the gradient is not finite, OSError if the disk
+    fails, BackendError if vLLM or DeepSpeed does, and Interrupted after a signal."""
     envs = [make_env() for _ in range(max(config.rollout_batch_size, config.eval_episodes))]
-    buffer = ReplayBuffer(
-        config.capacity, config.alpha, config.decay_function(), config.eviction, config.seed
-    )
+    decay = config.decay_function()
+    buffer = ReplayBuffer(config.capacity, config.alpha, decay, config.eviction, config.seed)
     baseline = Baseline(config.baseline, config.kl_reward_coef)
-    run = RunState(
-        config,
-        policy,
-        report,
-        signals,
-        saved,
-        trainer=trainer,
-        engine=engine,
-        buffer=buffer,
-        baseline=baseline,
-    )
+    epsilon = config.epsilon
+    parts = dict(trainer=trainer, engine=engine, buffer=buffer, decay=decay, baseline=baseline)
+    run = RunState(config, policy, report, signals, saved, **parts)
     run.restore()
     report.evaluate_if_due(engine, policy, envs)
+
     for iteration in report.iterations():  # Algorithm 1, line 1
         # 2: roll out pi_mu in E to collect episodes {e_j} with rewards {r_j}
         seeds = training_seeds(config.seed, iteration, config.rollout_batch_size, config.group_size)
         episodes = rollout(engine, policy, envs, seeds, config.max_tokens, config.max_new_tokens)
+
         # 3: compute behavior log-probs log pi_mu(e_j), before training
         mismatch = trainer.record_behavior_logprobs(episodes)
         baseline.observe(episodes)
+
         if config.replay_ratio:  # on-policy training keeps no episodes
             # 4: store each e_j into B with base priority p_j^base and log pi_mu
-            base_priorities = trainer.base_priorities(episodes, baseline)
-            buffer.add(episodes, base_priorities, step=trainer.step)
-            # 6: refresh priorities p_i <- p_i^base * exp(-Delta_i / tau), on a CPU thread while line 5 trains
-            buffer.refresh_async(step=trainer.step + config.ppo_epochs)
+            priorities = base_priorities(episodes, baseline, config.base_priority, epsilon)
+            buffer.add(episodes, priorities, trainer.step)
+            # 6: refresh priorities p_i <- p_i^base * exp(-Delta_i / tau), on a CPU thread beside 5
+            buffer.refresh_async(trainer.step + config.ppo_epochs)
+
         # 5: train pi_theta on the fresh batch {e_j}
         advantages = baseline.advantages(episodes)
         fresh = [trainer.update(episodes, advantages) for _ in range(config.ppo_epochs)]
+
         # 7: for k = 1, ..., K
         replays = []
         for _ in range(config.replay_ratio):
             # 8: sample batch S from B with P(i) ~ p_i^alpha, stratified
-            drawn = buffer.sample(config.batch_size, step=trainer.step)
+            drawn = buffer.sample(config.batch_size, trainer.step)
             # 9: compute IS weights w_i (beta = 0: all 1)
-            weights = importance_weights(
-                drawn.probabilities, len(buffer), config.beta_at(iteration)
-            )
+            beta = config.beta_at(iteration)
+            weights = importance_weights(drawn.probabilities, len(buffer), beta)
             # 10: train pi_theta on S with the IS-weighted policy gradient
             advantages = baseline.advantages(drawn.episodes)
             replayed = trainer.update(drawn.episodes, advantages, weights)
-            # section 3.5, "Priority Update": a base priority that depends on the policy or the baseline is recomputed
-            base_priorities = trainer.base_priorities(drawn.episodes, baseline)
-            buffer.update_base_priorities(drawn.indices, base_priorities)
-            buffer.observe_drift(drawn, replayed.drift["kl"])
             replays.append((drawn, replayed))
+            # section 3.5, "Priority Update": |A_i| depends on the policy and the baseline
+            priorities = base_priorities(drawn.episodes, baseline, config.base_priority, epsilon)
+            buffer.update_base_priorities(drawn.indices, priorities)
+            decay.observe(drawn.ages, replayed.drift["kl"] / drawn.turns())
+
         # 12: sync the inference engine, pi_mu <- pi_theta
         sync = engine.sync(trainer)
         report.log(episodes, mismatch, fresh, replays, sync, trainer=trainer, buffer=buffer)

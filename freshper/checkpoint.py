@@ -261,7 +261,7 @@ def plain(tree: Any) -> Any:
 def pack_episodes(episodes: list[Episode]) -> dict[str, Any]:
     """Return episodes as columns, one per field: arrays end to end with their lengths (tens of thousands of small
     tensors would take long to save), and each image of the buffer, which shares them, once."""
-    images = {id(image): image for e in episodes for image in e.images}
+    images: dict[int, Any] = {id(image): image for e in episodes for image in e.images}
     number = {key: k for k, key in enumerate(images)}
     columns: dict[str, Any] = {
         f.name: [getattr(e, f.name) for e in episodes] for f in dataclasses.fields(Episode)

@@ -6,8 +6,8 @@ settings of a run come from this dataclass, then from the preset of its task, th
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from envs import ENVS
 from envs.base import TextEnv
 from freshper.auto_tau import AutoTau
 from freshper.is_weights import annealed_beta
-from freshper.priority import age_limit, exponential_decay, polynomial_decay
+from freshper.priority import FixedDecay, age_limit, exponential_decay, polynomial_decay
 
 Method = Literal["on_policy", "per", "freshper"]
 Eviction = Literal["fifo", "lowest_priority"]
@@ -178,17 +178,17 @@ class Config:
         """Make the environment of --env."""
         return ENVS[self.env](**self.env_settings())
 
-    def decay_function(self) -> Any:
-        """Return age -> factor in [0, 1] for the buffer, or None (Standard PER)."""
+    def decay_function(self) -> FixedDecay | AutoTau:
+        """Return the decay of age, which gives factors in [0, 1]; 1 everywhere for Standard PER."""
         if self.decay == "none":
-            return None
+            return FixedDecay(exponential_decay, tau=math.inf)
+        if self.decay == "polynomial":
+            return FixedDecay(polynomial_decay, tau=self.tau, power=1.0)
+        if self.decay == "limit":
+            return FixedDecay(age_limit, tau=self.tau)
         if self.tau == "auto":
             return AutoTau(self.alpha, self.replay_ratio + self.ppo_epochs)
-        forms: dict[str, Any] = {
-            "polynomial": partial(polynomial_decay, power=1.0),
-            "limit": age_limit,
-        }
-        return partial(forms.get(self.decay, exponential_decay), tau=self.tau)
+        return FixedDecay(exponential_decay, tau=self.tau)
 
     def beta_at(self, iteration: int) -> float:
         """Return beta of the IS weights, which reaches 1 in the last iteration. --beta 0 stays 0:

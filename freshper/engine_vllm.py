@@ -198,7 +198,11 @@ class VLLMEngine:
                 False, image[:-1]
             )  # all placeholders of an image but the first
             shown = (
-                {"multi_modal_data": {"image": [Image.fromarray(image) for image in c.images]}}
+                {
+                    "multi_modal_data": {
+                        "image": [Image.fromarray(np.asarray(image)) for image in c.images]
+                    }
+                }
                 if c.images
                 else {}
             )

@@ -101,6 +101,7 @@ def penalized_rewards(batch: Batch, kl_reward_coef: float) -> Tensor:
     """Return r_t - kl_reward_coef * k1_t of the policy that acted, float32 [B, T]."""
     if not kl_reward_coef:
         return batch.rewards
+    assert batch.ref_logprobs is not None
     k1 = kl_k1(batch.behavior_logprobs, batch.ref_logprobs)
     return batch.rewards - kl_reward_coef * k1 * batch.action_mask
 

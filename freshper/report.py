@@ -383,7 +383,7 @@ def episodes_page(episodes: list[Episode], policy: Policy, title: str) -> str:
             for _ in range(
                 int((np.diff(is_image, prepend=False) & is_image).sum())
             ):  # runs of placeholders
-                Image.fromarray(next(images)).save(stream := io.BytesIO(), "PNG")
+                Image.fromarray(np.asarray(next(images))).save(stream := io.BytesIO(), "PNG")
                 page += f'<img src="data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}">'
             text = decode(tokens[~is_image & ~sampled], skip_special_tokens=True).strip()
             page += f"<pre>{html.escape(text)}</pre><td>"

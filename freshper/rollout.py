@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from envs.base import EVAL_SEEDS, Observation, TextEnv
-from freshper.episode import Episode
+from freshper.episode import AnyImage, Episode
 from freshper.errors import NonFiniteError
 from freshper.models import Policy
 from freshper.trainer import State, TorchTrainer
@@ -46,7 +46,7 @@ class Conversation:
     """What an engine reads of one live episode. Only its end grows, so engines can keep caches."""
 
     tokens: list[int]
-    images: list[np.ndarray] = field(default_factory=list)
+    images: list[AnyImage] = field(default_factory=list)
     seed: int = 0  # of the environment, to name the episode in errors
 
 

@@ -30,7 +30,6 @@ from freshper.config import Config
 from freshper.episode import Batch, Episode, collate
 from freshper.errors import NonFiniteError
 from freshper.models import Policy
-from freshper.priority import advantage_priority, reward_priority
 from freshper.reinforce import Baseline, policy_loss, training_batch
 
 DRIFT = ("log_ratio", "ratio", "ratio_sq", "kl", "clipped")  # sums of each row from `policy_loss`
@@ -254,6 +253,7 @@ class TorchTrainer:
         self.step += 1
 
         n = tokens.sum().item()
+        assert batch.advantages is not None
         stats = {
             "clip_fraction": float(drift["clipped"].sum() / n),
             "kl": float(drift["kl"].sum() / n),
@@ -276,6 +276,7 @@ class TorchTrainer:
         drift = torch.zeros(len(DRIFT), len(batch.tokens)).double()
         for rows, micro_batch in self.strategy.shard(batch):
             logprobs, entropies = self.strategy.forward(micro_batch, config.temperature, entropy)
+            assert micro_batch.advantages is not None
             loss, sums = policy_loss(
                 logprobs,
                 micro_batch.behavior_logprobs,
@@ -305,16 +306,6 @@ class TorchTrainer:
         progress = min(max(progress, 0.0), 1.0)
         cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
         return self.config.lr * min(self.step / WARMUP_STEPS, cosine)
-
-    def base_priorities(self, episodes: list[Episode], baseline: Baseline) -> np.ndarray:
-        """Return p_i^base, float64 [n]: |r_i| + epsilon, or |A_i| + epsilon with A_i the mean A_t
-        of its action tokens (section 3.4). A_t is unclipped: under Config A's clip of 0.2 all
-        priorities would be equal."""
-        if self.config.base_priority == "reward":
-            return reward_priority(np.array([e.reward for e in episodes]), self.config.epsilon)
-        tokens = np.array([e.action_mask.sum() for e in episodes])
-        totals = baseline.collected_advantages(episodes).double().sum(-1).numpy()
-        return advantage_priority(totals / tokens, self.config.epsilon)
 
     def parameters(self) -> Parameters:
         """Yield (name, tensor) of every whole parameter of the policy."""

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from freshper.config import Config
-from freshper.episode import Batch, Episode, alike
+from freshper.episode import Batch, Episode, group_by_length
 from freshper.errors import TIMEOUT, BackendError, NonFiniteError, watched
 from freshper.models import Policy
 from freshper.trainer import (
@@ -118,7 +118,7 @@ class DeepSpeedRanks(OneProcess):
         return message[0]
 
     def shard(self, batch: Batch) -> Iterator[tuple[list[int], Batch]]:
-        for group in alike(batch.lengths, self.micro_batch_size * self.ranks):
+        for group in group_by_length(batch.lengths, self.micro_batch_size * self.ranks):
             rows = group[self.rank :: self.ranks] or group[:1]
             micro_batch = batch.rows(rows)
             if self.rank >= len(group):
@@ -197,7 +197,6 @@ class RankZero:
 
     def __init__(self, trainer: TorchTrainer):
         self.trainer = trainer
-        self.base_priorities = trainer.base_priorities  # needs no other rank
         self.strategy = cast(DeepSpeedRanks, trainer.strategy)
         self.broken = False
 

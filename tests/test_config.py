@@ -149,7 +149,7 @@ def test_what_follows_from_the_settings(tmp_path, monkeypatch, model_folder):
     # before any drift is observed: five iterations of 2 + 4 steps
     assert settings_of("--tau auto --replay_ratio 4 --ppo_epochs 2").decay_function().tau == 30.0
     per = settings_of("--method per --iterations 11")
-    assert per.decay_function() is None
+    assert per.decay_function()(20) == 1.0
     assert [per.beta_at(i) for i in (0, 5, 10)] == pytest.approx([0.4, 0.7, 1.0])
     assert config.beta_at(0) == config.beta_at(199) == 0.0
 

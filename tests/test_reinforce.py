@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections import defaultdict
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freshper.config import Config
-from freshper.episode import PADDING, alike, collate
+from freshper.episode import PADDING, collate, group_by_length
+from freshper.priority import base_priorities
 from freshper.reinforce import (
     WINDOW,
     Baseline,
@@ -23,7 +23,6 @@ from freshper.reinforce import (
     training_batch,
     whiten,
 )
-from freshper.trainer import TorchTrainer
 
 
 def bounded(x, limit):
@@ -331,14 +330,13 @@ def test_a_base_priority_is_of_the_return_or_of_the_unclipped_advantage(kind):
     for drawn in (episodes, episodes[:2], episodes[:1]):
         means = [np.mean(row) for row in slow_advantages(drawn, unclipped, episodes)]
         for source, expected in (("advantage", means), ("reward", [e.reward for e in drawn])):
-            trainer = SimpleNamespace(config=dataclasses.replace(config, base_priority=source))
-            priorities = TorchTrainer.base_priorities(trainer, drawn, baseline)
+            priorities = base_priorities(drawn, baseline, source, epsilon=0.1)
             np.testing.assert_allclose(priorities, np.abs(expected) + 0.1, rtol=1e-4)
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=200), st.integers(1, 40))
 def test_rows_stand_once_in_groups_of_little_padding(lengths, most):
-    groups = alike(lengths, most)
+    groups = group_by_length(lengths, most)
     assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
     for group in groups:
         grouped = [lengths[row] for row in group]
@@ -346,7 +344,7 @@ def test_rows_stand_once_in_groups_of_little_padding(lengths, most):
         assert len(grouped) <= most
         assert sum(grouped) > (1 - PADDING) * max(grouped) * len(grouped)
     # Equal lengths fill every group but one.
-    assert [len(group) for group in alike([7] * 10, 4)] == [2, 4, 4]
+    assert [len(group) for group in group_by_length([7] * 10, 4)] == [2, 4, 4]
 
 
 def test_an_episode_whose_fields_do_not_fit_together_is_refused():
