@@ -98,6 +98,8 @@ def action_logprobs(
 class OneProcess:
     """The computation of an update in one process, on one device."""
 
+    rank = 0
+
     def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, config: Config):
         self.policy = policy
         self.optimizer = optimizer
