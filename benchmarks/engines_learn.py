@@ -19,8 +19,7 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from envs import ENVS
 from freshper.tiny import build_policy, keep_freed_memory, warm_start
@@ -54,7 +53,7 @@ def main() -> int:
         build(args.env, model)
 
     command = [sys.executable, "compare.py", "--env", args.env, "--jobs", "1", "--out", str(out)]
-    return subprocess.call([*command, *ARMS, "--model", str(model), *flags], cwd=ROOT)
+    return subprocess.call([*command, *ARMS, "--model", str(model), *flags], cwd=sys.path[0])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Speed of an update in bfloat16 (autocast, float32 master weights) against float32, in turn, on one
-thread.
+"""Speed of an update in bfloat16 (autocast, float32 master weights) against float32, in turn, on
+one thread.
 
 Paper: appendix F ("BF16 mixed precision").
 
