@@ -11,17 +11,14 @@ It can be read without running code, where torch.load needs `weights_only=False`
 (0.5 MB) is part of the checkpoint only.
 """
 
-import argparse
-import sys
 import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import common
 import numpy as np
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from envs import ENVS
 from freshper.buffer import ReplayBuffer
@@ -79,9 +76,7 @@ def timed(function, *arguments, **options):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--episodes", type=int, default=50_000)
     parser.add_argument("--tokens", type=int, default=130)
     parser.add_argument("--images", type=int, default=0, help="different ones; 0: a text task")

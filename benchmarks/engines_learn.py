@@ -12,14 +12,12 @@ Updates, replay and held-out seeds are the same, but the engines draw their repl
 of their own: the curves are two samples of the same distribution, not the same curve.
 """
 
-import argparse
 import subprocess
 import sys
 from pathlib import Path
 
+import common
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from envs import ENVS
 from freshper.tiny import build_policy, keep_freed_memory, warm_start
@@ -38,11 +36,7 @@ def build(env: str, folder: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--env", choices=["frozenlake", "frozenlake_vlm"], default="frozenlake")
     parser.add_argument("--out", type=Path, default=Path("out/engines-learn"))
     args, flags = parser.parse_known_args()
@@ -53,7 +47,9 @@ def main() -> int:
         build(args.env, model)
 
     command = [sys.executable, "compare.py", "--env", args.env, "--jobs", "1", "--out", str(out)]
-    return subprocess.call([*command, *ARMS, "--model", str(model), *flags], cwd=sys.path[0])
+    return subprocess.call(
+        [*command, *ARMS, "--model", str(model), *flags], cwd=Path(__file__).parent.parent
+    )
 
 
 if __name__ == "__main__":

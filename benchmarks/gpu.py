@@ -19,7 +19,6 @@ Nothing is learned from them. The question is whether a sync through the file co
 an iteration of the paper's preset.
 """
 
-import argparse
 import csv
 import os
 import subprocess
@@ -27,9 +26,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import common
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 LIMIT = 420  # seconds for a part of PLAN
 TEXT = "--env frozenlake --backend"
@@ -219,11 +217,7 @@ def plan(out: Path, only: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = common.parser(__doc__)
     add = parser.add_argument
     add("out", help="folder")
     add("--only", default="", help="run the parts of PLAN whose names contain this")

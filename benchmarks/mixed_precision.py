@@ -9,19 +9,14 @@ The model is a Llama of SmolLM2-135M's shape with random weights. A CPU gains if
 bfloat16 in hardware (avx512_bf16 or amx in /proc/cpuinfo).
 """
 
-import argparse
-import sys
 import time
-from pathlib import Path
 
+import common
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from freshper.config import Config
-from freshper.episode import Episode
 from freshper.models import Policy
 from freshper.tiny import build_tokenizer, keep_freed_memory
 from freshper.trainer import TorchTrainer
@@ -40,24 +35,12 @@ def build_policy() -> Policy:
     return Policy(LlamaForCausalLM(config), build_tokenizer(()))
 
 
-def random_episodes(count: int, length: int) -> list[Episode]:
-    """Return episodes whose last quarter is a reply."""
-    rng = np.random.default_rng(0)
-    mask = np.arange(length) >= 3 * length // 4
-    episodes = []
-    for reward in rng.random(count):
-        tokens = rng.integers(0, 49_152, length).astype(np.int32)
-        turn_rewards = np.full(1, reward, np.float32)
-        episodes.append(Episode(tokens, mask, np.zeros(length, np.float32), reward, turn_rewards))
-    return episodes
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--episodes", type=int, default=16)
-    parser.add_argument("--length", type=int, default=96, help="tokens of an episode")
+    parser.add_argument(
+        "--length", type=int, default=96, help="tokens of an episode, a quarter replies"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -67,7 +50,8 @@ def main() -> None:
     policy = build_policy()
     config = Config(model="random", lr=1e-9, micro_batch_size=args.episodes)
     trainer = TorchTrainer(policy, config, 100)
-    episodes = random_episodes(args.episodes, args.length)
+    prompt = 3 * args.length // 4
+    episodes = common.random_episodes(args.episodes, args.length, 49_152, prompt)
     # Stored log-probs make all ratios 1.
     trainer.record_behavior_logprobs(episodes)
 

@@ -23,15 +23,11 @@ is slower. What is included:
 """
 
 import math
-import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 from cpprb import PrioritizedReplayBuffer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from freshper.buffer import ReplayBuffer
 from freshper.episode import Episode

@@ -14,15 +14,12 @@ E2 s2 / (E1 s1) at c = 0 to E2 / E1. If 1 lies between, their lines cross. E2 / 
 means over seeds. Intervals: 95 %, Welch's t on log E, for E alone.
 """
 
-import argparse
 import csv
-import sys
 from pathlib import Path
 
+import common
 import matplotlib.figure
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from compare import folder_of, label, welch_interval
 from freshper.diagnostics import read
@@ -61,9 +58,7 @@ def ratio(e1: np.ndarray, e2: np.ndarray) -> np.ndarray:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("folder", type=Path, help="of a comparison that is complete")
     parser.add_argument("--success", type=float, default=0.6)
     args = parser.parse_args()

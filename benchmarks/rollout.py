@@ -29,17 +29,13 @@ whose work grows with the context.
     python benchmarks/rollout.py --layers 1        five
 """
 
-import argparse
-import sys
 import time
-from pathlib import Path
 
+import common
 import numpy as np
 import torch
 from PIL import Image
 from transformers import Qwen2Config, Qwen2ForCausalLM
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from envs.frozenlake import FrozenLake
 from freshper.engine_hf import HFEngine, Sampling
@@ -186,7 +182,7 @@ def print_row(name, games):
 
 
 def main():
-    parser = argparse.ArgumentParser()
+    parser = common.parser(__doc__)
     parser.add_argument("--images", action="store_true", help="images, with the tiny Qwen2.5-VL")
     parser.add_argument("--layers", type=int, default=0, help="of Qwen2.5-0.5B's shape")
     args = parser.parse_args()

@@ -21,11 +21,8 @@ rows answer the same queries (names, as a policy writes them) and must return th
 import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from envs import synthetic_wiki
 from envs.search_server import SearchServer, retrieve

@@ -10,15 +10,11 @@ the warm start taught it; if less, exploration or credit.
     python benchmarks/supervised.py --env frozenlake                half an hour on one core
 """
 
-import argparse
-import sys
 import time
-from pathlib import Path
 
+import common
 import numpy as np
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from envs import ENVS
 from envs.base import EVAL_SEEDS
@@ -44,9 +40,7 @@ class NearOptimalEngine(RandomEngine):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--env", choices=list(ENVS), default="frozenlake")
     parser.add_argument("--batches", type=int, default=800, help=f"of {BATCH} episodes")
     parser.add_argument("--mistakes", type=float, default=NearOptimalEngine.mistakes)

@@ -10,15 +10,12 @@ GOALS, with an interval above the random policy, the score in SCORES, in at most
 (FrozenLake: 5).
 """
 
-import argparse
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import common
 import numpy as np
 from scipy import stats
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from compare import config_of, folder_of, run, summary
 from envs import ENVS
@@ -111,9 +108,7 @@ def row(env: str, seeds: list[int], out: Path, jobs: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--env", choices=list(ENVS), nargs="+", default=list(ENVS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; only one: two threads")

@@ -13,18 +13,14 @@ before the first pass.
 import argparse
 import multiprocessing
 import resource
-import sys
 import time
-from pathlib import Path
 
-import numpy as np
+import common
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import freshper.trainer
-from freshper.episode import Batch, Episode, collate
+from freshper.episode import collate
 from freshper.models import Policy
 from freshper.tiny import build_tokenizer, keep_freed_memory
 from freshper.trainer import action_logprobs
@@ -42,16 +38,6 @@ def build_policy(vocabulary: int) -> Policy:
     return Policy(Qwen2ForCausalLM(config), build_tokenizer(()))
 
 
-def random_batch(vocabulary: int, episodes: int, length: int) -> Batch:
-    """Return a batch of episodes, three quarters of whose tokens are actions."""
-    rng = np.random.default_rng(0)
-    mask = np.arange(length) >= length // 4
-    logprobs = np.zeros(length, np.float32)
-    turn_rewards = np.zeros(1, np.float32)
-    tokens = rng.integers(0, vocabulary, (episodes, length)).astype(np.int32)
-    return collate([Episode(row, mask, logprobs, 0.0, turn_rewards) for row in tokens])
-
-
 def peak_gib() -> float:
     """Return the highest resident memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -62,7 +48,9 @@ def measure(args: argparse.Namespace, at_once: int, queue: multiprocessing.Queue
     torch.set_num_threads(1)
     torch.manual_seed(0)
     policy = build_policy(args.vocabulary)
-    batch = random_batch(args.vocabulary, args.episodes, args.length)
+    prompt = args.length // 4
+    episodes = common.random_episodes(args.episodes, args.length, args.vocabulary, prompt)
+    batch = collate(episodes)
     freshper.trainer.LOGITS_AT_ONCE = at_once
 
     before = peak_gib()
@@ -76,10 +64,12 @@ def measure(args: argparse.Namespace, at_once: int, queue: multiprocessing.Queue
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = common.parser(__doc__)
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--episodes", type=int, default=4, help="of a micro-batch")
-    parser.add_argument("--length", type=int, default=512, help="tokens of an episode")
+    parser.add_argument(
+        "--length", type=int, default=512, help="tokens of an episode, a quarter a prompt"
+    )
     args = parser.parse_args()
     keep_freed_memory()
 

@@ -4,8 +4,8 @@ docs/tour-<n>.png.
     python docs/render_tour.py [--out FOLDER]
 
 Cells are those of the percent format (`# %%`), which editors open as a notebook: `# %% [markdown]`
-is text, `# %% solution` is code that the page folds away. What a cell prints stands below it, and so
-do its figures.
+is text, `# %% solution` is code that the page folds away. What a cell prints stands below it, and
+so do its figures.
 """
 
 import argparse

@@ -8,8 +8,8 @@ in Config A.
 
     python examples/corrections.py --seeds 121 122 123 --iterations 100
 
-Any flag of train.py may follow. The script trains each on text FrozenLake with FreshPER, two runs at
-a time, and prints the table of compare.py.
+Any flag of train.py may follow. The script trains each on text FrozenLake with FreshPER, two runs
+at a time, and prints the table of compare.py.
 """
 
 import argparse
