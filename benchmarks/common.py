@@ -20,6 +20,10 @@ def parser(description):
     )
 
 
+def print_verdict(met, text):
+    print("met   " if met else "MISSED", "", text)
+
+
 def random_episodes(count, length, vocabulary, prompt):
     """Return episodes of one turn with random tokens, the first `prompt` of which are no
     actions."""

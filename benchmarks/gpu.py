@@ -153,7 +153,9 @@ def print_times(out: str, rows: list[dict], tokens: float, sampled: float) -> No
     """Print the table of a run from the rows of its metrics and its tokens per iteration."""
     import torch
 
-    mean = {phase: np.mean([float(row[phase] or 0) for row in rows]) for phase in PHASES}
+    mean = {}
+    for phase in PHASES:
+        mean[phase] = np.mean([float(row[phase] or 0) for row in rows])
     counts = {"rollout_s": sampled, "logprobs_s": tokens, "update_s": tokens}
     total = sum(mean.values())
     print(f"\n{tokens:,.0f} tokens per iteration, {sampled:,.0f} of them sampled")

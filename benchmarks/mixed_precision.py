@@ -38,9 +38,7 @@ def build_policy() -> Policy:
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--episodes", type=int, default=16)
-    parser.add_argument(
-        "--length", type=int, default=96, help="tokens of an episode, a quarter replies"
-    )
+    parser.add_argument("--length", type=int, default=96, help="tokens, a quarter a reply")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)

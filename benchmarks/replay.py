@@ -202,16 +202,13 @@ def show(n, table):
     print()
 
     for row, limit in MILLISECONDS.items():
-        print_verdict(n, row, table[row]["ours"], limit, "ms")
+        value = table[row]["ours"]
+        common.print_verdict(value <= limit, f"{n:7,}  {row}: {value:.2f} <= {limit:g} ms")
     for (row, column), limit in RATIOS.items():
-        ratio = table[row]["ours"] / table[row][column]
-        print_verdict(n, row, ratio, limit, f"x {column}")
+        value = table[row]["ours"] / table[row][column]
+        text = f"{n:7,}  {row}: {value:.2f} <= {limit:g} x {column}"
+        common.print_verdict(value <= limit, text)
     print()
-
-
-def print_verdict(n, row, value, limit, unit):
-    verdict = "met   " if value <= limit else "MISSED"
-    print(f"{verdict}  {n:7,}  {row}: {value:.2f} <= {limit:g} {unit}")
 
 
 if __name__ == "__main__":

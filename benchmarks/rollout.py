@@ -202,10 +202,9 @@ def main():
 
     for style in rounds:
         speedup, growth = compare(policy, style, args.images, rounds[style])
-        verdict = "met   " if speedup >= SPEEDUP else "MISSED"
-        print(f"{verdict}  {style}: rollout {speedup:.1f}x >= {SPEEDUP:g}x")
-        verdict = "met   " if growth <= GROWTH else "MISSED"
-        print(f"{verdict}  {style}: growth {growth:.2f} <= {GROWTH:g}\n")
+        text = f"{style}: rollout {speedup:.1f}x >= {SPEEDUP:g}x"
+        common.print_verdict(speedup >= SPEEDUP, text)
+        common.print_verdict(growth <= GROWTH, f"{style}: growth {growth:.2f} <= {GROWTH:g}\n")
 
 
 if __name__ == "__main__":

@@ -78,8 +78,10 @@ def row(env: str, seeds: list[int], out: Path, jobs: int) -> str:
     bounds = baselines(config)
     tables = [read(folder, "metrics.csv") for folder in folders]
     summaries = [summary(folder) for folder in folders]
-    means = {name: np.mean([run[name] for run in summaries]) for name in summaries[0]}
-    last = [run["last"] for run in summaries]
+    means = {}
+    for name in summaries[0]:
+        means[name] = np.mean([values[name] for values in summaries])
+    last = [values["last"] for values in summaries]
     before = np.mean([table["eval_success"][0] for table in tables])
     score = np.mean([last_score(table) for table in tables])
     half = half_interval(last)

@@ -67,9 +67,7 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--episodes", type=int, default=4, help="of a micro-batch")
-    parser.add_argument(
-        "--length", type=int, default=512, help="tokens of an episode, a quarter a prompt"
-    )
+    parser.add_argument("--length", type=int, default=512, help="tokens, a quarter a prompt")
     args = parser.parse_args()
     keep_freed_memory()
 

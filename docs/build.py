@@ -107,12 +107,10 @@ def symbols(node: ast.AST, name: str = "") -> Iterator[tuple[str, ast.AST]]:
 def settings(node: ast.AST) -> Iterator[tuple[str, int]]:
     """Yield the names that a module or a class assigns, with their lines."""
     for child in statements(node):
-        targets = [child.target] if isinstance(child, ast.AnnAssign) else []
-        if isinstance(child, ast.Assign):
-            targets = child.targets
-        for target in targets:
-            if isinstance(target, ast.Name):
-                yield target.id, child.lineno
+        if isinstance(child, ast.Assign | ast.AnnAssign):
+            for target in getattr(child, "targets", None) or [child.target]:
+                if isinstance(target, ast.Name):
+                    yield target.id, child.lineno
 
 
 @cache
