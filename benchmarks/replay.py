@@ -26,6 +26,7 @@ import math
 import time
 from functools import partial
 
+import common
 import numpy as np
 from cpprb import PrioritizedReplayBuffer
 

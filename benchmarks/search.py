@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 
+import common
 import numpy as np
 
 from envs import synthetic_wiki
@@ -88,8 +89,8 @@ def main() -> int:
     alone = ms["HTTP, one by one"] / ms["HTTP"]
     print(f"  FAISS / numpy {faiss[0]:.2f} and {faiss[1]:.2f}; ", end="")
     print(f"one by one / batch {alone[0]:.1f} and {alone[1]:.1f}")
-    verdict = "met" if ms["HTTP"][0] < TARGET else "missed in time passed"
-    print(f"  target of a batch over HTTP: {TARGET:g} ms, {verdict}")
+    passed = ms["HTTP"][0]
+    common.print_verdict(passed < TARGET, f"a batch over HTTP: {passed:.0f} < {TARGET:g} ms")
     return 0
 
 

@@ -12,7 +12,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
@@ -120,8 +119,9 @@ def main() -> None:
     config = parse_args(["--env", "frozenlake_vlm", "--model", "tiny"])
     before = act(str(tiny_model("frozenlake_vlm")), config)
     after = act(args.folder, config)
-    rates = [np.mean([lake.cell() == "G" for lake in lakes]) for lakes in (before, after)]
-    print(f"success on {MAPS} held-out maps: {rates[0]:.2f} before, {rates[1]:.2f} after")
+    start = sum(lake.cell() == "G" for lake in before) / MAPS
+    end = sum(lake.cell() == "G" for lake in after) / MAPS
+    print(f"success on {MAPS} held-out maps: {start:.2f} before, {end:.2f} after")
 
     pairs = zip(before, after, strict=True)
     telling = [pair for pair in pairs if pair[0].cell() == "H" and pair[1].cell() == "G"]
