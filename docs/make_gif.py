@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("folder", help="a trained policy of frozenlake_vlm: a run's checkpoint")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "frozenlake.gif")
     args = parser.parse_args()
-    config = parse_args(["--env", "frozenlake_vlm", "--model", "tiny"])
+    config = parse_args(["--env", "frozenlake_vlm", "--model", "tiny"]).config
     before = act(str(tiny_model("frozenlake_vlm")), config)
     after = act(args.folder, config)
     start = sum(lake.cell() == "G" for lake in before) / MAPS
