@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from envs import ENVS
 from envs.base import EVAL_SEEDS
 from freshper.engine_hf import HFEngine, Sampling
+from freshper.evaluation import baselines
 from freshper.flags import parse_args
 from freshper.models import load_policy
-from freshper.report import baselines
 from freshper.rollout import Conversation, Reply, rollout
 from freshper.tiny import BATCH, RandomEngine, keep_freed_memory, supervised_step, tiny_model
 
@@ -58,7 +58,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1e-3, weight_decay=0.0)
     envs = [config.make_env() for _ in range(max(2 * BATCH, config.eval_episodes))]
     held_out = [EVAL_SEEDS + k for k in range(config.eval_episodes)]
-    known = {name: round(value, 3) for name, value in baselines(config).items()}
+    known = {name: round(value, 3) for name, value in baselines(config.make_env(), config.eval_episodes).items()}
     print(
         f"{config.task()}: {known}\n| batches | held-out success | seconds |\n|---|---|---|",
         flush=True,

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from compare import config_of, folder_of, run, summary
 from envs import ENVS
 from freshper.diagnostics import read
-from freshper.report import baselines
+from freshper.evaluation import baselines
 
 GOALS = {
     "frozenlake": 0.85,
@@ -41,7 +41,7 @@ def row(env: str, seeds: list[int], out: Path, jobs: int) -> str:
         list(pool.map(lambda *job: run(env, "freshper", *job, flags, threads), seeds, folders))
     found, config = [summary(folder) for folder in folders], config_of(folders[0])
     tables = [read(folder, "metrics.csv") for folder in folders]
-    known, before = baselines(config), np.mean([table["eval_success"][0] for table in tables])
+    known, before = baselines(config.make_env(), config.eval_episodes), np.mean([table["eval_success"][0] for table in tables])
     last, ends = (
         [run["last"] for run in found],
         {name: np.mean([run[name] for run in found]) for name in found[0]},
