@@ -156,7 +156,7 @@ def checked(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> li
             raise ValueError(f"{name} is in the flags of {arm}, but must be left to compare.py")
 
     flags = ["--env", env, "--method", method, *flags, *arm_flags, "--seed", str(seed)]
-    settings = vars(parse_args(flags))
+    settings = vars(parse_args(flags).config)
     if folder.exists():
         for name, value in vars(config_of(folder)).items():
             if name not in ("out", "backend") and value != settings[name]:

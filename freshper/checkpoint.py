@@ -82,12 +82,19 @@ class RunState:
     `parts` are the objects with `state_dict` and `load_state_dict`, by name."""
 
     def __init__(
-        self, config: Config, policy: Policy, report: Report, signals: StopSignals, **parts: Any
+        self,
+        config: Config,
+        policy: Policy,
+        report: Report,
+        signals: StopSignals,
+        saved: Saved | None,
+        **parts: Any,
     ):
         self.config = config
         self.policy = policy
         self.report = report
         self.signals = signals
+        self.saved = saved
         self.parts = parts | {"report": report}
         # every save would draw one across the bar of the run
         transformers.utils.logging.disable_progress_bar()
@@ -97,8 +104,8 @@ class RunState:
 
         From here on a first Ctrl-C waits for the iteration to end. Raises OSError if the state
         cannot be loaded, or is not the one that came with the policy."""
-        if self.config.saved:
-            self._load(*self.config.saved)
+        if self.saved:
+            self._load(*self.saved)
         elif self.config.resume:
             folder = self.report.folder
             self.report.say(f"there is no checkpoint in {folder} yet: the run starts over")
@@ -196,21 +203,19 @@ class RunState:
         (new / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
-def find_saved(config: Config) -> Path | None:
-    """Return the folder of the checkpoint to go on from, if there is one, and note it in
-    `config.saved`. Raises ValueError as `newest` does, if a setting may not change, or if the run
-    has done --iterations already."""
+def find_saved(config: Config, given: tuple[str, ...]) -> Saved | None:
+    """Return the checkpoint to go on from, if there is one. Raises ValueError as `newest` does, if a
+    setting may not change, or if the run has done --iterations already."""
     saved = newest(Path(config.resume))
     if not saved:
         return None
-    config.saved = saved
     run = json.loads((saved.folder / "run.json").read_bytes())
     check_unchanged(run["settings"], vars(config))
-    if "iterations" in config.given and (done := run["iteration"]) >= config.iterations:
+    if "iterations" in given and (done := run["iteration"]) >= config.iterations:
         raise ValueError(
             f"--iterations is {config.iterations}, but must be above {done}, which the run has done"
         )
-    return saved.folder
+    return saved
 
 
 def newest(out: Path) -> Saved | None:
@@ -296,7 +301,7 @@ def pack_episodes(episodes: list[Episode]) -> dict[str, Any]:
             column = {"values": np.concatenate(column), "lengths": lengths}
         columns[field.name] = column
 
-    images = {id(image): image for episode in episodes for image in episode.images}
+    images: dict[int, Any] = {id(image): image for episode in episodes for image in episode.images}
     numbers = {key: number for number, key in enumerate(images)}
     columns["images"] = []
     for episode in episodes:
@@ -316,5 +321,6 @@ def unpack_episodes(packed: dict[str, Any]) -> list[Episode]:
 
     images = [StoredImage(*fields) for fields in packed["images"]]
     for episode in episodes:
-        episode.images = [images[number] for number in episode.images]
+        numbers: Any = episode.images
+        episode.images = [images[number] for number in numbers]
     return episodes

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from freshper.episode import AnyImage
 from freshper.models import Policy
 from freshper.rollout import Conversation, Reply
 
@@ -135,7 +136,7 @@ class HFEngine:
         return cache
 
     def _feed(
-        self, cache: KVCache, chunks: list[list[int]], images: list[list[np.ndarray]]
+        self, cache: KVCache, chunks: list[list[int]], images: list[list[AnyImage]]
     ) -> Tensor:
         """Feed new tokens, or a hole to a row without any, and return the logits after each row's last one, [B, V]."""
         lengths, device = np.array([len(chunk) for chunk in chunks]), self.policy.device

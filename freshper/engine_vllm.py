@@ -27,7 +27,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from envs.base import EVAL_SEEDS
+from envs.base import EVAL_SEEDS, TextEnv
 from freshper.config import Config
 from freshper.episode import Batch
 from freshper.errors import BackendError, alive, watched
@@ -51,8 +51,8 @@ LAUNCHER = (
 class VLLMEngine:
     """Generate replies with vLLM. Raises BackendError if vLLM fails, dies or takes too long."""
 
-    def __init__(self, policy: Policy, config: Config, trainer: TorchTrainer):
-        self.policy, self.config, self.env = policy, config, config.make_env()
+    def __init__(self, policy: Policy, config: Config, trainer: TorchTrainer, env: TextEnv):
+        self.policy, self.config, self.env = policy, config, env
         self.rng = np.random.default_rng(config.seed)
         self.llm: Any = None
         self.processes: dict[int, str] = {}  # vLLM's, to notice their death
@@ -163,7 +163,9 @@ class VLLMEngine:
         """Line 12, pi_mu <- pi_theta: hand over the weights and prove it. Returns the largest log-prob difference."""
         began = time.perf_counter()
         # a tied output layer is among them: vLLM would keep the old one; a file must not hold two views of one tensor
-        weights = {name: weight.detach().to("cpu", copy=True) for name, weight in trainer.weights()}
+        weights = {
+            name: weight.detach().to("cpu", copy=True) for name, weight in trainer.parameters()
+        }
         with watched("handing the weights to vLLM", self.processes, Exception):
             save_file(weights, self.folder / "model.safetensors")
             self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self.folder)})
@@ -196,7 +198,11 @@ class VLLMEngine:
                 False, image[:-1]
             )  # all placeholders of an image but the first
             shown = (
-                {"multi_modal_data": {"image": [Image.fromarray(image) for image in c.images]}}
+                {
+                    "multi_modal_data": {
+                        "image": [Image.fromarray(np.asarray(image)) for image in c.images]
+                    }
+                }
                 if c.images
                 else {}
             )

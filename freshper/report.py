@@ -25,7 +25,7 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -59,14 +59,21 @@ class Report:
 
     say = staticmethod(tqdm.write)  # print a line above the progress bar
 
-    def __init__(self, config: Config, policy: Policy):
+    def __init__(
+        self,
+        config: Config,
+        policy: Policy,
+        make_env: Callable[[], TextEnv],
+        notes: tuple[str, ...] = (),
+    ):
         """Make or take the run's folder, lock it and write config.json.
 
         Raises ValueError if that fails."""
         self.config = config
         self.policy = policy
         self.folder = config.folder()
-        self.env = config.make_env()
+        self.env = make_env()
+        self.notes = notes
 
         self.done = 0  # completed iterations
         self.rows: list[Row] = []  # of metrics.csv
@@ -100,7 +107,7 @@ class Report:
         lines = [
             self.config.title(),
             f"{type(model).__name__}, {model.num_parameters():,} parameters",
-            *self.config.notes,
+            *self.notes,
             self.env.data_summary(),
             f"success on held-out seeds: {self.baseline_text}",
         ]

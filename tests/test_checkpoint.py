@@ -268,9 +268,10 @@ def stand_in(out, done, best=0):
     )
     report.folder, report.evaluations, report.done = out, lambda: {best: 1.0}, done
     config = Config(resume=str(out), save_every=1, iterations=100)
-    config.saved = newest(out) or ()
     policy = SimpleNamespace(device="cpu", _features={})
-    run = RunState(config, policy, report, StopSignals(), trainer=trainer, buffer=buffer)
+    run = RunState(
+        config, policy, report, StopSignals(), newest(out), trainer=trainer, buffer=buffer
+    )
     run.restore()
     return run
 

@@ -92,7 +92,7 @@ def test_an_interrupted_run_goes_on_and_a_failed_one_ends_the_comparison(tmp_pat
         return done
 
     monkeypatch.setattr(subprocess, "run", fail)
-    settings = dataclasses.asdict(parse_args(["--preset", "tiny", "--method", "per"]))
+    settings = dataclasses.asdict(parse_args(["--preset", "tiny", "--method", "per"]).config)
     (tmp_path / "config.json").write_text(json.dumps(settings))
     (tmp_path / "metrics.csv").write_text("iteration,eval_success\n0,0.2\n1,0.3\n")
     with pytest.raises(SystemExit, match="no disk"):
@@ -103,7 +103,7 @@ def test_an_interrupted_run_goes_on_and_a_failed_one_ends_the_comparison(tmp_pat
 @pytest.mark.parametrize("metric, expected", [("success", (0.1, 0.3)), ("score", (-150, -50))])
 def test_a_stopped_run_gets_the_lowest_value_for_what_it_missed(tmp_path, metric, expected):
     flags = "--env cliffwalking --iterations 5 --eval_every 1".split()
-    settings = dataclasses.asdict(parse_args(flags))
+    settings = dataclasses.asdict(parse_args(flags).config)
     (tmp_path / "config.json").write_text(json.dumps(settings))
     # 2 of 5 evaluations are missing
     rows = [f"{k},{k},{k},{k},0,{0.1 * k},{-50 * k}" for k in range(1, 4)]
@@ -174,8 +174,8 @@ def test_every_arm_of_every_exhibit_is_a_valid_command_with_a_name_of_its_own(pr
         assert len({compare.label(arm) for arm in arms}) == len(arms) > 1, name
         for arm in arms:
             words = arm.split()
-            assert parse_args([*flags, *words]).method == words[0]
+            assert parse_args([*flags, *words]).config.method == words[0]
     # as many updates per iteration
-    replay = parse_args([*flags, "freshper"])
-    epochs = parse_args([*flags, *exhibits["matched"][4].split()])
+    replay = parse_args([*flags, "freshper"]).config
+    epochs = parse_args([*flags, *exhibits["matched"][4].split()]).config
     assert epochs.ppo_epochs == replay.ppo_epochs + replay.replay_ratio

@@ -24,7 +24,7 @@ from freshper.config import Config
 from freshper.engine_hf import HFEngine, KVCache, Sampling, truncated
 from freshper.episode import collate
 from freshper.errors import NonFiniteError
-from freshper.reinforce import policy_loss, training_batch
+from freshper.reinforce import Baseline, policy_loss, training_batch
 from freshper.rollout import Conversation, rollout, training_seeds
 from freshper.trainer import TorchTrainer, action_logprobs
 
@@ -210,16 +210,12 @@ def test_a_conversation_that_would_grow_too_long_is_truncated(text_policy):
 
 
 def test_training_seeds_come_in_groups_and_do_not_repeat():
-    iterations = [training_seeds(Config(rollout_batch_size=6, group_size=3), i) for i in range(100)]
+    iterations = [training_seeds(42, i, 6, 3) for i in range(100)]
     assert all(a[:3] == [a[0]] * 3 and a[3:] == [a[3]] * 3 for a in iterations)
     seeds = {seed for iteration in iterations for seed in iteration}
     assert len(seeds) == 200
     for seed in (43, 942, 1042, 2**31):  # 42 and 942 had the same instances
-        assert not seeds & {
-            s
-            for i in range(100)
-            for s in training_seeds(Config(seed=seed, rollout_batch_size=6), i)
-        }
+        assert not seeds & {s for i in range(100) for s in training_seeds(seed, i, 6, 1)}
 
 
 def test_conversations_equal_the_chat_template(policy):
@@ -299,8 +295,10 @@ def test_the_gradient_is_that_of_the_stock_pass_whatever_the_micro_batches(
     for e in episodes:  # off-policy, and away from pi_ref
         for values in (e.behavior_logprobs, e.ref_logprobs) if terms else (e.behavior_logprobs,):
             values += (noise.normal(0, 0.2, len(e.tokens)) * e.action_mask).astype(np.float32)
+    advantages = Baseline("recompute", reference.config.kl_reward_coef).advantages(episodes)
+    clip = reference.config.advantage_clip
     batch, own, total = (
-        training_batch(episodes, reference.config, weights=weights),
+        training_batch(episodes, advantages, weights, clip),
         reference.policy,
         0.0,
     )
@@ -338,9 +336,9 @@ def test_updates_follow_the_schedule_and_move_log_probs_with_the_advantage(text_
         expected = k / 10 if k < 10 else 0.5 * (1 + np.cos(np.pi * (k - 10) / 4))
         assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * expected)
     assert trainer.step == 14
-    batch = training_batch(episodes, trainer.config)
+    batch, advantages = collate(episodes), Baseline("recompute", 0.0).advantages(episodes)
     change = trainer.logprobs(batch) - batch.behavior_logprobs
-    assert (change * batch.advantages).sum() > 1.0
+    assert (change * advantages).sum() > 1.0
     np.testing.assert_allclose(
         trainer.update(episodes).drift["log_ratio"], change.sum(-1), atol=1e-3
     )

@@ -1,5 +1,6 @@
 """Models that are not ours, with random weights: each is computed as its own forward pass does it, or is refused."""
 
+import dataclasses
 import json
 import re
 
@@ -77,7 +78,7 @@ def test_a_family_is_computed_right_or_refused(family, length):
     )
     policy, config = (
         Policy(model, TOKENIZER),
-        parse_args(["--max_tokens", str(length), "--backend", "hf+torch"]),
+        parse_args(["--max_tokens", str(length), "--backend", "hf+torch"]).config,
     )
     episode = make_episode(np.random.default_rng(0), turns=1)
     episode.tokens, episode.action_mask = (
@@ -102,7 +103,7 @@ def test_a_family_is_computed_right_or_refused(family, length):
             ValueError, match=f"the embedded engine computes other logits than a {name}ForCausalLM"
         ):
             check(policy, config)
-        config.backend = "vllm+torch"
+        config = dataclasses.replace(config, backend="vllm+torch")
     else:
         np.testing.assert_allclose(logits, expected[-1], atol=1e-4)
     check(policy, config)
@@ -117,7 +118,9 @@ def test_a_family_of_another_build_is_refused_in_one_sentence(tmp_path):
         ValueError, match="a chat model that can be computed: 'GPT2LMHeadModel' object has no"
     ):
         load(
-            parse_args(["--model", str(tmp_path), "--max_tokens", "500", "--backend", "hf+torch"]),
+            parse_args(
+                ["--model", str(tmp_path), "--max_tokens", "500", "--backend", "hf+torch"]
+            ).config,
             [0],
         )
 
@@ -144,7 +147,7 @@ def test_a_chat_template_that_raises_or_never_ends_is_refused(
     text_policy.save(str(tmp_path))
     (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(ValueError, match=f"a chat model that can be {re.escape(reason)}"):
-        load(parse_args(["--model", str(tmp_path), "--backend", "hf+torch"]), [0])
+        load(parse_args(["--model", str(tmp_path), "--backend", "hf+torch"]).config, [0])
 
 
 def test_a_model_with_invalid_generation_settings_can_be_saved(text_policy, tmp_path):
@@ -152,9 +155,10 @@ def test_a_model_with_invalid_generation_settings_can_be_saved(text_policy, tmp_
     text_policy.save(str(tmp_path / "model"))
     path = tmp_path / "model/generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"temperature": 0.5}))
-    policy = load(parse_args(["--model", str(tmp_path / "model"), "--backend", "hf+torch"]), [0])
+    flags = ["--backend", "hf+torch", "--model"]
+    policy = load(parse_args([*flags, str(tmp_path / "model")]).config, [0]).policy
     policy.save(str(tmp_path / "saved"))
-    saved = load(parse_args(["--model", str(tmp_path / "saved"), "--backend", "hf+torch"]), [0])
+    saved = load(parse_args([*flags, str(tmp_path / "saved")]).config, [0]).policy
     assert saved.suppressed_ids == policy.suppressed_ids == text_policy.suppressed_ids
     assert saved.model.generation_config.temperature == 0.99
 

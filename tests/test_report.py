@@ -123,16 +123,16 @@ def test_a_run_that_stops_says_why_and_how_to_go_on(tmp_path, text_policy, monke
     lines = []
     monkeypatch.setattr(Report, "say", staticmethod(lines.append))
     config = Config(model="tiny", eval_episodes=2, out=str(tmp_path / "run"))
-    with pytest.raises(NonFiniteError), Report(config, text_policy):
+    with pytest.raises(NonFiniteError), Report(config, text_policy, config.make_env):
         raise NonFiniteError("the rollout met a reward nan")
     assert "stopped after iteration 0: the rollout met a reward nan" in lines
     assert lines[-1] == f"continue with: python train.py --resume {tmp_path / 'run'}"
     again = Config(model="tiny", eval_episodes=2, resume=str(tmp_path / "run"))
     with (
-        Report(again, text_policy),
+        Report(again, text_policy, again.make_env),
         pytest.raises(ValueError, match=r"/run, but .*: another process is writing to it"),
     ):
-        Report(again, text_policy)
+        Report(again, text_policy, again.make_env)
 
 
 def test_plots_that_cannot_be_written_fail_the_run(tmp_path, monkeypatch, capsys):
