@@ -19,9 +19,9 @@ import torch
 from envs import ENVS
 from envs.base import EVAL_SEEDS
 from freshper.engine_hf import HFEngine, Sampling
+from freshper.evaluation import baselines
 from freshper.flags import parse_args
 from freshper.models import load_policy
-from freshper.report import baselines
 from freshper.rollout import Conversation, Reply, rollout
 from freshper.tiny import BATCH, RandomEngine, keep_freed_memory, supervised_step, tiny_model
 

@@ -20,7 +20,7 @@ from scipy import stats
 from compare import config_of, folder_of, run, summary
 from envs import ENVS
 from freshper.diagnostics import read
-from freshper.report import baselines
+from freshper.evaluation import baselines
 
 GOALS = {
     "frozenlake": 0.85,

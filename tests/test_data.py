@@ -17,7 +17,7 @@ import train
 from envs.base import EVAL_SEEDS
 from envs.data import load_rows, row_for
 from envs.gsm8k import GSM8K
-from freshper import report
+from freshper import evaluation
 from freshper.flags import parse_args
 
 FIELDS = ("question", "answer")
@@ -171,7 +171,7 @@ def test_the_baseline_of_data_is_exact_and_reads_each_answer_once(tmp_path, monk
     source, reads, read = write_rows(tmp_path / "rows.jsonl", rows), [], GSM8K.read
     env = parse_args(["--env", "gsm8k", "--data", source, "--model", "a/b"]).config.make_env()
     monkeypatch.setattr(GSM8K, "read", staticmethod(lambda text: reads.append(text) or read(text)))
-    assert report.baselines(env, 40) == {
+    assert evaluation.baselines(env, 40) == {
         "random": pytest.approx(1 - (1 - 1 / 20) ** 3),
         "optimal": 1.0,
     }
