@@ -3,18 +3,21 @@
     python train.py --env frozenlake_vlm                 an image task, on a laptop, in minutes
     python train.py --env frozenlake --method on_policy  the baseline without replay
 
-Each line of the algorithm is one call. The module behind it says how it works, and where and why we differ.
+Each line of the algorithm is one call. The module behind it says how it works, and where and why we
+differ.
 """
 
 import os
 import signal
 import sys
+from collections.abc import Callable
 
 if __name__ == "__main__":  # nothing is there yet that would have to be cleaned up
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
+from envs.base import TextEnv
 from freshper.config import Config
-from freshper.flags import parse_args
+from freshper.flags import CommandLine, parse_args
 
 if __name__ == "__main__":
     parse_args()  # before torch is imported: --help and a wrong flag answer at once
@@ -24,14 +27,14 @@ from transformers import logging, set_seed
 
 from freshper.backends import backends, choose_backend, join_ranks, load, serve
 from freshper.buffer import ReplayBuffer
-from freshper.checkpoint import RunState, StopSignals
-from freshper.engine_hf import HFEngine
+from freshper.checkpoint import RunState, Saved, StopSignals
 from freshper.errors import BackendError, Interrupted, NonFiniteError
 from freshper.is_weights import importance_weights
 from freshper.models import Policy
+from freshper.priority import base_priorities
 from freshper.reinforce import Baseline
 from freshper.report import Report
-from freshper.rollout import rollout, training_seeds
+from freshper.rollout import Engine, rollout, training_seeds
 from freshper.tiny import keep_freed_memory
 from freshper.trainer import TorchTrainer
 
@@ -39,63 +42,64 @@ from freshper.trainer import TorchTrainer
 def train(
     config: Config,
     policy: Policy,
+    make_env: Callable[[], TextEnv],
     trainer: TorchTrainer,
-    engine: HFEngine,
+    engine: Engine,
     report: Report,
     signals: StopSignals,
+    saved: Saved | None,
 ) -> None:
-    """Run Algorithm 1, from its start or a checkpoint. Raises NonFiniteError if log-probs, loss or gradient stop being
-    numbers, OSError if the disk fails, BackendError if vLLM or DeepSpeed does, Interrupted after a signal."""
-    envs = [config.make_env() for _ in range(max(config.rollout_batch_size, config.eval_episodes))]
-    buffer = ReplayBuffer(
-        config.capacity, config.alpha, config.decay_function(), config.eviction, config.seed
-    )
+    """Run Algorithm 1, from its start or from a checkpoint.
+
+    Raises NonFiniteError if a log-prob, the loss or the gradient is not finite, OSError if the disk
+    fails, BackendError if vLLM or DeepSpeed does, and Interrupted after a signal."""
+    envs = [make_env() for _ in range(max(config.rollout_batch_size, config.eval_episodes))]
+    decay = config.decay_function()
+    buffer = ReplayBuffer(config.capacity, config.alpha, decay, config.eviction, config.seed)
     baseline = Baseline(config.baseline, config.kl_reward_coef)
-    run = RunState(
-        config,
-        policy,
-        report,
-        signals,
-        trainer=trainer,
-        engine=engine,
-        buffer=buffer,
-        baseline=baseline,
-    )
+    epsilon = config.epsilon
+    parts = dict(trainer=trainer, engine=engine, buffer=buffer, decay=decay, baseline=baseline)
+    run = RunState(config, policy, report, signals, saved, **parts)
     run.restore()
     report.evaluate_if_due(engine, policy, envs)
+
     for iteration in report.iterations():  # Algorithm 1, line 1
         # 2: roll out pi_mu in E to collect episodes {e_j} with rewards {r_j}
-        seeds = training_seeds(config, iteration)
+        seeds = training_seeds(config.seed, iteration, config.rollout_batch_size, config.group_size)
         episodes = rollout(engine, policy, envs, seeds, config.max_tokens, config.max_new_tokens)
+
         # 3: compute behavior log-probs log pi_mu(e_j), before training
         mismatch = trainer.record_behavior_logprobs(episodes)
         baseline.observe(episodes)
+
         if config.replay_ratio:  # on-policy training keeps no episodes
             # 4: store each e_j into B with base priority p_j^base and log pi_mu
-            base_priorities = trainer.base_priorities(episodes, baseline)
-            buffer.add(episodes, base_priorities, step=trainer.step)
-            # 6: refresh priorities p_i <- p_i^base * exp(-Delta_i / tau), on a CPU thread while line 5 trains
-            buffer.refresh_async(step=trainer.step + config.ppo_epochs)
+            priorities = base_priorities(episodes, baseline, config.base_priority, epsilon)
+            buffer.add(episodes, priorities, trainer.step)
+            # 6: refresh priorities p_i <- p_i^base * exp(-Delta_i / tau), on a CPU thread beside 5
+            buffer.refresh_async(trainer.step + config.ppo_epochs)
+
         # 5: train pi_theta on the fresh batch {e_j}
         advantages = baseline.advantages(episodes)
         fresh = [trainer.update(episodes, advantages) for _ in range(config.ppo_epochs)]
+
         # 7: for k = 1, ..., K
         replays = []
         for _ in range(config.replay_ratio):
             # 8: sample batch S from B with P(i) ~ p_i^alpha, stratified
-            drawn = buffer.sample(config.batch_size, step=trainer.step)
+            drawn = buffer.sample(config.batch_size, trainer.step)
             # 9: compute IS weights w_i (beta = 0: all 1)
-            weights = importance_weights(
-                drawn.probabilities, len(buffer), config.beta_at(iteration)
-            )
+            beta = config.beta_at(iteration)
+            weights = importance_weights(drawn.probabilities, len(buffer), beta)
             # 10: train pi_theta on S with the IS-weighted policy gradient
             advantages = baseline.advantages(drawn.episodes)
             replayed = trainer.update(drawn.episodes, advantages, weights)
-            # section 3.5, "Priority Update": a base priority that depends on the policy or the baseline is recomputed
-            base_priorities = trainer.base_priorities(drawn.episodes, baseline)
-            buffer.update_base_priorities(drawn.indices, base_priorities)
-            buffer.observe_drift(drawn, replayed.drift["kl"])
             replays.append((drawn, replayed))
+            # section 3.5, "Priority Update": |A_i| depends on the policy and the baseline
+            priorities = base_priorities(drawn.episodes, baseline, config.base_priority, epsilon)
+            buffer.update_base_priorities(drawn.indices, priorities)
+            decay.observe(drawn.ages, replayed.drift["kl"] / drawn.turns())
+
         # 12: sync the inference engine, pi_mu <- pi_theta
         sync = engine.sync(trainer)
         report.log(episodes, mismatch, fresh, replays, sync, trainer=trainer, buffer=buffer)
@@ -104,43 +108,50 @@ def train(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Return the exit status: 0 done, 1 something failed on the way, 2 bad input, 130 Ctrl-C, 143 SIGTERM."""
-    config = parse_args(argv)
+    """Return the exit status: 0 done, 1 something failed on the way, 2 bad input, 130 Ctrl-C, 143
+    SIGTERM."""
+    command_line = parse_args(argv)
     keep_freed_memory()
-    logging.set_verbosity_error()  # its report of weights that do not fit becomes one sentence
-    if config.tiny:
-        torch.set_num_threads(
-            min(2, torch.get_num_threads())
-        )  # a tiny model gains little from more
-    set_seed(config.seed)  # Python's, numpy's and torch's generators
+    # its report of weights that do not fit becomes one sentence
+    logging.set_verbosity_error()
+    if command_line.config.tiny:
+        # a tiny model gains little from more
+        torch.set_num_threads(min(2, torch.get_num_threads()))
+    # the generators of Python, NumPy and torch
+    set_seed(command_line.config.seed)
+
     try:
         with StopSignals() as signals:
-            return run(config, signals)
+            return run(command_line, signals)
     except Interrupted as stop:
         return stop.status
 
 
-def run(config: Config, signals: StopSignals) -> int:
-    """Load the policy, start the backends and train. Returns the exit status, or raises Interrupted."""
+def run(command_line: CommandLine, signals: StopSignals) -> int:
+    """Load the policy, start the backends and train. Returns the exit status, or raises
+    Interrupted."""
+    config, given, notes = command_line
     try:
-        choose_backend(config)
+        config, note = choose_backend(config, given)
         rank = join_ranks(config)
-        policy = load(config, training_seeds(config, 0))
-        report = Report(config, policy) if rank == 0 else None
+        seeds = training_seeds(config.seed, 0, config.rollout_batch_size, config.group_size)
+        policy, make_env, saved = load(config, seeds, given)
+        if note:
+            notes = (*notes, note)
+        if rank == 0:
+            report = Report(config, policy, make_env, notes)
     except ValueError as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         return 2
-    if report is None:  # rank 0 runs the algorithm; the others compute their share of its updates
+
+    # rank 0 runs the algorithm; the others compute their share of its updates
+    if rank > 0:
         return serve(policy, config)
     try:
-        with report, backends(policy, config) as (trainer, engine):
-            train(config, policy, trainer, engine, report, signals)
-    except (
-        NonFiniteError,
-        OSError,
-        BackendError,
-        torch.OutOfMemoryError,
-    ):  # the report has printed it
+        with report, backends(policy, config, make_env()) as (trainer, engine):
+            train(config, policy, make_env, trainer, engine, report, signals, saved)
+    except (NonFiniteError, OSError, BackendError, torch.OutOfMemoryError):
+        # the report has printed it
         return 1
     return 0
 

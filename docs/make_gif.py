@@ -2,19 +2,20 @@
 
     python -m docs.make_gif out/frozenlake_vlm-freshper-42/checkpoint
 
-On the left acts the warm-started model that training starts from, on the right the policy of the given folder, both
-sampled as in an evaluation. Of the first held-out maps it shows one on which the left one falls into a hole and the
-right one reaches the goal without visiting a cell twice: the one with the longest way.
+On the left acts the warm-started model that training starts from, on the right the policy of the
+folder, both sampled as in an evaluation. Of the first held-out maps it shows one on which the left
+one falls into a hole and the right one reaches the goal without visiting a cell twice: the one with
+the longest way.
 """
 
 import argparse
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from envs.base import EVAL_SEEDS, Observation, parse_answer
+from envs.base import EVAL_SEEDS, parse_answer
 from envs.frozenlake import FrozenLake, draw
 from freshper.config import Config
 from freshper.engine_hf import HFEngine, Sampling
@@ -24,23 +25,30 @@ from freshper.rollout import rollout
 from freshper.tiny import tiny_model
 
 MAPS = 256
-CELL, MARGIN, HEADER, FOOTER = 56, 14, 28, 30  # pixels
-TURN_MS, LAST_MS = 600, 2500
+# Pixels.
+CELL = 56
+SIDE = 4 * CELL
+MARGIN = 14
+HEADER = 28
+FOOTER = 30
+# Milliseconds that a frame stays.
+TURN_MS = 600
+LAST_MS = 2500
+RESULTS = {"H": ", in a hole", "G": ", at the goal"}
 
 
 class FilmedLake(FrozenLake):
     """A FrozenLake that keeps an image of every state and the text of every reply."""
 
-    def reset(
-        self, *, seed: int | None = None, options: dict | None = None
-    ) -> tuple[Observation, dict]:
-        result = super().reset(seed=seed, options=options)
-        self.images, self.replies = [draw(self.cells, self.position(), CELL)], [""]
+    def reset(self, **options: Any) -> tuple:
+        result = super().reset(**options)
+        self.images = [draw(self.grid(), CELL)]
+        self.replies = [""]
         return result
 
-    def step(self, reply: str) -> tuple[Observation, float, bool, bool, dict]:
+    def step(self, reply: str) -> tuple:
         result = super().step(reply)
-        self.images.append(draw(self.cells, self.position(), CELL))
+        self.images.append(draw(self.grid(), CELL))
         self.replies.append(reply)
         return result
 
@@ -49,41 +57,55 @@ class FilmedLake(FrozenLake):
         return str(self.cells[self.position()])
 
     def way(self) -> tuple[bool, int, int]:
-        """Return what ranks the way: whether no cell came twice, the number of turns, the number of holes."""
-        no_cell_twice = len({image.tobytes() for image in self.images}) == len(self.images)
-        return no_cell_twice, len(self.images) - 1, int((self.cells == "H").sum())
+        """Return what ranks the way: whether no cell came twice, the number of turns, the number of
+        holes."""
+        different = {image.tobytes() for image in self.images}
+        turns = len(self.images) - 1
+        return len(different) > turns, turns, int((self.cells == "H").sum())
+
+    def text(self, turn: int) -> str:
+        """Return the line below the image of a turn: the reply, and after the last one the
+        result."""
+        if turn == 0:
+            return ""
+        action = parse_answer(self.replies[turn]) or "(unreadable)"
+        ended = turn == len(self.images) - 1
+        result = RESULTS.get(self.cell(), ", out of turns") if ended else ""
+        return f"turn {turn}: {action}{result}"
 
 
 def act(folder: str, config: Config) -> list[FilmedLake]:
     """Roll out the policy of a folder on the first held-out maps and return their lakes."""
     policy = load_policy(folder, "cpu", torch.float32, freeze_vision=True)
-    engine = HFEngine(policy, Sampling(config.temperature, config.top_k, config.top_p), config.seed)
+    sampling = Sampling(config.temperature, config.top_k, config.top_p)
+    engine = HFEngine(policy, sampling, config.seed)
+
     lakes = [FilmedLake(image=True) for _ in range(MAPS)]
     seeds = list(range(EVAL_SEEDS, EVAL_SEEDS + MAPS))
     rollout(engine, policy, lakes, seeds, config.max_tokens, config.max_new_tokens)
     return lakes
 
 
-def frames(lakes: tuple[FilmedLake, FilmedLake]) -> list[Image.Image]:
-    """Draw both lakes side by side, a frame per turn; one that has ended stays as it is."""
-    side, font = 4 * CELL, ImageFont.load_default(15)
-    results = {"H": "in a hole", "G": "at the goal"}
+def frames(before: FilmedLake, after: FilmedLake) -> list[Image.Image]:
+    """Draw both lakes side by side, a frame per turn. A lake that has ended stays as it is."""
+    font = ImageFont.load_default(15)
     drawn = []
-    for turn in range(max(len(lake.images) for lake in lakes)):
-        page = Image.new("RGB", (2 * side + 3 * MARGIN, side + HEADER + FOOTER), "white")
+    for turn in range(max(len(before.images), len(after.images))):
+        page = Image.new("RGB", (2 * SIDE + 3 * MARGIN, SIDE + HEADER + FOOTER), "white")
         pen = ImageDraw.Draw(page)
-        for k, (lake, name) in enumerate(
-            zip(lakes, ("before training", "after training"), strict=True)
-        ):
-            x, last = MARGIN + k * (side + MARGIN), len(lake.images) - 1
-            page.paste(Image.fromarray(lake.images[min(turn, last)]), (x, HEADER))
-            result = results.get(lake.cell(), "out of turns")
-            said = parse_answer(lake.replies[min(turn, last)]) or "(unreadable)"
-            below = f"turn {min(turn, last)}: {said}" + (f", {result}" if turn >= last else "")
-            pen.text((x, 5), name, fill="black", font=font)
-            pen.text((x, HEADER + side + 6), below if turn else "", fill="black", font=font)
+        right = 2 * MARGIN + SIDE
+
+        for lake, x, name in ((before, MARGIN, "before"), (after, right, "after")):
+            last = min(turn, len(lake.images) - 1)
+            pen.text((x, 5), f"{name} training", fill="black", font=font)
+            page.paste(Image.fromarray(lake.images[last]), (x, HEADER))
+            pen.text((x, HEADER + SIDE + 6), lake.text(last), fill="black", font=font)
         drawn.append(page.quantize(64))
     return drawn
+
+
+def way_after(pair: tuple[FilmedLake, FilmedLake]) -> tuple[bool, int, int]:
+    return pair[1].way()
 
 
 def main() -> None:
@@ -94,22 +116,25 @@ def main() -> None:
     parser.add_argument("folder", help="a trained policy of frozenlake_vlm: a run's checkpoint")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "frozenlake.gif")
     args = parser.parse_args()
-    config = parse_args(["--env", "frozenlake_vlm", "--model", "tiny"])
-    pairs = list(
-        zip(act(str(tiny_model("frozenlake_vlm")), config), act(args.folder, config), strict=True)
-    )
-    rates = [np.mean([lake.cell() == "G" for lake in lakes]) for lakes in zip(*pairs, strict=True)]
-    print(f"success on {MAPS} held-out maps: {rates[0]:.2f} before, {rates[1]:.2f} after")
+    config = parse_args(["--env", "frozenlake_vlm", "--model", "tiny"]).config
+    before = act(str(tiny_model("frozenlake_vlm")), config)
+    after = act(args.folder, config)
+    start = sum(lake.cell() == "G" for lake in before) / MAPS
+    end = sum(lake.cell() == "G" for lake in after) / MAPS
+    print(f"success on {MAPS} held-out maps: {start:.2f} before, {end:.2f} after")
+
+    pairs = zip(before, after, strict=True)
     telling = [pair for pair in pairs if pair[0].cell() == "H" and pair[1].cell() == "G"]
     if not telling:
-        parser.error(
-            f"{args.folder} reaches the goal on none of the maps on which the start falls into a hole"
-        )
-    drawn = frames(max(telling, key=lambda pair: pair[1].way()))
-    durations = [TURN_MS] * (len(drawn) - 1) + [LAST_MS]
-    drawn[0].save(
-        args.out, save_all=True, append_images=drawn[1:], duration=durations, loop=0, optimize=True
-    )
+        maps = "none of the maps on which the start falls into a hole"
+        parser.error(f"{args.folder} reaches the goal on {maps}")
+    drawn = frames(*max(telling, key=way_after))
+    options = {
+        "append_images": drawn[1:],
+        "duration": [TURN_MS] * (len(drawn) - 1) + [LAST_MS],
+        "optimize": True,
+    }
+    drawn[0].save(args.out, save_all=True, loop=0, **options)
     print(f"{args.out}, {args.out.stat().st_size / 1000:.0f} kB")
 
 

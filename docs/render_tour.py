@@ -1,9 +1,11 @@
-"""Run docs/tour.py cell by cell and write what came out: docs/tour.md, with its figures as docs/tour-<n>.png.
+"""Run docs/tour.py cell by cell and write what came out: docs/tour.md, with its figures as
+docs/tour-<n>.png.
 
     python docs/render_tour.py [--out FOLDER]
 
-Cells are those of the percent format (`# %%`), which editors open as a notebook: `# %% [markdown]` is text,
-`# %% solution` is code that the page folds away. What a cell prints stands below it, and so do its figures.
+Cells are those of the percent format (`# %%`), which editors open as a notebook: `# %% [markdown]`
+is text, `# %% solution` is code that the page folds away. What a cell prints stands below it, and
+so do its figures.
 """
 
 import argparse
@@ -21,12 +23,10 @@ TOUR = Path(__file__).parent / "tour.py"
 
 
 def cells(source: str) -> list[tuple[str, str]]:
-    """(kind, text) of each cell, with kind "markdown", "solution" or "" (code)."""
+    """Return (kind, text) of each cell. The kind is "markdown", "solution" or "" (code)."""
     parts = re.split(r"^# %%(.*)\n", source, flags=re.MULTILINE)[1:]
-    return [
-        (kind.strip(" []"), text.strip())
-        for kind, text in zip(parts[::2], parts[1::2], strict=True)
-    ]
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return [(kind.strip(" []"), text.strip()) for kind, text in pairs]
 
 
 def prose(text: str) -> str:
@@ -34,24 +34,30 @@ def prose(text: str) -> str:
 
 
 def render(source: str, out: Path) -> str:
-    """The page as Markdown; its figures go to `out`. Whatever a cell raises goes on to the caller."""
-    page, names, figures = [], {"__name__": "tour"}, 0
+    """Return the page as Markdown, with its figures in `out`. An error in a cell goes on to the
+    caller."""
+    page = []
+    names = {"__name__": "tour"}
+    figures = 0
     for kind, text in cells(source):
         if kind == "markdown":
             page.append(prose(text))
             continue
+
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile(text, str(TOUR), "exec"), names)
         block = [f"```python\n{text}\n```"]
         if printed.getvalue():
             block.append(f"```text\n{printed.getvalue().rstrip()}\n```")
+
         for number in plt.get_fignums():
             figures += 1
             figure = plt.figure(number)
             figure.savefig(out / f"tour-{figures}.png", dpi=80)
             block.append(f"![{figure.get_suptitle()}](tour-{figures}.png)")
         plt.close("all")
+
         if kind == "solution":
             block = ["<details><summary>Solution</summary>", *block, "</details>"]
         page += block
@@ -62,11 +68,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make docs/tour.md by running docs/tour.py.")
     parser.add_argument("--out", type=Path, default=TOUR.parent)
     out = parser.parse_args().out
+
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--out is {out}, but must be a folder that can be made: {error.strerror}")
-    (out / "tour.md").write_text(render(TOUR.read_text(encoding="utf-8"), out), encoding="utf-8")
+
+    page = render(TOUR.read_text(encoding="utf-8"), out)
+    (out / "tour.md").write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

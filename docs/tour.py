@@ -1,11 +1,13 @@
 # %% [markdown]
 # # A tour of the buffer, on real runs
 #
-# This page is the output of `docs/tour.py`: two training runs of text FrozenLake on a CPU, and then what their buffers
-# hold. `python docs/render_tour.py` writes it again in a few minutes; as a notebook, `docs/tour.py` has a cell at each
-# `# %%`. Sections and equations are the paper's. The exercises stand at the end.
+# This page is the output of `docs/tour.py`: two training runs of text FrozenLake on a CPU, and then
+# what their buffers hold. `python docs/render_tour.py` writes it again in a few minutes; as a
+# notebook, `docs/tour.py` has a cell at each `# %%`. Sections and equations are the paper's. The
+# exercises stand at the end.
 
 # %%
+import dataclasses
 import os
 import sys
 from functools import partial
@@ -25,7 +27,7 @@ from freshper.priority import exponential_decay, polynomial_decay
 from freshper.reinforce import advantages
 
 ITERATIONS = os.environ.get("TOUR_ITERATIONS", "60")
-BELOW = {
+LEGEND = {
     "loc": "upper center",
     "bbox_to_anchor": (0.5, -0.2),
     "fontsize": "small",
@@ -36,33 +38,37 @@ OUT = Path(os.environ.get("TOUR_OUT", "out/tour"))
 # %% [markdown]
 # ## 1. Two runs that differ in one thing
 #
-# Everything is the same but the decay: `p_i = |r_i| + epsilon` and `p_i = (|r_i| + epsilon) exp(-age / tau)`. Standard
-# PER and FreshPER of Table 5 differ in IS correction as well; here neither run has it. One seed and a seventh of the
-# usual length do not show which learns better (RESULTS.md does); they show what happens to the priorities.
+# Everything is the same but the decay: `p_i = |r_i| + epsilon` and
+# `p_i = (|r_i| + epsilon) exp(-age / tau)`. Standard PER and FreshPER of Table 5 differ in IS
+# correction as well; here neither run has it. One seed and a seventh of the usual length do not
+# show which learns better (RESULTS.md does); they show what happens to the priorities.
 
 # %%
 ARMS = {"without decay": "freshper --decay none", "with decay": "freshper --tau 20"}
 FLAGS = f"--preset tiny --iterations {ITERATIONS} --eval_every 30 --eval_episodes 128".split()
-FLAGS += ["--format_penalty", "0"]  # r is 0 or 1
+# Without a penalty for the format, r is 0 or 1.
+FLAGS += ["--format_penalty", "0"]
 runs = {name: OUT / f"{name.replace(' ', '-')}-{ITERATIONS}" for name in ARMS}
 for name, folder in runs.items():
     compare.run("frozenlake", ARMS[name], 7, folder, FLAGS)
-    found = compare.summary(folder)
-    print(
-        f"{name}: {found['episodes']:.0f} episodes, {found['updates']:.0f} updates, success {found['last']:.2f}"
-    )
+    summary = compare.summary(folder)
+    counts = f"{summary['episodes']:.0f} episodes, {summary['updates']:.0f} updates"
+    print(f"{name}: {counts}, success {summary['last']:.2f}")
 
 
 def load_buffer(folder: Path, alpha: float = 0.6, decay: str | None = None) -> ReplayBuffer:
-    """Load the buffer of a run's last checkpoint, its priorities recomputed with alpha and, if given, another decay."""
+    """Load the buffer of a run's last checkpoint, and recompute its priorities with this alpha and,
+    if it is not None, this decay."""
     config = compare.config_of(folder)
-    config.decay = decay or config.decay
+    config = dataclasses.replace(config, decay=decay or config.decay)
     buffer = ReplayBuffer(config.capacity, alpha, config.decay_function())
+
     state = torch.load(checkpoint.newest(folder).folder / "state.pt", weights_only=True)["buffer"]
-    arrays = {name: x.numpy() for name, x in state.items() if isinstance(x, torch.Tensor)}
-    buffer.load_state_dict(
-        state | arrays | {"episodes": checkpoint.unpack_episodes(state["episodes"])}
-    )
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            state[name] = value.numpy()
+    state["episodes"] = checkpoint.unpack_episodes(state["episodes"])
+    buffer.load_state_dict(state)
     buffer.refresh(buffer.now)
     return buffer
 
@@ -72,95 +78,107 @@ def exact(buffer: ReplayBuffer) -> np.ndarray:
     return buffer.tree[np.arange(len(buffer))] / buffer.tree.total()
 
 
+def successes(buffer: ReplayBuffer) -> np.ndarray:
+    """Return which entries have a positive reward, [N]."""
+    return np.array([episode.reward > 0 for episode in buffer.episodes])
+
+
 # %% [markdown]
 # ## 2. Priority staleness (section 3.3)
 #
-# Left and middle: what a run holds at its end, one dot per trajectory. Without decay an old success keeps the priority
-# of a new one. Right: the ages of the trajectories that were drawn during the run.
+# Left and middle: what a run holds at its end, one dot per trajectory. Without decay an old success
+# keeps the priority of a new one. Right: the ages of the trajectories that were drawn during the
+# run.
 
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
 for (name, folder), panel in zip(runs.items(), axes[:2], strict=True):
     buffer = load_buffer(folder)
-    reward = np.array([e.reward for e in buffer.episodes])
-    for chosen, label in ((reward > 0, "successes"), (reward <= 0, "failures")):
-        panel.semilogy(
-            buffer.ages()[chosen],
-            (buffer.tree[np.flatnonzero(chosen)]) ** (1 / 0.6),
-            ".",
-            label=label,
-        )
+    ages = buffer.ages()
+    won = successes(buffer)
+    # The leaves of the tree are p_i^alpha.
+    priorities = buffer.tree[np.arange(len(buffer))] ** (1 / 0.6)
+    panel.semilogy(ages[won], priorities[won], ".", label="successes")
+    panel.semilogy(ages[~won], priorities[~won], ".", label="failures")
     panel.set(title=f"p_i {name}", xlabel="age, optimizer steps")
+
     drawn = diagnostics.read(folder)["age"]
     axes[2].hist(drawn, bins=40, histtype="step", label=name)
-    old = np.quantile(buffer.ages(), 0.5)
-    print(
-        f"{name}: mean age {buffer.ages().mean():.0f} in the buffer, {drawn.mean():.0f} of what was drawn;"
-    )
-    print(f"    P(the older half of the buffer) = {exact(buffer)[buffer.ages() > old].sum():.4f}")
+    older = ages > np.quantile(ages, 0.5)
+    means = f"mean age {ages.mean():.0f} in the buffer, {drawn.mean():.0f} of what was drawn"
+    print(f"{name}: {means};")
+    print(f"    P(the older half of the buffer) = {exact(buffer)[older].sum():.4f}")
+
 axes[2].set(title="ages drawn", xlabel="age, optimizer steps")
 for panel in axes:
-    panel.legend(**BELOW)
+    panel.legend(**LEGEND)
 figure.suptitle("Priorities and ages, without and with decay")
 
 # %% [markdown]
 # ## 3. Effective sample size and KL divergence against age (section 3.3)
 #
-# Every replay update records how far the policy has moved on each trajectory that it drew (`replay.csv`). Grouped by
-# age, ESS / n lies below its upper bound `exp(-KL)` (eq. 11), and both fall.
+# Every replay update records how far the policy has moved on each trajectory that it drew
+# (`replay.csv`). Grouped by age, ESS / n lies below its upper bound `exp(-KL)` (eq. 11), and both
+# fall.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
 bins = {name: diagnostics.by_age(diagnostics.read(folder), 10) for name, folder in runs.items()}
-for name, found in bins.items():
-    (line,) = axes[0].plot(found["age"], found["ess"], "o-", label=f"ESS / n {name}")
-    axes[0].plot(
-        found["age"], np.exp(-found["kl"]), "--", color=line.get_color(), label="its bound exp(-KL)"
-    )
-    axes[1].plot(found["age"], found["kl_reverse"], "o-", label=name)
-    tau, offset, r2 = diagnostics.drift_rate(found["age"], found["kl_reverse"])
+for k, (name, means) in enumerate(bins.items()):
+    ages = means["age"]
+    bound = np.exp(-means["kl"])
+    axes[0].plot(ages, means["ess"], "o-", color=f"C{k}", label=f"ESS / n {name}")
+    axes[0].plot(ages, bound, "--", color=f"C{k}", label="its bound exp(-KL)")
+    axes[1].plot(ages, means["kl_reverse"], "o-", label=name)
+    tau, offset, r2 = diagnostics.drift_rate(ages, means["kl_reverse"])
     print(f"{name}: KL(mu||theta) = {offset:.2f} + age / {tau:.0f}, R2 {r2:.2f}")
+
 axes[0].set(xlabel="age, optimizer steps", yscale="log")
 axes[1].set(xlabel="age, optimizer steps", title="KL(mu||theta) of a trajectory, nats")
 for panel in axes:
-    panel.legend(**BELOW, ncols=2)
+    panel.legend(**LEGEND, ncols=2)
 figure.suptitle("ESS and KL divergence of replayed trajectories")
 
 # %% [markdown]
-# The heuristic of eq. 12 is a straight line in the right panel with slope `c`: the policy drifts by one nat in `1 / c`
-# optimizer steps. Which `tau` learns best is another question: see the table for tau in RESULTS.md.
+# The heuristic of eq. 12 is a straight line in the right panel with slope `c`: the policy drifts by
+# one nat in `1 / c` optimizer steps. Which `tau` learns best is another question: see the table for
+# tau in RESULTS.md.
 
 # %% [markdown]
 # ## 4. What alpha and tau do to P(i) (eq. 2, eq. 14)
 #
-# The buffer of the run with decay, its priorities recomputed with other settings: the exact share of successes and the
-# exact mean age of a draw, and the same from 20,000 draws.
+# The buffer of the run with decay, its priorities recomputed with other settings: the exact share
+# of successes and the exact mean age of a draw, and the same from 20,000 draws.
 
 # %%
 folder = runs["with decay"]
 print("alpha  decay        successes: exact, drawn     mean age: exact, drawn")
-for alpha, decay in (
+settings = (
     (0.0, "none"),
     (0.6, "none"),
     (1.0, "none"),
     (0.6, "exponential"),
     (1.0, "exponential"),
-):
+)
+for alpha, decay in settings:
     buffer = load_buffer(folder, alpha, decay)
-    won, p = np.array([e.reward > 0 for e in buffer.episodes]), exact(buffer)
+    p = exact(buffer)
+    share = p @ successes(buffer)
+    age = p @ buffer.ages()
+
     replay = buffer.sample(20_000)
-    drawn = np.mean([e.reward > 0 for e in replay.episodes])
-    ages = (p @ buffer.ages(), replay.ages.mean())
-    print(
-        f"{alpha:5.1f}  {decay:11s}  {p @ won:.3f}  {drawn:.3f}               {ages[0]:6.1f}  {ages[1]:6.1f}"
-    )
-    np.testing.assert_allclose([drawn, ages[1]], [p @ won, ages[0]], atol=0.01, rtol=0.01)
+    drawn = np.mean([episode.reward > 0 for episode in replay.episodes])
+    drawn_age = replay.ages.mean()
+    print(f"{alpha:5.1f}  {decay:11s}  {share:.3f}  {drawn:.3f}", end="")
+    print(f"               {age:6.1f}  {drawn_age:6.1f}")
+    np.testing.assert_allclose([drawn, drawn_age], [share, age], atol=0.01, rtol=0.01)
 
 # %% [markdown]
 # ## 5. What beta does (eq. 3)
 #
-# IS weights undo the preference of the draw. At `beta = 1` the weighted mean over draws is the plain mean over the
-# buffer; at `beta = 0` nothing is undone. FreshPER leaves them off (Table 5), because they also undo freshness.
+# IS weights undo the preference of the draw. At `beta = 1` the weighted mean over draws is the
+# plain mean over the buffer; at `beta = 0` nothing is undone. FreshPER leaves them off (Table 5),
+# because they also undo freshness.
 
 # %%
 buffer = load_buffer(folder)
@@ -173,54 +191,55 @@ for beta in (0.0, 0.4, 1.0):
 # %% [markdown]
 # ## 6. Under exponential decay a refresh changes no P(i)
 #
-# Every entry loses the same share of its priority per step, so the proportions stay. Polynomial decay has no such law.
-# Line 6 of Algorithm 1 matters because *new* entries come in at age 0 beside leaves that were computed earlier.
+# Every entry loses the same share of its priority per step, so the proportions stay. Polynomial
+# decay has no such law. Line 6 of Algorithm 1 matters because *new* entries come in at age 0 beside
+# leaves that were computed earlier.
 
 # %%
-for name, decay in (
-    ("exponential", exponential_decay),
-    ("polynomial", partial(polynomial_decay, power=1.0)),
-):
+decays = {
+    "exponential": partial(exponential_decay, tau=20.0),
+    "polynomial": partial(polynomial_decay, tau=20.0, power=1.0),
+}
+for name, decay in decays.items():
     buffer = load_buffer(folder)
-    buffer.decay = partial(decay, tau=20.0)
+    buffer.decay = decay
     buffer.refresh(buffer.now)
     before = exact(buffer)
+
     buffer.refresh(buffer.now + 30)
     change = np.abs(exact(buffer) / before - 1).max()
     print(f"{name}: 30 steps later, P(i) has changed by at most {change:.1e} of itself")
 
 buffer = load_buffer(folder)
-buffer.add(
-    buffer.episodes[-32:], np.full(32, 0.1), step=buffer.now + 30
-)  # 32 fresh failures, and no refresh
+# Add 32 fresh failures without a refresh.
+buffer.add(buffer.episodes[-32:], np.full(32, 0.1), step=buffer.now + 30)
 before = exact(buffer)[-32:].sum()
 buffer.refresh(buffer.now)
-print(
-    f"P(32 fresh failures) = {before:.4f} before the refresh, {exact(buffer)[-32:].sum():.4f} after it"
-)
+after = exact(buffer)[-32:].sum()
+print(f"P(32 fresh failures) = {before:.4f} before the refresh, {after:.4f} after it")
 
 # %% [markdown]
 # ## Exercises
 #
-# Each solution ran when this page was made. `won`, `exact`, `load_buffer` and `runs` are those from above.
+# Each solution ran when this page was made. `successes`, `exact`, `load_buffer` and `runs` are
+# those from above.
 #
 # ### Exercise 1
-# At which age does a success (`r = 1`) become less likely to be drawn than a fresh failure (`r = 0`)? Give the formula,
-# then the number at `epsilon = 0.1`, `tau = 20`.
+# At which age does a success (`r = 1`) become less likely to be drawn than a fresh failure
+# (`r = 0`)? Give the formula, then the number at `epsilon = 0.1`, `tau = 20`.
 
 # %% solution
 # (1 + epsilon) exp(-age / tau) = epsilon. Alpha does not matter: both sides are raised to it.
 crossing = 20 * np.log(1.1 / 0.1)
 print(f"age {crossing:.1f}")
-p = np.array([1.1, 1.1, 0.1]) * exponential_decay(
-    np.array([np.floor(crossing), np.ceil(crossing), 0.0]), tau=20.0
-)
-assert p[0] > p[2] > p[1]
+ages = np.array([np.floor(crossing), np.ceil(crossing)])
+successes_then = 1.1 * exponential_decay(ages, tau=20.0)
+assert successes_then[0] > 0.1 > successes_then[1]
 
 # %% [markdown]
 # ### Exercise 2
-# Section 3.4 gives the half-life of the *priority*, `tau ln 2`. What is that of the *probability*, at the paper's
-# `tau = 500`, `alpha = 0.6`? Check it with two entries in a buffer.
+# Section 3.4 gives the half-life of the *priority*, `tau ln 2`. What is that of the *probability*,
+# at the paper's `tau = 500`, `alpha = 0.6`? Check it with two entries in a buffer.
 
 # %% solution
 # P(i) ~ (p_base exp(-age / tau))^alpha decays with the constant tau / alpha.
@@ -235,41 +254,47 @@ assert np.isclose(two.tree[0] / two.tree[1], 0.5, atol=1e-3)
 
 # %% [markdown]
 # ### Exercise 3
-# Show in your own run that `ESS / n <= exp(-KL(theta||mu))` in every bin of age. Is that a coincidence?
+# Show in your own run that `ESS / n <= exp(-KL(theta||mu))` in every bin of age. Is that a
+# coincidence?
 
 # %% solution
-# No: with these estimates it is Jensen's inequality for the sample itself (the head of freshper/diagnostics.py).
-for found in bins.values():
-    assert (found["ess"] <= np.exp(-found["kl"]) + 1e-9).all()
-print(
-    "loosest bin:",
-    max(round(float((np.exp(-f["kl"]) / f["ess"]).max()), 1) for f in bins.values()),
-    "times",
-)
+# No: with these estimates it is Jensen's inequality for the sample itself (the head of
+# freshper/diagnostics.py).
+ratios = np.concatenate([np.exp(-means["kl"]) / means["ess"] for means in bins.values()])
+assert (ratios >= 1 - 1e-9).all()
+print(f"loosest bin: {ratios.max():.1f} times")
 
 # %% [markdown]
 # ### Exercise 4
-# A replay batch drawn by reward may hold successes only. What is left of the gradient if its advantages are whitened
-# over the batch itself (the authors' code)? And if returns are measured against those collected recently?
+# A replay batch drawn by reward may hold successes only. What is left of the gradient if its
+# advantages are whitened over the batch itself (the authors' code)? And if returns are measured
+# against those collected recently?
 
 # %% solution
-rewards, mask = torch.ones(8, 1), torch.ones(8, 1, dtype=torch.bool)  # eight successes of one token
-print("over itself:", advantages(rewards, mask, clip=20.0).abs().max().item())
-recent = torch.tensor([0.3, 0.46])[:, None, None]  # mean and standard deviation at a success of 0.3
-print("against recent returns:", round(advantages(rewards, mask, 20.0, recent).max().item(), 2))
-assert advantages(rewards, mask, clip=20.0).abs().max() == 0.0
+# Eight successes of one token each.
+rewards = torch.ones(8, 1)
+mask = torch.ones(8, 1, dtype=torch.bool)
+whitened = advantages(rewards, mask, clip=20.0).abs().max().item()
+print(f"over itself: {whitened}")
+assert whitened == 0.0
+
+# Mean and standard deviation of the returns at a success of 0.3.
+recent = torch.tensor([0.3, 0.46])[:, None, None]
+largest = advantages(rewards, mask, 20.0, recent).max().item()
+print(f"against recent returns: {largest:.2f}")
 
 # %% [markdown]
 # ### Exercise 5
-# Draw 50,000 times from the buffer with decay. Estimate the buffer's mean age from them, once with `beta = 1` and once
-# without, and say how many standard errors each is off.
+# Draw 50,000 times from the buffer with decay. Estimate the buffer's mean age from them, once with
+# `beta = 1` and once without, and say how many standard errors each is off.
 
 # %% solution
 replay = buffer.sample(50_000)
 w = importance_weights(replay.probabilities, len(buffer), beta=1.0)
 estimate = np.average(replay.ages, weights=w)
 error = np.sqrt(np.sum((w * (replay.ages - estimate)) ** 2)) / w.sum()
-print(
-    f"buffer {buffer.ages().mean():.2f}; weighted {estimate:.2f} +- {error:.2f}; plain {replay.ages.mean():.2f}"
-)
-assert abs(estimate - buffer.ages().mean()) < 5 * error
+
+mean = buffer.ages().mean()
+weighted = f"weighted {estimate:.2f} +- {error:.2f}"
+print(f"buffer {mean:.2f}; {weighted}; plain {replay.ages.mean():.2f}")
+assert abs(estimate - mean) < 5 * error

@@ -1,5 +1,7 @@
-"""The environments of the paper (section 4.1, appendix D), one file each. `ENVS` maps the name behind `--env` to a
-callable that makes the environment with its defaults; keyword arguments (`slippery=True`, `style="full"`) change them.
+"""The environments of the paper (section 4.1, appendix D), one file each.
+
+`ENVS` maps the name behind `--env` to a callable that makes the environment with its defaults.
+Keyword arguments (`slippery=True`, `style="full"`) change them.
 """
 
 import warnings
@@ -17,7 +19,8 @@ from envs.gsm8k import GSM8K
 from envs.nq_search import NQSearch
 from envs.sokoban import Sokoban
 
-# `python -m envs.search_server` runs a module that this package has already imported, which is harmless here
+# `python -m envs.search_server` runs a module that this package has already imported. Python warns
+# of it, but it is harmless here.
 warnings.filterwarnings("ignore", "'envs.* found in sys.modules", RuntimeWarning)
 
 ENVS: dict[str, Callable[..., TextEnv]] = {
@@ -33,4 +36,4 @@ ENVS: dict[str, Callable[..., TextEnv]] = {
 }
 
 for _name, _make in ENVS.items():
-    gymnasium.register(id=f"freshper/{_name}-v0", entry_point=_make)
+    gymnasium.register(f"freshper/{_name}-v0", _make)

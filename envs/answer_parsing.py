@@ -1,9 +1,11 @@
 r"""Read the answers of GSM8K, AIME and GeoQA: numbers, and expressions with roots and π.
 
-Paper: appendix D gives a right answer 1 and any other 0, and does not say how it is read. Our
-convention: the answer stands alone between the only <answer> tags, as the prompt asks, in the form
-of its data set. Marks around it are allowed ($72$, **72**, \boxed{72}), prose is not: no wrong
-answer earns 1, and a right one in another form may earn nothing (tests/data/answers.csv).
+Paper: appendix D gives a right answer 1 and any other 0, and does not say how it is read.
+
+Our convention: the answer stands alone between the only <answer> tags, as the prompt asks, in the
+form of its data set. Marks around it are allowed ($72$, **72**, \boxed{72}). Prose is not allowed.
+So no wrong answer earns 1, and a right one in another form may earn nothing
+(tests/data/answers.csv).
 
 The library math-verify is not used. It takes a number out of prose ("can't be 72", "72 hundred"),
 and its evaluation of $9^{9^{9^{9}}}$ does not end. Here an answer has at most MAX_ANSWER
@@ -27,15 +29,21 @@ _AMOUNT = re.compile(rf"([-+]?)\\?[$€£]?({_DECIMAL}) ?\\?[%$€£]?")
 
 
 def bare(answer: str) -> str:
-    """Return an answer without marks of LaTeX or Markdown around it, or "" if it is too long."""
-    text = answer.strip().removesuffix(".") if len(answer) <= MAX_ANSWER else ""
+    """Return an answer without marks of LaTeX or Markdown around it and without a full stop, or ""
+    if it is longer than MAX_ANSWER."""
+    if len(answer) > MAX_ANSWER:
+        return ""
+    text = answer.strip().removesuffix(".")
     marked = _MARKED.fullmatch(text)
-    return bare(marked[1]) if marked else text.replace("−", "-")  # the minus of typesetting
+    if marked:
+        return bare(marked[1])
+    return text.replace("−", "-")  # the minus of typesetting
 
 
 def read_number(answer: str) -> Fraction | None:
     """Return the value of an integer or decimal, or None. It may have a sign, commas between
-    thousands, and a sign of a currency or %."""
+    thousands, and a sign of a currency or %, because these do not change the number. Other units,
+    fractions (1/2), powers (1e3), expressions (70+2) and words are not read."""
     amount = _AMOUNT.fullmatch(bare(answer))
     return Fraction(amount[1] + amount[2].replace(",", "")) if amount else None
 
@@ -50,16 +58,20 @@ _SENTENCE = re.compile(  # work with its = or words with their verb, the value, 
 
 
 def read_sentence(reply: str, question: str) -> str:
-    """Return the value of a reply of one whole sentence to a question in words, or "". It stands
-    behind the last = or behind has, have or is, and no number follows ("Tom has 4 + 3 = 7 fish.").
-    All other numbers and words are those of the question, or they are _FILLERS."""
+    """Return the value of a reply of one whole sentence to a question in words, or "". The value
+    stands behind the last = or behind has, have or is, and no number follows ("Tom has 4 + 3 = 7
+    fish."). All other numbers and words must be those of the question or _FILLERS. A sentence with
+    another word is not read, because the word may change the value ("twice", "not", "hundred")."""
     text = outside_think(reply).strip().lower()
-    sentence = _SENTENCE.fullmatch(text) if len(text) <= MAX_ANSWER else None
+    if len(text) > MAX_ANSWER:
+        return ""
+    sentence = _SENTENCE.fullmatch(text)
     if not sentence:
         return ""
+
     before, value, behind = sentence.groups()
-    tokens = _TOKEN.findall(before + behind)
-    return value if _FILLERS.union(_TOKEN.findall(question.lower())).issuperset(tokens) else ""
+    allowed = _FILLERS.union(_TOKEN.findall(question.lower()))
+    return value if allowed.issuperset(_TOKEN.findall(before + behind)) else ""
 
 
 class Measure(NamedTuple):
@@ -93,19 +105,22 @@ _OPERATORS = {
 
 def read_measure(answer: str) -> Measure | None:
     r"""Return the value of a decimal, of a fraction (7/2, \frac{7}{2}) or of an expression with
-    roots and π (\frac{2\sqrt{3}}{3}, 4-π), with a unit of length, area, volume or angle, or None."""
+    roots and π (\frac{2\sqrt{3}}{3}, 4-π), or None. A unit of length, area, volume or angle may
+    follow. The answers of GeoQA have these forms. Sums and products without a root or π (36+36) are
+    not read, because they are not worked out. Nor are names of functions, powers and words."""
     text = bare(answer)
     for spelling, plain in _SPELLINGS.items():
         text = re.sub(spelling, plain, text)
+
     measure = _MEASURE.fullmatch(text)
     if not measure:
         return None
-
-    source, unit = measure[1], measure[2] or ""
+    source, unit = measure.groups("")
     if re.fullmatch(f"[-+]?(?:{_DECIMAL})", source):
         return Measure(Fraction(source.replace(",", "")), len(source.partition(".")[2]), unit)
-    if not re.search("[√π]", source) and not _FRACTION.fullmatch(source):  # 36+36 is left undone
+    if not re.search("[√π]", source) and not _FRACTION.fullmatch(source):
         return None
+
     try:
         tree = ast.parse(source.replace("√", "sqrt").replace("π", "pi"), mode="eval")
         return Measure(_value(tree.body), 0, unit)
@@ -114,8 +129,10 @@ def read_measure(answer: str) -> Measure | None:
 
 
 def _value(node: ast.AST) -> Fraction | float:
+    """Return the value of a parsed expression. Raises ValueError if it has anything else than
+    numbers, π, roots, signs and the four operations."""
     match node:
-        case ast.Constant(value=int() | float() as value):
+        case ast.Constant(value=value):
             return Fraction(str(value))
         case ast.Name(id="pi"):
             return math.pi

@@ -1,14 +1,18 @@
-"""CliffWalking, as text: along the cliff to the goal, one step at a time.
+"""CliffWalking, as text: walk along the cliff to the goal, one step at a time.
 
-Paper: section 4.3, appendix D "CliffWalking"; Table 2 (200 actions). A control: on-policy training solves it. The
-dynamics are Gymnasium's own `CliffWalking-v1` (Sutton and Barto, example 6.6): 4x12 cells, -1 a step, -100 for a fall,
-which leads back to the start. All held-out seeds are the same task; `score` is the sum of rewards.
+Paper: section 4.3, appendix D "CliffWalking"; Table 2 (200 actions). It is a control: on-policy
+training solves it. The dynamics are those of Gymnasium's `CliffWalking-v1` (Sutton and Barto,
+example 6.6): 4x12 cells, -1 a step, and -100 for a fall, which leads back to the start. All
+held-out seeds are the same task. `score` is the sum of rewards.
 
-Where we differ: the optimal score is -13, the length of the shortest way; the paper's 0 comes from a private package.
-The random policy scores -2079 in 200 turns (exact, by `solve` of envs/frozenlake.py). The default here is 50 turns. In
-the tiny preset it is 30, and training starts along the way, more often near the goal: from the task's own start hardly
-any episode arrives, and the policy learns to stand still. Exercise: try `--epsilon 0.01` and watch `replay_success`:
-good episodes have |r| up to 13, bad ones hundreds.
+Where we differ: the optimal score is -13, the length of the shortest way. The paper's 0 comes from
+a private package. The random policy scores -2079 in 200 turns (exact, by `solve` of
+envs/frozenlake.py). The default here is 50 turns. In the tiny preset it is 30, and training starts
+along the way, more often near the goal. From the task's own start hardly any episode arrives, and
+the policy learns to stand still.
+
+Exercise: try `--epsilon 0.01` and watch `replay_success`. Good episodes have |r| up to 13, bad ones
+hundreds.
 """
 
 from collections.abc import Iterator
@@ -18,33 +22,34 @@ import gymnasium
 import numpy as np
 
 from envs.base import WARM_START_SEEDS, Observation, held_out
-from envs.grid_world import FORM, GridWorld, cell_name
+from envs.grid_world import FORM, GridWorld, Outcome, cell_name
 
 COLUMNS = 12
-WAY = (
-    36,
-    36,
-    36,
-    *range(24, 36),
-)  # cells (12 row + column) of the shortest way, the start three times as often
+# The cells (12 row + column) of the shortest way from the goal back to the start. Training begins
+# in the start three times as often.
+WAY_BACK = (*range(35, 23, -1), 36, 36, 36)
 
 RULES = f"""\
-You are walking along a cliff, on a grid of 4 rows and 12 columns. You start in row 4, column 1; the goal G is in row \
-4, column 12; the cells C between them are the cliff.
+You are walking along a cliff, on a grid of 4 rows and 12 columns. You start in row 4, column 1; \
+the goal G is in row 4, column 12; the cells C between them are the cliff.
 _ _ _ _ _ _ _ _ _ _ _ _
 _ _ _ _ _ _ _ _ _ _ _ _
 _ _ _ _ _ _ _ _ _ _ _ _
 P C C C C C C C C C C G
-Every step costs 1. Stepping over the cliff costs 100 and leads back to the start. At the edge of the grid you stay \
-where you are. Reach the goal at the lowest cost; you have {{budget}}.
+Every step costs 1. Stepping over the cliff costs 100 and leads back to the start. At the edge of \
+the grid you stay where you are. Reach the goal at the lowest cost; you have {{budget}}.
 Actions: Left, Down, Right, Up.
 {FORM}"""
 
 
 class CliffWalking(GridWorld):
-    """`style` "full" draws the grid once and names row and column in every turn; "terse" names the cell, and marks what
-    is above, right, below and left. `along_the_way`: training seeds start anywhere on the shortest way."""
+    """The environment. If `along_the_way`, training seeds start anywhere on the shortest way.
 
+    The style "full" draws the grid once, and names row and column in every turn. "terse" names the
+    cell, and marks what is above, right, below and left of it.
+    """
+
+    settings = ("along_the_way",)
     max_turns = 50
     turn_reward = -1.0
     metrics = ("score",)
@@ -59,43 +64,50 @@ class CliffWalking(GridWorld):
     def start(self, seed: int) -> None:
         self.cliff = gymnasium.make("CliffWalking-v1").unwrapped
         self.cliff.reset(seed=seed)
-        rng = np.random.default_rng(seed)
-        if seed >= WARM_START_SEEDS:  # any free cell, so that a model has seen them all
-            self.cliff.s = int(rng.integers(3 * COLUMNS + 1))
-        elif self.along_the_way and not held_out(seed):
-            self.cliff.s = WAY[-1 - int(len(WAY) * rng.random() ** 1.5)]
 
-    def act(self, action: int) -> tuple[float, bool, bool]:
-        _, reward, ended, _, _ = self.cliff.step(action)
-        return float(reward), bool(ended), bool(ended)
+        rng = np.random.default_rng(seed)
+        if seed >= WARM_START_SEEDS:
+            # Any free cell, so that a model has seen them all.
+            self.cliff.s = rng.integers(3 * COLUMNS + 1)
+        elif self.along_the_way and not held_out(seed):
+            # The power of 1.5 prefers cells near the goal.
+            self.cliff.s = WAY_BACK[int(len(WAY_BACK) * rng.random() ** 1.5)]
+
+    def act(self, action: int) -> Outcome:
+        _, reward, ended, *_ = self.cliff.step(action)
+        return reward, ended, ended
 
     def optimal_reply(self) -> str:
         """Return a step of the shortest way: up from the start, to the last column, down."""
-        row, col = divmod(int(self.cliff.s), COLUMNS)
-        return f"<answer>{'Up' if row == 3 else 'Right' if col < COLUMNS - 1 else 'Down'}</answer>"
+        row, col = divmod(self.cliff.s, COLUMNS)
+        if row == 3:
+            return "<answer>Up</answer>"
+        return "<answer>Right</answer>" if col < COLUMNS - 1 else "<answer>Down</answer>"
 
-    def around(self) -> Iterator[tuple[int, str]]:
-        """Yield the cell to which each action leads, and its mark: C cliff, G goal, # the edge, _ free."""
-        here = int(self.cliff.s)
-        for [(_, cell, reward, ended)] in self.cliff.P[here].values():
-            yield cell, "C" if reward == -100 else "#" if cell == here else "G" if ended else "_"
+    def neighbours(self) -> Iterator[tuple[int, str]]:
+        """Yield for each action the cell to which it leads, and a mark: C cliff, G goal, # edge, or
+        _ free."""
+        for [(_, cell, reward, ended)] in self.cliff.P[self.cliff.s].values():
+            if reward == -100:
+                mark = "C"
+            elif cell == self.cliff.s:
+                mark = "#"
+            else:
+                mark = "G" if ended else "_"
+            yield cell, mark
 
     def caption(self) -> str:
         """Return the four neighbours, such as `Up c2 Right d3 Down X Left b3`; X is the cliff."""
-        cells = [
-            "X" if mark == "C" else cell_name(*divmod(cell, COLUMNS))
-            for cell, mark in self.around()
-        ]
-        return " ".join(f"{way} {cell}" for way, cell in zip(self.actions, cells, strict=True))
+        words = []
+        for action, (cell, mark) in zip(self.actions, self.neighbours(), strict=True):
+            name = "X" if mark == "C" else cell_name(*divmod(cell, COLUMNS))
+            words += [action, name]
+        return " ".join(words)
 
     def observe(self) -> Observation:
-        row, col = divmod(int(self.cliff.s), COLUMNS)
+        row, col = divmod(self.cliff.s, COLUMNS)
         if self.style == "terse":
-            return Observation(
-                f" {cell_name(row, col)} {' '.join(mark for _, mark in self.around())}"
-            )
-        return Observation(
-            self.prompt(
-                RULES.format(budget=self.budget()), f"You: row {row + 1}, column {col + 1}."
-            )
-        )
+            marks = " ".join(mark for _, mark in self.neighbours())
+            return Observation(f" {cell_name(row, col)} {marks}")
+
+        return Observation(self.prompt(RULES, f"You: row {row + 1}, column {col + 1}."))

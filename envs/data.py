@@ -1,14 +1,17 @@
 """Read questions with the library `datasets`: from a hub id, a file, or a folder of files.
 
-Paper: appendix D names the tasks with data, not their files. Any source that has the fields of a task will do.
+Paper: appendix D names the tasks with data, not their files. Any source that has the fields of a
+task will do.
 
     openai/gsm8k:main            a dataset of the hub, and after a colon its configuration
-    questions.jsonl              one object per line; also .json (a list of objects), .csv and .parquet
-    folder/                      train.* (or train-*.*), and validation.* or test.*, or an image folder of `datasets`
+    questions.jsonl              one object per line; also .json (a list of objects), .csv, .parquet
+    folder/                      train.* (or train-*.*), and validation.* or test.*,
+                                 or an image folder of `datasets`
 
-Without a validation split, `test` takes its place. If there is only one split, every tenth different row is held out.
-Names of fields are compared without regard to case (AIME sets have `Problem` or `problem`). Images stay encoded.
-A run leaves out rows whose first turn its model has no room for (freshper/backends.py), and says how many.
+Without a validation split, `test` takes its place. If there is only one split, every tenth
+different row is held out. Names of fields are compared without regard to case (AIME sets have
+`Problem` or `problem`). Images stay encoded. A run leaves out the rows whose first turn is too long
+for its model (freshper/backends.py), and says how many.
 """
 
 import re
@@ -26,93 +29,109 @@ from envs.base import held_out
 def load_rows(
     source: str, fields: tuple[str, ...], convert: Callable[[dict], Any]
 ) -> dict[str, list]:
-    """Return `convert` of the `fields` of all rows, by split ("train" and "held_out"), shuffled: files are often sorted
-    by year or by difficulty. Raises ValueError with one sentence that names source, row and field: no such source, an
-    unreadable file, a field that is missing, empty or refused by `convert`, too few rows."""
+    """Return `convert` of the `fields` of all rows, by split ("train" and "held_out"). The rows are
+    shuffled, because files are often sorted by year or by difficulty.
 
-    def converted(row: dict[str, Any], where: str) -> Any:
-        lower = {name.lower(): value for name, value in row.items()}
-        try:
-            for name in fields:
-                if lower.get(name) in (None, []) or not str(lower[name]).strip():
-                    raise ValueError(
-                        f"the field {name} is missing or empty, the row has {', '.join(row)}"
-                    )
-                if isinstance(lower[name], str) and re.search(r"<\|\w+\|>", lower[name]):
-                    raise ValueError(f"the field {name} must not hold tokens such as <|im_end|>")
-            return convert({name: lower[name] for name in fields})
-        except ValueError as error:
-            raise ValueError(f"{source}, {where}: {error}") from error
+    Raises ValueError with one sentence that names source, row and field, if there is no such
+    source, a file cannot be read, a field is missing, empty or refused by `convert`, or the rows
+    are too few."""
+    splits: dict[str, list] = {}
+    for split, rows in read_splits(source).items():
+        splits[split] = []
+        for number, row in enumerate(rows, 1):
+            try:
+                splits[split].append(convert(select_fields(row, fields)))
+            except ValueError as error:
+                raise ValueError(f"{source}, {split} row {number}: {error}") from error
 
-    loaded = _load(source).items()
-    splits = {
-        split: [converted(row, f"{split} row {n}") for n, row in enumerate(rows, 1)]
-        for split, rows in loaded
-    }
-    parts = {
-        "train": splits.get("train", []),
-        "held_out": splits.get("validation", splits.get("test", [])),
-    }
     if len(splits) == 1:
-        numbers: dict[int, int] = {}  # of the different rows: equal ones stay on one side
-        parts = {"train": [], "held_out": []}
-        for row in next(iter(splits.values())):
-            parts[
-                "train" if numbers.setdefault(hash(repr(row)), len(numbers)) % 10 else "held_out"
-            ].append(row)
+        parts = divide(*splits.values())
+    else:
+        held_out_rows = splits.get("validation", splits.get("test", []))
+        parts = {"train": splits.get("train", []), "held_out": held_out_rows}
+
     if not all(parts.values()):
-        found = ", ".join(f"{len(rows)} in {name}" for name, rows in splits.items())
+        counts = ", ".join(f"{len(rows)} in {split}" for split, rows in splits.items())
         raise ValueError(
-            f"--data is {source}, with too few different rows to train and to hold out: {found}"
+            f"--data is {source}, with too few different rows to train and to hold out: {counts}"
         )
-    return {
-        name: [rows[k] for k in np.random.default_rng(0).permutation(len(rows))]
-        for name, rows in parts.items()
-    }
+    for rows in parts.values():
+        np.random.default_rng(0).shuffle(rows)
+    return parts
 
 
 def row_for(rows: dict[str, list], seed: int) -> Any:
-    """Return the row of a seed: successive seeds go through all rows of their split before any comes again."""
+    """Return the row of a seed. Successive seeds go through all rows of their split before any row
+    comes again."""
     split = rows["held_out" if held_out(seed) else "train"]
     return split[seed % len(split)]
 
 
-def _load(source: str) -> dict[str, list[dict]]:
-    """Return all rows of a source by split. A lone file is the split `train`."""
-    path = Path(source).expanduser().absolute()
-    if not path.exists() and (
-        source.count("/") != 1 or path.suffix in (".json", ".jsonl", ".csv", ".parquet")
-    ):
-        raise ValueError(
-            f"--data is {source}, but there is no such file or folder, and hub ids look like owner/name"
-        )
-    import datasets  # here, because it takes a second and generated questions do without
+def select_fields(row: dict, fields: tuple[str, ...]) -> dict:
+    """Return the fields of a row. Raises ValueError if one is missing or empty, or has tokens."""
+    values = {name.lower(): value for name, value in row.items() if name.lower() in fields}
+    for name in fields:
+        value = values.get(name)
+        empty = value in (None, []) or not str(value).strip()
+        if empty:
+            raise ValueError(f"the field {name} is missing or empty, the row has {', '.join(row)}")
+        if isinstance(value, str) and re.search(r"<\|\w+\|>", value):
+            raise ValueError(f"the field {name} must not hold tokens such as <|im_end|>")
+    return values
 
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it also raises
-    try:  # streaming leaves no copy in the cache
+
+def divide(rows: list) -> dict[str, list]:
+    """Divide the rows of a single split: every tenth different row is held out. Equal rows stay on
+    one side."""
+    parts: dict[str, list] = {"train": [], "held_out": []}
+    numbers: dict[int, int] = {}  # by a hash, because rows may have large images
+    for row in rows:
+        number = numbers.setdefault(hash(repr(row)), len(numbers))
+        parts["train" if number % 10 else "held_out"].append(row)
+    return parts
+
+
+def read_splits(source: str) -> dict[str, list[dict]]:
+    """Return all rows of a source by split. A lone file is the split "train". Raises ValueError if
+    the source does not exist or `datasets` cannot read it."""
+    path = Path(source).expanduser().absolute()
+    names_a_file = path.suffix in (".json", ".jsonl", ".csv", ".parquet")
+    if not path.exists() and (source.count("/") != 1 or names_a_file):
+        raise ValueError(
+            f"--data is {source}, but there is no such file or folder, "
+            "and hub ids look like owner/name"
+        )
+
+    # The import takes a second, and generated questions do without.
+    import datasets
+
+    # Otherwise it logs what it also raises.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    splits = {}
+    try:
+        # Streaming leaves no copy of a local file in the cache.
         if path.is_dir():
             loaded = datasets.load_dataset(str(path), streaming=True)
         elif path.is_file():
-            loaded = datasets.load_dataset(
-                str(path.parent.resolve()), data_files={"train": path.name}, streaming=True
-            )
+            folder = str(path.parent.resolve())
+            loaded = datasets.load_dataset(folder, data_files={"train": path.name}, streaming=True)
         else:
             loaded = datasets.load_dataset(*source.split(":"))
-        tables = {split: rows.with_format("arrow").iter(1000) for split, rows in loaded.items()}
-        return {
-            split: [row for table in parts for row in table.to_pylist()]
-            for split, parts in tables.items()
-        }
+
+        for split, rows in loaded.items():
+            # Rows of Arrow tables hold images as encoded files.
+            tables = rows.with_format("arrow").iter(1000)
+            splits[split] = [row for table in tables for row in table.to_pylist()]
     except (
         OSError,
         ValueError,
         RuntimeError,
-        StopIteration,
+        StopIteration,  # of an empty file
         datasets.exceptions.DatasetsError,
     ) as error:
-        reason = " ".join(f"{type(error).__name__} {error}".split())[
-            :300
-        ]  # StopIteration: of an empty file
+        reason = f"{type(error).__name__} {error}"
+        reason = " ".join(reason.split())[:300]
         raise ValueError(
             f"--data is {source}, but `datasets` cannot read it (rows from 0): {reason}"
         ) from error
+    return splits

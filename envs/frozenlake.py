@@ -1,26 +1,31 @@
-"""FrozenLake, as text and as images: walk over the ice to the goal, avoid the holes.
+"""FrozenLake, as text and as images: walk over the ice to the goal, and avoid the holes.
 
-Paper: appendix D, "FrozenLake (LLM)" and "FrozenLake (VLM)"; Table 2 (10 actions, binary reward). The dynamics are
-Gymnasium's own `FrozenLake-v1`. Each seed gives a random solvable 4x4 map: a cell is frozen with probability 0.8, start
-and goal are any two cells (as the authors ran it). Lakes with the same holes and goal are all held out, or none is: no
-state of a held-out episode ever occurs in training.
+Paper: appendix D, "FrozenLake (LLM)" and "FrozenLake (VLM)"; Table 2 (10 actions, binary reward).
+The dynamics are those of Gymnasium's `FrozenLake-v1`. Each seed gives a random solvable 4x4 map: a
+cell is frozen with probability 0.8, and start and goal are any two cells (as the authors ran it).
+Lakes with the same holes and goal are all held out, or none is. Therefore no state of a held-out
+episode ever occurs in training.
 
-Where we differ: `slippery` is a parameter. On the paper's slippery ice (the intended direction with probability 1/3)
-no policy exceeds a success of 0.502 on these maps (exact, by `solve`); its VLM result of 0.630 is above that.
+Where we differ: `slippery` is a parameter. The paper's ice is slippery: the player moves in the
+intended direction with probability 1/3. There no policy exceeds a success of 0.502 on these maps
+(exact, by `solve`). The paper's VLM result of 0.630 is above that.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium
 import numpy as np
 from PIL import Image, ImageDraw
 
-from envs.base import Observation, fits
-from envs.grid_world import FORM, GridWorld, cell_name
+from envs.base import Observation, same_split
+from envs.grid_world import FORM, Cell, GridWorld, Outcome, name_cells
 
 SIDE = 4
-SYMBOLS = str.maketrans("SFH", "__O")  # of cells
-PLAYER_ON = {"S": "P", "F": "P", "H": "X", "G": "√"}  # symbols of the player, by the cell under it
+# Cells are Gymnasium's letters: S (start), F (frozen), H (hole), G (goal). # is the edge.
+SYMBOLS = str.maketrans("SFH", "__O")  # of cells in texts
+PLAYER_ON = str.maketrans("SFHG", "PPX√")  # of the player on a cell
+CAPTION_MARKS = {"P": "P", "X": "X", "√": "√", "G": "G√", "O": "HX"}
 
 RULES = """\
 You are walking on a frozen lake, seen from above as a grid of 4 x 4 cells. Reach the goal without \
@@ -34,160 +39,185 @@ IMAGE_LEGEND = (
 SLIPPERY = " The ice is slippery: you may slide to either side of where you want to go."
 
 
-def random_map(seed: int) -> list[str]:
-    """Return the solvable map of this seed: 4 rows of S (start), G (goal), F (frozen), H (hole)."""
+def random_map(seed: int) -> np.ndarray:
+    """Return the cells of the solvable map of this seed, [4, 4] of S, F, H, G."""
     rng = np.random.default_rng(seed)
     while True:
         cells = np.where(rng.random((SIDE, SIDE)) < 0.8, "F", "H")
-        start, goal = (divmod(int(k), SIDE) for k in rng.permutation(SIDE * SIDE)[:2])
-        cells[start], cells[goal] = "F", "G"
-        if not fits(["".join(row) for row in cells], seed):
-            continue
+        start, goal = (divmod(k, SIDE) for k in rng.permutation(SIDE * SIDE)[:2])
+        cells[start] = "F"
+        cells[goal] = "G"
+        holes_and_goal = ["".join(row) for row in cells]
         cells[start] = "S"
-        near = np.pad(cells == "S", 1)  # has a border, `reached` none
-        reached = near[1:-1, 1:-1]
-        for _ in range(SIDE * SIDE):
-            reached |= (cells != "H") & (
-                near[:-2, 1:-1] | near[2:, 1:-1] | near[1:-1, :-2] | near[1:-1, 2:]
-            )
-        if reached[goal]:
-            return ["".join(row) for row in cells]
+        if same_split(holes_and_goal, seed) and is_connected(cells, start, goal):
+            return cells
 
 
-def solve(transitions: dict, horizon: int) -> np.ndarray:
-    """Return the exact value of each action with `horizon` actions left, if the best ones follow and if random ones
-    follow, float64 [2, S, A], from Gymnasium's table P[s][a] = [(probability, s', reward, done)]."""
-    values = np.zeros((2, len(transitions), len(transitions[0])))
+def is_connected(cells: np.ndarray, start: Cell, goal: Cell) -> bool:
+    """Return whether a way without holes leads from start to goal: a flood fill."""
+    unvisited = {cell for cell, letter in np.ndenumerate(cells) if letter != "H"}
+    frontier = [start]
+    while frontier:
+        reached = unvisited.intersection(neighbours(*frontier.pop()))
+        frontier += reached
+        unvisited -= reached
+    return goal not in unvisited
+
+
+def neighbours(row: int, col: int) -> list[Cell]:
+    """Return the cells left, below, right and above of a cell."""
+    return [(row, col - 1), (row + 1, col), (row, col + 1), (row - 1, col)]
+
+
+def solve(transitions: dict, horizon: int, fold: Callable) -> np.ndarray:
+    """Return the exact value of each action with `horizon` actions left, float64 [S, A].
+
+    `fold` is np.max if the best actions follow, np.mean if random ones follow. This is value
+    iteration on Gymnasium's table P[s][a] = [(probability, s', reward, done), ...].
+    """
+    values = np.zeros((len(transitions), len(transitions[0])))
     for _ in range(horizon):
-        after = np.stack([values[0].max(-1), values[1].mean(-1)])
+        state_values = fold(values, axis=1)  # [S]
         values = np.zeros_like(values)
-        for s, actions in transitions.items():
-            for a, outcomes in actions.items():
-                for p, to, reward, done in outcomes:
-                    values[:, s, a] += p * (reward + (not done) * after[:, to])
+        for state, actions in transitions.items():
+            for action, outcomes in actions.items():
+                for probability, after, reward, done in outcomes:
+                    future = 0.0 if done else state_values[after]
+                    values[state, action] += probability * (reward + future)
     return values
 
 
 class FrozenLake(GridWorld):
-    """`image` draws the grid instead of writing it. `style` "terse" shows the grid alone, and in a fifth row what is
-    left, below, right and above of the player, # the edge."""
+    """The environment. `image` draws the grid instead of writing it.
 
+    The style "terse" shows the grid alone, and in a fifth row what is left, below, right and above
+    of the player. There # is the edge.
+    """
+
+    settings = ("slippery",)
     layers = 4  # detours need depth
-    words = (
-        *GridWorld.actions,
-        " _",
-        " #",
-        "√",
-        " G",
-        " O",
-        " a",
-        " b",
-        " c",
-        " d",
-    )  # captions name column and row
+    # Captions name columns by these letters, and rows by digits.
+    words = (*GridWorld.actions, " _", " #", "√", " G", " O", " a", " b", " c", " d")
 
     def __init__(self, slippery: bool = False, image: bool = False, **common: Any):
         super().__init__(**common)
-        self.slippery, self.image = slippery, image
+        self.slippery = slippery
+        self.image = image
         self.warm_start = ((250, 1), (150, 10)) if image else ((400, 1), (200, 10))
 
     def start(self, seed: int) -> None:
-        self.lake = gymnasium.make(
-            "FrozenLake-v1", desc=random_map(seed), is_slippery=self.slippery
-        ).unwrapped
+        self.cells = random_map(seed)
+        lake = gymnasium.make("FrozenLake-v1", desc=self.cells, is_slippery=self.slippery)
+        self.lake = lake.unwrapped
         self.lake.reset(seed=seed)
-        self.cells = self.lake.desc.astype(str)  # [4, 4] of S, G, F, H
 
-    def act(self, action: int) -> tuple[float, bool, bool]:
-        _, reward, ended, _, _ = self.lake.step(
-            action
-        )  # GridWorld.actions are in Gymnasium's order
-        return float(reward), reward > 0, bool(ended)
+    def act(self, action: int) -> Outcome:
+        # `GridWorld.actions` are in Gymnasium's order.
+        _, reward, ended, *_ = self.lake.step(action)
+        return reward, reward > 0, ended
+
+    def action_values(self, fold: Callable) -> np.ndarray:
+        """Return the probability of success after each action within the turns left, [A].
+
+        `fold` is that of `solve`.
+        """
+        return solve(self.lake.P, self.max_turns - self.turn, fold)[self.lake.s]
 
     def optimal_reply(self) -> str:
-        """Return the action that maximises the probability of success within the turns that are left."""
-        best, _ = solve(self.lake.P, self.max_turns - self.turn)[:, self.lake.s]
-        return f"<answer>{self.actions[int(best.argmax())]}</answer>"
+        """Return the action that maximises the probability of success within the turns left."""
+        return f"<answer>{self.actions[self.action_values(np.max).argmax()]}</answer>"
 
     def baselines(self, seed: int) -> dict[str, float]:
         """Return the exact probability of success on the map of this seed."""
         self.reset(seed=seed)
-        best, random = solve(self.lake.P, self.max_turns)[:, self.lake.s]
-        return {"random": float(random.mean()), "optimal": float(best.max())}
+        random = self.action_values(np.mean).mean()
+        optimal = self.action_values(np.max).max()
+        return {"random": float(random), "optimal": float(optimal)}
 
-    def position(self) -> tuple[int, int]:
-        """Return row and column of the player."""
-        return divmod(int(self.lake.s), SIDE)
+    def position(self) -> Cell:
+        """Return the cell of the player."""
+        return divmod(self.lake.s, SIDE)
 
-    def beside(self) -> np.ndarray:
-        """Return the cells left, below, right and above of the player, [4] of S, G, F, H and, for the edge, #."""
-        walled, (row, col) = np.pad(self.cells, 1, constant_values="#"), np.add(self.position(), 1)
-        return walled[[row, row + 1, row, row - 1], [col - 1, col, col + 1, col]]
+    def grid(self) -> np.ndarray:
+        """Return the cells [4, 4] with the player: P, or X in a hole, or √ at the goal."""
+        grid = self.cells.copy()
+        grid[self.position()] = grid[self.position()].translate(PLAYER_ON)
+        return grid
+
+    def beside(self) -> list[str]:
+        """Return the cells left, below, right and above of the player."""
+        cells = dict(np.ndenumerate(self.cells))
+        return [cells.get(cell, "#") for cell in neighbours(*self.position())]
 
     def caption(self) -> str:
-        """Return the cells of player, goal and holes, such as `P b1 G d3 O a2 c4`; of an image also its fifth row."""
-        here = self.position()
-        goal, holes = (
-            "".join(f" {cell_name(*at)}" for at in np.argwhere(self.cells == cell)) for cell in "GH"
-        )
-        beside = f" {' '.join(self.beside())}".translate(SYMBOLS) if self.image else ""
-        return (
-            f"{PLAYER_ON[self.cells[here]]} {cell_name(*here)} G{goal}"
-            + (f" O{holes}" if holes else "")
-            + beside
-        )
+        """Return the cells of player, goal and holes, such as `P b1 G d3 O a2 c4`. The caption of
+        an image ends with its fifth row."""
+        caption = name_cells(self.grid(), CAPTION_MARKS)
+        if self.image:
+            caption = " ".join([caption, *self.beside()])
+        return caption.translate(SYMBOLS)
 
     def observe(self) -> Observation:
-        here, cells = self.position(), self.cells.copy()
-        shown = np.vstack([cells, self.beside()]) if self.style == "terse" else cells
-        images = (draw(shown, here, self.cell_size),) if self.image else ()
-        cells[here] = PLAYER_ON[cells[here]]
-        grid = "\n".join(map(("" if self.style == "terse" else " ").join, cells)).translate(SYMBOLS)
-        if self.style == "terse":
-            beside = f" {' '.join(self.beside())}".translate(SYMBOLS)
-            return Observation("" if self.image else f"{grid}\n{beside}", images)
-        state = "The image shows the lake." if self.image else f"State:\n{grid}"
-        slippery, legend = SLIPPERY if self.slippery else "", IMAGE_LEGEND if self.image else LEGEND
-        rules = RULES.format(budget=self.budget(), slippery=slippery, legend=legend)
-        return Observation(self.prompt(rules, f"{state}\n{FORM}"), images)
+        grid = self.grid()
+        if self.style == "full":
+            text = self.full_text(grid)
+        elif self.image:
+            text = ""
+            grid = np.vstack([grid, self.beside()])
+        else:
+            rows = "\n".join(map("".join, grid))
+            text = f"{rows}\n {' '.join(self.beside())}".translate(SYMBOLS)
+
+        images = (draw(grid, self.cell_size),) if self.image else ()
+        return Observation(text, images)
+
+    def full_text(self, grid: np.ndarray) -> str:
+        """Return the text of the "full" style."""
+        if self.image:
+            state, legend = "The image shows the lake.", IMAGE_LEGEND
+        else:
+            rows = "\n".join(map(" ".join, grid)).translate(SYMBOLS)
+            state, legend = f"State:\n{rows}", LEGEND
+        slippery = SLIPPERY if self.slippery else ""
+        return self.prompt(RULES, f"{state}\n{FORM}", slippery=slippery, legend=legend)
 
 
-ICE, LINE, RED = (214, 238, 255), (130, 170, 210), (224, 24, 40)
+ICE = (214, 238, 255)
+LINE = (130, 170, 210)
+RED = (224, 24, 40)
 SHAPES = [  # on which cells, shape, colour, corners x, y, x, y, ... as shares of the cell
     ("#", "rectangle", (90, 90, 90), (0, 0, 1, 1)),
-    ("H", "ellipse", (16, 32, 96), (0.04, 0.04, 0.96, 0.96)),
-    ("G", "rectangle", (70, 50, 30), (0.18, 0.08, 0.28, 0.94)),  # pole
-    ("G", "polygon", (0, 168, 72), (0.28, 0.08, 0.95, 0.33, 0.28, 0.6)),  # flag
-    ("player", "ellipse", RED, (0.36, 0.1, 0.64, 0.38)),  # head
-    ("player", "polygon", RED, (0.5, 0.3, 0.82, 0.92, 0.18, 0.92)),
+    ("HX", "ellipse", (16, 32, 96), (0.04, 0.04, 0.96, 0.96)),
+    ("G√", "rectangle", (70, 50, 30), (0.18, 0.08, 0.28, 0.94)),  # pole
+    ("G√", "polygon", (0, 168, 72), (0.28, 0.08, 0.95, 0.33, 0.28, 0.6)),  # flag
+    ("PX√", "ellipse", RED, (0.36, 0.1, 0.64, 0.38)),  # head
+    ("PX√", "polygon", RED, (0.5, 0.3, 0.82, 0.92, 0.18, 0.92)),
 ]
 
 
-def draw(cells: np.ndarray, player: tuple[int, int], cell_size: int) -> np.ndarray:
-    """Return cells [R, 4] from above, uint8 [R cell_size, 4 cell_size, 3], drawn four times as large and scaled down.
-    A ruler along the left and the top edge of each cell shades from dark to light, so that the image itself shows row
-    and column: a tiny vision tower cannot yet tell them from positions alone."""
-    (rows, columns), big = cells.shape, 4 * cell_size
-    canvas = Image.new("RGB", (columns * big, rows * big), ICE)
-    pen = ImageDraw.Draw(canvas)
-    for row, col in np.ndindex(rows, columns):
-        for on, shape, color, corners in SHAPES:
-            if on == cells[row, col] or (on == "player" and (row, col) == player):
-                places = [
-                    big * (at + share) for at, share in zip((col, row) * 3, corners, strict=False)
-                ]
-                getattr(pen, shape)(places, fill=color)
-        pen.rectangle(
-            (big * col, big * row, big * (col + 1) - 1, big * (row + 1) - 1),
-            outline=LINE,
-            width=big // 28,
-        )
-    image = np.array(canvas.reduce(4))
-    tiles, ruler = (
-        image.reshape(rows, cell_size, columns, cell_size, 3),
-        cell_size // 7,
-    )  # row, y, column, x
-    shades = np.arange(40, 250, 50, dtype=np.uint8)
-    tiles[:, :, :, :ruler] = shades[:rows, None, None, None, None]
-    tiles[:, :ruler] = shades[:columns, None, None]
-    return image
+def draw(grid: np.ndarray, cell_size: int) -> np.ndarray:
+    """Return the image of a grid of symbols [R, C], uint8 [R cell_size, C cell_size, 3].
+
+    Each cell is drawn four times as large and scaled down, so that edges are smooth. A ruler along
+    its left and its top edge shades from dark to light with row and column. The image itself shows
+    them, because a tiny vision tower cannot yet tell them from positions alone.
+    """
+    rows, columns = grid.shape
+    image = np.zeros((rows, cell_size, columns, cell_size, 3), np.uint8)  # row, y, column, x
+    large = 4 * cell_size
+    ruler = cell_size // 7
+
+    for (row, col), symbol in np.ndenumerate(grid):
+        canvas = Image.new("RGB", (large, large), ICE)
+        pen = ImageDraw.Draw(canvas)
+        for symbols, shape, color, corners in SHAPES:
+            if symbol in symbols:
+                getattr(pen, shape)([large * share for share in corners], fill=color)
+        pen.rectangle((0, 0, large - 1, large - 1), outline=LINE, width=large // 28)
+
+        tile = image[row, :, col]  # a view, [cell_size, cell_size, 3]
+        tile[:] = np.array(canvas.reduce(4))
+        tile[:, :ruler] = 40 + 50 * row
+        tile[:ruler] = 40 + 50 * col
+
+    return image.reshape(rows * cell_size, columns * cell_size, 3)

@@ -1,26 +1,54 @@
-"""What FrozenLake, CliffWalking and Sokoban share: a reply is one of four directions. Paper: appendix D."""
+"""Define what FrozenLake, CliffWalking and Sokoban share: turns, captions and prompts.
+
+Paper: appendix D. A reply is one of four directions.
+"""
 
 from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 
 from envs.base import Observation, TextEnv, parse_action
 
 UNREADABLE = "Your last reply could not be read. "
-FORM = "Reply with one action in the form <answer> action </answer>, for example <answer> Right </answer>."
+FORM = (
+    "Reply with one action in the form <answer> action </answer>, "
+    "for example <answer> Right </answer>."
+)
+
+Cell = tuple[int, int]  # row, column
+Outcome = tuple[float, bool, bool]  # reward, success, whether the episode ends
 
 
 def cell_name(row: int, col: int) -> str:
-    """Return the name of a cell in captions: columns are a, b, ... from the left, rows 1, 2, ... from the top."""
+    """Return the name of a cell in captions, such as b3: columns are a, b, ... from the left, rows
+    1, 2, ... from the top."""
     return f"{'abcdefghijkl'[col]}{row + 1}"
 
 
+def name_cells(grid: np.ndarray, marks: dict[str, str]) -> str:
+    """Return a caption of a grid of symbols [R, C], such as `P b1 O a2 c4`.
+
+    `marks` maps each mark to symbols. The cells with these symbols follow the mark. A mark without
+    cells is left out.
+    """
+    words = []
+    for mark, symbols in marks.items():
+        cells = [cell_name(*cell) for cell, symbol in np.ndenumerate(grid) if symbol in symbols]
+        if cells:
+            words += [mark, *cells]
+    return " ".join(words)
+
+
 class GridWorld(TextEnv):
-    """The base class. Every task defines `start` and `act`. An unreadable reply earns `turn_reward` less the format
-    penalty, and leaves the state as it is. `score` is the sum of rewards without these penalties."""
+    """The base class of the three tasks. Every task defines `start` and `act`.
+
+    An unreadable reply earns `turn_reward` less the format penalty, and leaves the state as it is.
+    `score` is the sum of rewards without these penalties.
+    """
 
     start: Callable[[int], None]  # set up the task of a seed
-    act: Callable[
-        [int], tuple[float, bool, bool]
-    ]  # take an action: reward, success, end of the episode
+    act: Callable[[int], Outcome]  # take an action
 
     actions = ("Left", "Down", "Right", "Up")
     turn_reward = 0.0  # of a turn without an action
@@ -29,30 +57,38 @@ class GridWorld(TextEnv):
         self, *, seed: int | None = None, options: dict | None = None
     ) -> tuple[Observation, dict]:
         super().reset(seed=seed)
-        self.turn, self.score = 0, 0.0
+        self.turn = 0
+        self.score = 0.0
         self.start(self.episode_seed(seed))
         return self.observe(), {"success": False}
 
     def step(self, reply: str) -> tuple[Observation, float, bool, bool, dict]:
         self.turn += 1
         action = parse_action(reply, self.actions)
-        valid = action is not None
-        reward, success, ended = (
-            (self.turn_reward, False, False) if action is None else self.act(action)
-        )
+
+        if action is None:
+            reward, success, ended = self.turn_reward, False, False
+            penalty, remark = self.format_penalty, UNREADABLE
+        else:
+            reward, success, ended = self.act(action)
+            penalty, remark = 0.0, ""
+
         self.score += reward
-        reward -= 0.0 if valid else self.format_penalty
-        self.feedback = f"{'' if valid else UNREADABLE}Reward: {reward:g}."
+        reward -= penalty
+        self.feedback = f"{remark}Reward: {reward:g}."
         info = {
             "success": success,
-            "valid": valid,
+            "valid": action is not None,
             "metrics": dict.fromkeys(self.metrics, self.score),
         }
         return self.observe(), reward, ended, self.turn >= self.max_turns, info
 
-    def prompt(self, rules: str, state: str) -> str:
-        """Return the text of the "full" style: rules, or feedback in later turns, then the turn and the state."""
+    def prompt(self, rules: str, state: str, **blanks: Any) -> str:
+        """Return the text of the "full" style: rules (in later turns feedback), turn and state.
+
+        The rules are a template. `blanks` fill it, together with the budget.
+        """
+        rules = rules.format(budget=self.budget(), **blanks)
         opening = self.feedback if self.turn else rules
-        return (
-            f"{opening}\nTurn {self.turn + 1}, actions left: {self.max_turns - self.turn}.\n{state}"
-        )
+        left = self.max_turns - self.turn
+        return f"{opening}\nTurn {self.turn + 1}, actions left: {left}.\n{state}"

@@ -1,52 +1,43 @@
 """GSM8K: word problems whose answer is a number, in up to three attempts.
 
-Paper: appendix D; a control, since the paper's model solves 93 % of it before training.
+Paper: appendix D. The task is a control, since the paper's model solves 93 % of it before training.
 Data: the fields `question` and `answer` of `openai/gsm8k:main`, where the answer ends in `#### 72`.
 
-Without data: someone has some things, and then gets or loses some.
-terse  at most 7 things, 1 or 2 at a time, one to six times (each as often): 12,289 problems for training and 1,589 held
-       out, names and things aside
-full   at most 20 things, any number of them, once: 267 and 123, all there are. A reply may be one sentence in digits,
-       as "Tom has 4 + 3 = 7 fish now.": a model too small for longer instructions replies like this
+A reply's answer is a number alone: an integer or a decimal, with a sign, commas between thousands,
+or a sign of a currency or of percent if it likes. Words, units, fractions and expressions are not
+read, because the answers of the data set are plain numbers.
+
+Without data, a person has some things, and then gets or loses some.
+terse  At most 7 things, 1 or 2 come or go at a time, one to six times (each number of times is
+       equally likely): 12,289 problems for training and 1,589 held out, names and things aside.
+full   At most 20 things, any number of them comes or goes, once: 267 and 123 problems, all there
+       are. A reply may be one sentence in digits, as "Tom has 4 + 3 = 7 fish now.", because a model
+       too small for longer instructions replies like this.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from itertools import permutations
-from typing import Any
 
 import numpy as np
 
-from envs.question_answering import FEEDBACK, Question, QuestionAnswering
+from envs.question_answering import FEEDBACK, Problem, Question, QuestionAnswering
 
 NAMES = ("Ann", "Ben", "Mia", "Tom")
 THINGS = (" deer", " fish", " sheep", " squid")  # singular and plural are the same word
 CHANGES = {1: " and gets 1", 2: " and gets 2", -1: " and loses 1", -2: " and loses 2"}
-MOST, MOST_CHANGES = 7, 6  # things at any time, changes
+MOST = 7  # things at any time
+MOST_CHANGES = 6
 MOST_FULL = 20  # things at any time, in full prompts
 
 
 class GSM8K(QuestionAnswering):
-    generated_answers = tuple(str(n) for n in range(MOST + 1))
-    words = (
-        *NAMES,
-        *THINGS,
-        " has",
-        *CHANGES.values(),
-        ". How many",
-        *FEEDBACK,
-        *map(" {}".format, generated_answers),
-    )
+    words = (*NAMES, *THINGS, " has", *CHANGES.values(), ". How many", *FEEDBACK)
     fields = ("question", "answer")
     rules = "Solve this problem step by step."
     form = "End your reply with the number alone between tags, for example <answer>42</answer>."
 
-    def __init__(self, data: str = "", style: str = "terse", **common: Any):
-        if style == "full":
-            self.generated_answers = tuple(str(n) for n in range(MOST_FULL + 1))
-        super().__init__(data, style=style, **common)
-
     @classmethod
-    def from_row(cls, row: dict[str, Any]) -> Question:
+    def from_row(cls, row: dict) -> Question:
         gold = str(row["answer"]).rpartition("####")[2].strip()
         if cls.read(gold) is None:
             raise ValueError(
@@ -55,36 +46,49 @@ class GSM8K(QuestionAnswering):
         return Question(str(row["question"]), gold)
 
     @classmethod
-    def problems(cls, style: str) -> Iterator[tuple[str, int, Hashable, Any]]:
-        if style == "full":
-            for first, now in permutations(range(MOST_FULL + 1), 2):
-                if now != abs(now - first):  # the answer is no number of the question
-                    yield (
-                        str(now),
-                        1,
-                        tuple(sorted((first, now - first))),
-                        (first, now - first),
-                    )  # 4 + 3 is 3 + 4
-            return
-        found: list[tuple[tuple[int, ...], int]] = [((first,), first) for first in range(MOST + 1)]
-        for _ in range(MOST_CHANGES):
-            found = [
-                ((*made, n), now + n)
-                for made, now in found
-                for n in CHANGES
-                if 0 <= now + n <= MOST
-            ]
-            for content, now in found:
-                yield str(now), len(content), (content[0], *sorted(content[1:])), content
+    def problems(cls, style: str) -> Iterator[Problem]:
+        """Yield all problems of a style. Their content is (first, change, change, ...): the number
+        of things at first, and what each change adds to it."""
+        return one_change() if style == "full" else several_changes()
 
-    def question_of(self, content: Any, answer: str, rng: np.random.Generator) -> Question:
-        first, *changes = content
-        name, thing = NAMES[rng.integers(len(NAMES))], THINGS[rng.integers(len(THINGS))]
-        if self.style == "full":
-            verb, when = ("gets", "now") if changes[0] > 0 else ("loses", "left")
-            text = f"{name} has {first}{thing} and {verb} {abs(changes[0])}. How many{thing} does {name} have {when}?"
-            return Question(text, answer, one_sentence=True)
-        events = "".join(CHANGES[n] for n in changes)
-        return Question(
-            f"{name} has {first}{thing}{events}. How many{thing}?", answer, f" {first}{events}"
-        )
+    def question_of(self, problem: Problem, rng: np.random.Generator) -> Question:
+        first, *changes = problem.content
+        name = rng.choice(NAMES)
+        thing = rng.choice(THINGS)
+
+        if self.style == "terse":
+            events = "".join(CHANGES[change] for change in changes)
+            text = f"{name} has {first}{thing}{events}. How many{thing}?"
+            return Question(text, problem.answer, caption=f" {first}{events}")
+
+        change = changes[0]
+        event = f"gets {change}"
+        when = "now"
+        if change < 0:
+            event = f"loses {-change}"
+            when = "left"
+        question = f"How many{thing} does {name} have {when}?"
+        text = f"{name} has {first}{thing} and {event}. {question}"
+        return Question(text, problem.answer, one_sentence=True)
+
+
+def one_change() -> Iterator[Problem]:
+    """Yield the problems of full prompts."""
+    for first, last in permutations(range(MOST_FULL + 1), 2):
+        change = last - first
+        # The answer must not be a number of the question.
+        if last != abs(change):
+            # 3 + 4 has the key of 4 + 3.
+            key = tuple(sorted((first, change)))
+            yield Problem(str(last), key, (first, change))
+
+
+def several_changes() -> Iterator[Problem]:
+    """Yield the problems of terse prompts. Their number of changes decides their kind."""
+    contents: list[tuple[int, ...]] = [(first,) for first in range(MOST + 1)]
+    for kind in range(MOST_CHANGES):
+        longer = [(*content, change) for content in contents for change in CHANGES]
+        contents = [content for content in longer if 0 <= sum(content) <= MOST]
+        for content in contents:
+            first, *changes = content
+            yield Problem(str(sum(content)), (first, *sorted(changes)), content, kind)

@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import tempfile
+from functools import partial
 
 import gymnasium
 from PIL import Image
@@ -22,7 +23,10 @@ def show(env: TextEnv) -> None:
 
 
 def ask(env: TextEnv) -> str:
-    """Return the reply of a person: a line, between <answer> tags unless it has a tag. Raises EOFError for `q`."""
+    """Return the reply of a person: a line, between <answer> tags unless it has a tag.
+
+    Raises EOFError for `q`.
+    """
     show(env)
     line = input("> ")
     if line.strip().lower() == "q":
@@ -32,21 +36,21 @@ def ask(env: TextEnv) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """Play episodes of an environment, one per seed, until `q` or the end of the input."""
-    parser = argparse.ArgumentParser(
-        prog="envs.play", description="Play; a line is a reply, or just an action."
-    )
+    description = "Play; a line is a reply, or just an action."
+    parser = argparse.ArgumentParser("envs.play", description=description)
     parser.add_argument("env", choices=list(ENVS))
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
     args = parser.parse_args(argv)
+
     env = ENVS[args.env](style="full")
+
     try:
         for seed in itertools.count(args.seed):
             print(f"Episode of seed {seed}; q or Ctrl-D leaves.")
-            total, turns, info = play_out(env, seed, lambda: ask(env))
+            total, turns, info = play_out(env, seed, partial(ask, env))
             show(env)
-            print(
-                f"{'success' if info['success'] else 'no success'} after {turns} turns, return {total:g}\n"
-            )
+            result = "success" if info["success"] else "no success"
+            print(f"{result} after {turns} turns, return {total:g}\n")
     except EOFError:
         print("\nleft")
     except gymnasium.error.Error as error:  # a negative seed

@@ -1,77 +1,92 @@
-"""Ask a question and accept up to three replies: what GSM8K, AIME and GeoQA share.
+"""Ask a question and accept up to three replies: the base class of GSM8K, AIME and GeoQA.
 
-Paper: appendix D ("if the first answer is incorrect, it receives feedback and may try again") and Table 2 (3 actions,
-binary reward). A right answer earns 1 and ends the episode, a wrong one earns 0, and a reply without a readable answer
-costs its attempt and the format penalty. Success: any attempt was right. `first_success`: the first one was.
+Paper: appendix D ("if the first answer is incorrect, it receives feedback and may try again") and
+Table 2 (3 actions, binary reward).
 
-Questions come from `data` (envs/data.py) or are generated from the seed; scores on generated ones say nothing about the
-data set. They are divided by a hash of a key: 7 in 10 for training, 1 held out, 2 for the warm start of tiny models;
-full prompts have no warm start and hold these 2 out, too. Problems that differ in words or order alone (GeoQA: that
-have the same figure) share their key.
+A right answer earns 1 and ends the episode. A wrong answer earns 0. A reply without a readable
+answer uses up an attempt and costs the format penalty. The answer is the text between the only
+<answer> tags of the reply. Every task says in its method `read` which forms of a text it reads. If
+the question asks for one sentence, a whole sentence without tags is read, too
+(envs/answer_parsing.py). `success` means that any attempt was right, `first_success` that the first
+one was.
+
+Questions come from `data` (envs/data.py) or are generated from the seed. Scores on generated
+questions say nothing about the data set. A hash of a problem's key decides its split: 7 of 10
+problems are for training, 1 is held out, and 2 are for the warm start of tiny models. Full prompts
+have no warm start, so these 2 are held out, too. Problems that differ only in their words or their
+order share a key, and so do the questions about one figure of GeoQA.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from functools import cache, cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from envs.answer_parsing import read_number, read_sentence
-from envs.base import WARM_START_SEEDS, Observation, TextEnv, held_out, parse_answer, tenth
+from envs.base import WARM_START_SEEDS, Observation, TextEnv, held_out, parse_answer, part_of_ten
 from envs.data import load_rows, row_for
 
-FEEDBACK = WRONG, RIGHT = "Wrong. ", "Right. "
-UNREADABLE = "No answer could be read. "
-SHORT = "Answer in one short sentence."
-SPARE = {"terse": "warm_start", "full": "held_out"}  # of a style: where the 2 in 10 go
+WRONG = "Wrong. "
+RIGHT = "Right. "
+FEEDBACK = (WRONG, RIGHT)
+WARM_START_SPLIT = {"terse": "warm_start", "full": "held_out"}  # by style
 
 
 class Question(NamedTuple):
     text: str
-    gold: str  # the right answer, as a reply would have it
+    gold: str  # the right answer, in a form that a reply may have
     caption: str = ""
-    image: Any = None  # what the image is drawn from
+    image: Any = None  # an encoded image, or the figure that is drawn
     one_sentence: bool = False  # full prompts ask for a reply of one sentence
+
+
+class Problem(NamedTuple):
+    """A generated problem, not yet in words."""
+
+    answer: str
+    key: Hashable  # problems with equal keys belong to the same split
+    content: Any  # what a task's `question_of` puts into words
+    kind: int = 0  # the kinds of one answer are equally likely
 
 
 class QuestionAnswering(TextEnv):
     """The base class. Every task defines what is declared here without a value."""
 
+    settings = ("data",)
     rules: str  # the first sentence of a full prompt
-    form: str  # how to reply
-    fields: ClassVar[tuple[str, ...]]  # of a row of data
-    from_row: Callable[
-        [dict[str, Any]], Question
-    ]  # a ValueError says what is wrong with which field
-    generated_answers: tuple[str, ...]  # equally likely
-    # of a style: answer, kind (equally likely), key and content
-    problems: Callable[[str], Iterator[tuple[str, int, Hashable, Any]]]
-    question_of: Callable[[Any, str, np.random.Generator], Question]  # from content and answer
+    form: str  # the last sentence of a full prompt: the form of the reply
+    fields: tuple[str, ...]  # of a row of data
+    # It raises ValueError with a sentence about the field that cannot be used.
+    from_row: Callable[[dict], Question]
+    # It yields all problems of a style. Their answers are numbers, and equally likely.
+    problems: Callable[[str], Iterator[Problem]]
+    question_of: Callable[[Problem, np.random.Generator], Question]
 
     max_turns = 3
     metrics = ("first_success",)
-    first_success = False
 
     def __init__(self, data: str = "", **common: Any):
-        """`data` as in envs/data.py. Raises ValueError if a row of it is no question of this task."""
+        """Read the questions of `data` (envs/data.py), or generate them if it is empty. Raises
+        ValueError if a row of `data` is no question of this task."""
         super().__init__(**common)
-        self.data, self.rows = data, load_rows(data, self.fields, self.from_row) if data else {}
-        golds = (
-            sorted({question.gold for question in self.rows["train"]})
-            if data
-            else self.generated_answers
-        )
-        self.actions = tuple(f" {gold}" for gold in golds)
+        self.data = data
+        if data:
+            self.rows = load_rows(data, self.fields, self.from_row)
+            answers = sorted({question.gold for question in self.rows["train"]})
+        else:
+            answers = sorted(self.generated(self.style)["train"], key=float)
+        self.actions = tuple(f" {answer}" for answer in answers)
 
     @classmethod
     def read(cls, answer: str) -> Any:
-        """Return the value of an answer, or None if it is not one of this task's."""
+        """Return the value of an answer, or None if it has none of the forms that the task reads.
+        This default reads a number alone, as `read_number` does."""
         return read_number(answer)
 
     @staticmethod
     def right(value: Any, gold: Any) -> bool:
-        """Return whether a value is the gold one."""
+        """Return whether the value of an answer is that of the gold answer."""
         return value == gold
 
     def images(self) -> tuple[np.ndarray, ...]:
@@ -80,37 +95,42 @@ class QuestionAnswering(TextEnv):
 
     @classmethod
     @cache
-    def generated(cls, style: str) -> dict[tuple[str, str], dict[int, list[Any]]]:
-        """Return the contents of all problems by split ("train", "warm_start" or "held_out") and answer, then kind."""
-        contents: dict = defaultdict(lambda: defaultdict(list))
-        tenths = "held_out", SPARE[style], SPARE[style], *["train"] * 7
-        for answer, kind, key, content in cls.problems(style):
-            contents[tenths[tenth(key)], answer][kind].append(content)
-        return contents
+    def generated(cls, style: str) -> dict[str, dict]:
+        """Return lists of all problems of a style: by split ("train", "warm_start" or "held_out"),
+        then by answer, then by kind."""
+        spare = WARM_START_SPLIT[style]
+        splits = ["held_out", spare, spare, *7 * ["train"]]
+        problems: dict = {split: {} for split in splits}
+        for problem in cls.problems(style):
+            split = splits[part_of_ten(problem.key)]
+            kinds = problems[split].setdefault(problem.answer, {})
+            kinds.setdefault(problem.kind, []).append(problem)
+        return problems
+
+    def generate(self, seed: int) -> Question:
+        """Return the generated question of a seed. Its answer is drawn first, then the kind of its
+        problem, then the problem."""
+        split = "train"
+        if held_out(seed):
+            split = "held_out"
+        elif seed >= WARM_START_SEEDS:
+            split = WARM_START_SPLIT[self.style]
+
+        rng = np.random.default_rng(seed)
+        answers = self.generated(self.style)[split]
+        kinds = answers[rng.choice(sorted(answers, key=float))]
+        problems = kinds[rng.choice(list(kinds))]
+        problem = problems[rng.integers(len(problems))]
+        return self.question_of(problem, rng)
 
     def reset(
         self, *, seed: int | None = None, options: dict | None = None
     ) -> tuple[Observation, dict]:
         super().reset(seed=seed)
         seed = self.episode_seed(seed)
-        if self.data:
-            self.question = row_for(self.rows, seed)
-        else:
-            rng = np.random.default_rng(seed)
-            split = (
-                "held_out"
-                if held_out(seed)
-                else SPARE[self.style]
-                if seed >= WARM_START_SEEDS
-                else "train"
-            )
-            generated = self.generated(self.style)
-            answers = [answer for answer in self.generated_answers if (split, answer) in generated]
-            answer = answers[rng.integers(len(answers))]
-            kinds = list(generated[split, answer].values())
-            contents = kinds[rng.integers(len(kinds))]
-            self.question = self.question_of(contents[rng.integers(len(contents))], answer, rng)
-        self.turn, self.feedback, self.first_success = 0, "", False
+        self.question = row_for(self.rows, seed) if self.data else self.generate(seed)
+        self.turn = 0
+        self.feedback = ""
         return self.observe(), {"success": False}
 
     def step(self, reply: str) -> tuple[Observation, float, bool, bool, dict]:
@@ -120,55 +140,60 @@ class QuestionAnswering(TextEnv):
             answer = read_sentence(reply, self.question.text)
 
         value = self.read(answer)
-        success = value is not None and self.right(value, self.read(self.question.gold))
-        self.first_success |= success and self.turn == 1
-        if value is not None:
-            reward, self.feedback = float(success), RIGHT if success else WRONG
-        else:  # terse prompts stay the same: a tiny model learns from the reward alone
-            reward, self.feedback = (
-                -self.format_penalty,
-                UNREADABLE if self.style == "full" else self.feedback,
-            )
+        valid = value is not None
+        success = valid and self.right(value, self.read(self.question.gold))
+        if self.turn == 1:
+            self.first_success = success
+
+        if valid:
+            reward = float(success)
+            self.feedback = RIGHT if success else WRONG
+        else:
+            reward = -self.format_penalty
+            # Terse prompts stay the same: a tiny model learns from the reward alone.
+            if self.style == "full":
+                self.feedback = "No answer could be read. "
+
         info = {
             "success": success,
-            "valid": value is not None,
+            "valid": valid,
             "metrics": {"first_success": float(self.first_success)},
         }
         return self.observe(), reward, success, self.turn >= self.max_turns, info
 
     def observe(self) -> Observation:
-        """Return feedback and question. Full prompts add rules, and in later turns show the feedback alone."""
+        """Return feedback and question. Full prompts add the rules in the first turn, and show the
+        feedback alone in later turns."""
+        question = self.question
         if self.style == "terse":
-            return Observation(self.feedback + self.question.text, self.images())
-        left, form = self.max_turns - self.turn, SHORT if self.question.one_sentence else self.form
-        if self.turn == 0:
-            several = f"You have {left} attempts; after a wrong answer you may try again."
-            attempts = (
-                several
-                if left > 1
-                else ""
-                if self.question.one_sentence
-                else "You have one attempt."
-            )
-            rules = attempts if self.question.one_sentence else f"{self.rules} {attempts}"
-            return Observation(f"{rules}\n\n{self.question.text}\n\n{form}".strip(), self.images())
-        again = (
-            f"Try again; attempts left: {left}.\n{form}"
-            if left > 0 and self.feedback != RIGHT
-            else ""
-        )
-        return Observation((self.feedback + again).strip())
+            return Observation(self.feedback + question.text, self.images())
+
+        left = self.max_turns - self.turn
+        form = "Answer in one short sentence." if question.one_sentence else self.form
+        if self.turn > 0:
+            if left == 0 or self.feedback == RIGHT:
+                return Observation(self.feedback.strip())
+            return Observation(f"{self.feedback}Try again; attempts left: {left}.\n{form}")
+
+        rules = "" if question.one_sentence else f"{self.rules} "
+        if left > 1:
+            rules += f"You have {left} attempts; after a wrong answer you may try again."
+        elif rules:
+            rules += "You have one attempt."
+        return Observation(f"{rules}\n\n{question.text}\n\n{form}".strip(), self.images())
 
     def optimal_reply(self) -> str:
         return f"<answer> {self.question.gold}</answer>"
 
     @cached_property
     def action_values(self) -> list[Any]:
-        """Return what the answers of the random policy are read as: once, since data has thousands."""
+        """Return the values of the random policy's answers. They are read once, because data has
+        thousands of them."""
         return [self.read(answer) for answer in self.actions]
 
     def baselines(self, seed: int) -> dict[str, float]:
-        """Return exact success: 1 - (1 - p)^H for a random policy, each of whose attempts is right with chance p."""
+        """Return the exact success of the random and the optimal policy. Each attempt of the random
+        policy is right with probability p, so its success is 1 - (1 - p)^H."""
         self.reset(seed=seed)
         gold = self.read(self.question.gold)
         p = np.mean([self.right(value, gold) for value in self.action_values])

@@ -1,12 +1,15 @@
-"""Off-policy corrections on replay: what bounds the ratio rho_t = pi_theta / pi_mu of a stale trajectory?
+"""Off-policy corrections on replay: what bounds the ratio rho_t = pi_theta / pi_mu of a stale
+trajectory?
 
-The paper keeps PPO's clip (section 3.1) for replayed trajectories. Here are five rivals, each a function from ratio and
-advantage to the objective of a token. All of them equal the plain policy gradient at rho = 1, so they differ on replay
-alone. KL terms and the entropy bonus are left out, as in Config A.
+The paper keeps PPO's clip (section 3.1) for replayed trajectories. Here are five rivals, each a
+function from ratio and advantage to the objective of a token. All of them equal the plain policy
+gradient at rho = 1, so they differ on replay alone. KL terms and the entropy bonus are left out, as
+in Config A.
 
-    python examples/corrections.py --seeds 121 122 123 --iterations 100      any flag of train.py may follow
+    python examples/corrections.py --seeds 121 122 123 --iterations 100
 
-It trains each on text FrozenLake with FreshPER, two runs at a time, and prints the table of compare.py.
+Any flag of train.py may follow. The script trains each on text FrozenLake with FreshPER, two runs
+at a time, and prints the table of compare.py.
 """
 
 import argparse
@@ -28,7 +31,10 @@ import train
 from compare import summary, table
 from freshper.reinforce import MAX_LOG_RATIO, policy_loss
 
-CLIP, CAP, KEPT = 0.2, 2.0, (0.5, 5.0)
+CLIP = 0.2
+CAP = 2.0
+LOWEST = 0.5
+HIGHEST = 5.0
 
 
 def plain(rho: Tensor, advantages: Tensor, action_mask: Tensor) -> Tensor:
@@ -42,24 +48,24 @@ def truncated(rho: Tensor, advantages: Tensor, action_mask: Tensor) -> Tensor:
 
 
 def cispo(rho: Tensor, advantages: Tensor, action_mask: Tensor) -> Tensor:
-    """Return sg(min(rho, c)) A log pi, [B, T]: beyond the cap a token keeps its gradient (arXiv 2506.13585).
-    log rho stands for log pi: they differ by a constant."""
+    """Return sg(min(rho, c)) A log pi, [B, T]: beyond the cap a token keeps its gradient (arXiv
+    2506.13585). log rho stands for log pi: they differ by a constant."""
     return rho.detach().clamp(max=CAP) * advantages * rho.log()
 
 
 def icepop(rho: Tensor, advantages: Tensor, action_mask: Tensor) -> Tensor:
-    """Return rho A of tokens with a ratio inside KEPT, else 0, [B, T] (IcePop, Ling team, 2025)."""
-    low, high = KEPT
-    return torch.where((rho > low) & (rho < high), rho * advantages, 0.0)
+    """Return rho A of tokens with a ratio between LOWEST and HIGHEST, else 0, [B, T] (IcePop, Ling
+    team, 2025)."""
+    kept = (rho > LOWEST) & (rho < HIGHEST)
+    return torch.where(kept, rho * advantages, 0.0)
 
 
 def gspo(rho: Tensor, advantages: Tensor, action_mask: Tensor) -> Tensor:
-    """Return PPO's objective with one ratio per episode, the geometric mean of its tokens' (GSPO, arXiv 2507.18071).
-    [B, T]. GSPO's own clip of 4e-4 would silence every replayed episode; CLIP is PPO's."""
-    mean = torch.where(action_mask, rho.log(), 0.0).sum(-1, keepdim=True) / action_mask.sum(
-        -1, keepdim=True
-    )
-    s = mean.exp()  # [B, 1]
+    """Return PPO's objective with one ratio per episode, the geometric mean of its tokens' (GSPO,
+    arXiv 2507.18071), [B, T]. GSPO's own clip of 4e-4 would silence every replayed episode; CLIP is
+    PPO's."""
+    log_rho = torch.where(action_mask, rho.log(), 0.0)
+    s = (log_rho.sum(-1) / action_mask.sum(-1)).exp()[:, None]  # [B, 1]
     return torch.minimum(s * advantages, s.clamp(1.0 - CLIP, 1.0 + CLIP) * advantages)
 
 
@@ -67,17 +73,25 @@ RIVALS: dict[str, Callable] = {f.__name__: f for f in (plain, truncated, cispo, 
 
 
 def corrected_loss(
-    objective: Callable, logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, action_mask: Tensor,
-    weights: Tensor, *, batch_size: int, scale: float, **options: object,
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    objective: Callable,
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    action_mask: Tensor,
+    weights: Tensor,
+    *,
+    batch_size: int,
+    scale: float,
+    **options: object,
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return what `policy_loss` does, with another objective of a token."""
-    given = logprobs, behavior_logprobs, advantages, action_mask, weights
-    stats = policy_loss(*given, batch_size=batch_size, scale=scale)[1]
+    arguments = (logprobs, behavior_logprobs, advantages, action_mask, weights)
+    _, stats = policy_loss(*arguments, batch_size=batch_size, scale=scale)
+
     log_ratio = torch.where(action_mask, logprobs - behavior_logprobs, 0.0)
     rho = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # [B, T]
-    sample_loss = (
-        -torch.where(action_mask, objective(rho, advantages, action_mask), 0.0).sum(-1) / scale
-    )  # [B]
+    gain = torch.where(action_mask, objective(rho, advantages, action_mask), 0.0)  # [B, T]
+    sample_loss = -gain.sum(-1) / scale  # [B]
     return (weights * sample_loss).sum() / batch_size, stats
 
 
@@ -87,10 +101,10 @@ def run(job: tuple[str, int], out: Path, flags: list[str]) -> dict[str, float]:
     folder = out / f"{name}-seed{seed}"
     if name in RIVALS:
         freshper.trainer.policy_loss = partial(corrected_loss, RIVALS[name])
-    if not folder.exists() and (
-        status := train.main([*flags, "--seed", str(seed), "--out", str(folder)])
-    ):
-        (folder / "stopped.txt").write_text(f"exit status {status}")
+    if not folder.exists():
+        status = train.main([*flags, "--seed", str(seed), "--out", str(folder)])
+        if status:
+            (folder / "stopped.txt").write_text(f"exit status {status}")
     return summary(folder)
 
 
@@ -101,21 +115,18 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path("out/corrections"))
     args, flags = parser.parse_known_args()
-    names = ["PPO clip and dual clip", *RIVALS]
-    jobs = list(product(names, args.seeds))
     args.out.mkdir(parents=True, exist_ok=True)
-    with ProcessPoolExecutor(
-        2, multiprocessing.get_context("spawn"), max_tasks_per_child=1
-    ) as pool:
-        found = list(pool.map(partial(run, out=args.out, flags=flags), jobs))
-    print(
-        table(
-            {
-                name: [row for job, row in zip(jobs, found, strict=True) if job[0] == name]
-                for name in names
-            }
-        )
-    )
+
+    # A process per run: a rival replaces the loss of its whole process.
+    jobs = list(product(["PPO clip and dual clip", *RIVALS], args.seeds))
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, spawn, max_tasks_per_child=1) as pool:
+        summaries = list(pool.map(partial(run, out=args.out, flags=flags), jobs))
+
+    rows: dict[str, list] = {}
+    for (name, _), summary_of_run in zip(jobs, summaries, strict=True):
+        rows.setdefault(name, []).append(summary_of_run)
+    print(table(rows))
 
 
 if __name__ == "__main__":

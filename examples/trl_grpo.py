@@ -2,10 +2,13 @@
 
     python -m examples.trl_grpo
 
-TRL can make `num_iterations` updates on the completions it has just generated; here only the first is on those. The
-others draw theirs from the buffer by |A_i| (section 3.4) and freshness (eq. 14), and keep the log pi_mu of collection.
-The task is one move on a frozen lake to a goal next to the start: the random policy finds it one time in four.
+TRL can make `num_iterations` updates on the completions it has just generated. Here only the first
+is on those. The others draw theirs from the buffer by |A_i| (section 3.4) and freshness (eq. 14),
+and keep the log pi_mu of collection. The task is one move on a frozen lake to a goal next to the
+start: the random policy finds it one time in four.
 """
+
+from functools import partial
 
 import numpy as np
 import torch
@@ -29,40 +32,46 @@ class ReplayGRPOTrainer(GRPOTrainer):
     def _prepare_inputs(self, generation_batch: list[dict]) -> dict[str, torch.Tensor]:
         batch = super()._prepare_inputs(generation_batch)
         size = len(batch["advantages"])
-        if self._step % self.num_iterations == 0:  # `_step` counts updates: the clock of age
-            episodes = [
-                to_episode({k: v[i] for k, v in batch.items() if v.ndim}) for i in range(size)
-            ]
-            self.buffer.add(
-                episodes, advantage_priority(batch["advantages"], epsilon=0.01), self._step
-            )
+        # `_step` counts updates: it is the clock of age.
+        if self._step % self.num_iterations == 0:
+            episodes = [to_episode(batch, k) for k in range(size)]
+            priorities = advantage_priority(batch["advantages"], epsilon=0.01)
+            self.buffer.add(episodes, priorities, self._step)
             return batch
+
         self.buffer.refresh(self._step)
         drawn = self.buffer.sample(size, self._step).episodes
         replay = collate(drawn)
-        real = torch.ones_like(replay.tokens)
+        ones = torch.ones_like(replay.tokens)
+
+        # The first token is the prompt. `tool_mask` limits the loss to what was sampled.
         return {
             "prompt_ids": replay.tokens[:, :1],
-            "prompt_mask": real[:, :1],
+            "prompt_mask": ones[:, :1],
             "completion_ids": replay.tokens[:, 1:],
-            "completion_mask": real[:, 1:],
-            "tool_mask": replay.action_mask[:, 1:],  # the loss is on what was sampled
+            "completion_mask": ones[:, 1:],
+            "tool_mask": replay.action_mask[:, 1:],
             "old_per_token_logps": replay.behavior_logprobs[:, 1:],
             "advantages": torch.tensor([episode.reward for episode in drawn]),
         }
 
 
-def to_episode(row: dict[str, torch.Tensor]) -> Episode:
-    """Return a row of TRL's batch without its padding. Its reward is the advantage that TRL has computed."""
-    prompt = row["prompt_ids"][row["prompt_mask"] == 1].numpy()
-    sampled = row["completion_mask"] == 1
-    tokens = np.append(prompt, row["completion_ids"][sampled].numpy())
-    logprobs = np.append(
-        np.zeros(len(prompt), np.float32), row["old_per_token_logps"][sampled].numpy()
-    )
-    advantage = row["advantages"].numpy()
+def to_episode(batch: dict[str, torch.Tensor], row: int) -> Episode:
+    """Return a row of TRL's batch without its padding. Its reward is the advantage that TRL has
+    computed."""
+    prompt_mask = batch["prompt_mask"][row] == 1
+    completion_mask = batch["completion_mask"][row] == 1
+    prompt = batch["prompt_ids"][row][prompt_mask].numpy()
+    completion = batch["completion_ids"][row][completion_mask].numpy()
+    logprobs = batch["old_per_token_logps"][row][completion_mask].numpy()
+    advantage = batch["advantages"][row].numpy()
+
     return Episode(
-        tokens, np.arange(len(tokens)) >= len(prompt), logprobs, float(advantage), advantage[None]
+        tokens=np.append(prompt, completion),
+        action_mask=np.append(np.zeros(len(prompt), bool), np.ones(len(completion), bool)),
+        behavior_logprobs=np.append(np.zeros(len(prompt), np.float32), logprobs),
+        reward=float(advantage),
+        turn_rewards=advantage[None],
     )
 
 
@@ -79,24 +88,26 @@ def make_trainer(kind: type[GRPOTrainer] = ReplayGRPOTrainer, **settings: object
     """Return a trainer of the tiny FrozenLake model on maps whose goal is one move away."""
     seeds = [seed for seed in range(4000) if LAKE.baselines(seed)["optimal"] == 1.0]
     prompts = [[{"role": "user", "content": LAKE.reset(seed=seed)[0].text}] for seed in seeds]
+    data = Dataset.from_dict({"seed": seeds, "prompt": prompts})
+
     config = GRPOConfig(
         num_iterations=2,
         loss_type="grpo",
         max_completion_length=6,
         bf16=False,
         use_cpu=True,
-        generation_kwargs={"suppress_tokens": list(range(256))},  # bytes
+        # The tokens of single bytes.
+        generation_kwargs={"suppress_tokens": list(range(256))},
         **settings,
     )
-    model = str(tiny_model("frozenlake"))
-    trainer = kind(model, reward, config, Dataset.from_dict({"seed": seeds, "prompt": prompts}))
-    trainer.buffer = ReplayBuffer(
-        10_000, alpha=0.6, decay=lambda age: exponential_decay(age, tau=20.0)
-    )
+    trainer = kind(str(tiny_model("frozenlake")), reward, config, data)
+    decay = partial(exponential_decay, tau=20.0)
+    trainer.buffer = ReplayBuffer(10_000, alpha=0.6, decay=decay)
     return trainer
 
 
 if __name__ == "__main__":
-    make_trainer(
+    trainer = make_trainer(
         max_steps=400, learning_rate=1e-3, per_device_train_batch_size=32, output_dir="out/trl"
-    ).train()
+    )
+    trainer.train()

@@ -1,16 +1,19 @@
 """`--tau auto`: the age decay constant, estimated from how fast the policy drifts.
 
-Paper: section 3.3 absorbs the drift rate c into tau = 1/c, "a single tunable hyperparameter"; section 5 leaves tuning
-it to future work. Ours is one of several possible estimates:
+Paper: section 3.3 absorbs the drift rate c into tau = 1/c, "a single tunable hyperparameter";
+section 5 leaves tuning it to future work. Ours is one of several possible estimates:
 
-    KL(pi_mu || pi_theta) ~ c Delta              of a turn: k3 summed over a trajectory's action tokens, over its turns
-    ESS / n = 1 / (1 + Var[rho]) = exp(-2 c Delta)     if log rho is normal: its variance is twice the KL
+    KL(pi_mu || pi_theta) ~ c Delta       of a turn: k3, summed over a trajectory's action tokens,
+                                          over its turns
+    ESS / n = 1 / (1 + Var[rho]) = exp(-2 c Delta)
+                                          if log rho is normal: its variance is twice the KL
     P(i) ~ p_i^alpha ~ exp(-alpha Delta / tau)
-    tau = alpha / (2 c)                          P(i) then decays as the effective sample size does
-    1 iteration <= tau <= 5 iterations           whatever the drift
+    tau = alpha / (2 c)                   P(i) then decays as the effective sample size does
+    1 iteration <= tau <= 5 iterations    whatever the drift
 
-Of a turn, because the action in rho of eq. 4 is a reply. c is the least-squares line through the origin over about 20
-replay batches. The upper bound is an observation: the best fixed tau did not grow as the drift slowed (docs/log.md).
+Of a turn, because the action in rho of eq. 4 is a reply. c is the least-squares line through the
+origin over about 20 replay batches. The upper bound is an observation: the best fixed tau did not
+grow as the drift slowed (docs/log.md).
 """
 
 import numpy as np
@@ -22,23 +25,36 @@ ITERATIONS = 5  # the upper bound of tau
 
 
 class AutoTau:
-    """A decay function of age whose tau follows `observe`, from its upper bound. `iteration`: steps per iteration."""
+    """A decay function of age whose tau follows `observe`, starting at its upper bound.
+
+    `iteration` is the number of optimizer steps in an iteration."""
 
     def __init__(self, alpha: float, iteration: int):
-        self.alpha, self.iteration = alpha, iteration
-        self.sums = np.zeros(2)  # of Delta^2 and of Delta KL, over the window: the state
+        self.alpha = alpha
+        self.iteration = iteration
+        self.sums = np.zeros(2)  # of Delta^2 and of Delta KL, over the window
 
     @property
     def tau(self) -> float:
-        """alpha / (2 c) in optimizer steps, within the bounds."""
+        """Return alpha / (2 c) in optimizer steps, within the bounds."""
+        longest = ITERATIONS * self.iteration
         age_age, age_kl = self.sums
-        tau = self.alpha / (2.0 * (age_kl / age_age)) if age_kl > 0.0 else np.inf
-        return float(np.clip(tau, self.iteration, ITERATIONS * self.iteration))
+        if age_kl <= 0.0:
+            return longest
+        c = age_kl / age_age
+        return np.clip(self.alpha / (2.0 * c), self.iteration, longest)
 
     def __call__(self, age: np.ndarray) -> np.ndarray:
         return exponential_decay(age, self.tau)
 
     def observe(self, ages: np.ndarray, kl: np.ndarray) -> None:
-        """Add a replayed batch: ages [B], and the mean KL of a turn of each trajectory [B], in nats."""
-        ages = np.asarray(ages, dtype=np.float64)
-        self.sums = MEMORY * self.sums + np.array([(ages * ages).mean(), (ages * kl).mean()])
+        """Add a replayed batch: ages [B], and each trajectory's mean KL of a turn [B], in nats."""
+        sums_of_batch = np.array([(ages * ages).mean(), (ages * kl).mean()])
+        self.sums = MEMORY * self.sums + sums_of_batch
+
+    def state_dict(self) -> dict:
+        return {"sums": self.sums}
+
+    def load_state_dict(self, state: dict) -> None:
+        # A run that had another --tau before --resume has no sums.
+        self.sums = np.asarray(state.get("sums", self.sums))

@@ -1,14 +1,16 @@
 """Which model, engine and trainer a run uses. vLLM and DeepSpeed are imported only if chosen.
 
 hf+torch          one process, a CPU or one GPU; needs requirements.txt only
-vllm+deepspeed    the paper's (section 4.1: ROLL with vLLM and DeepSpeed); needs requirements-gpu.txt
+vllm+deepspeed    the paper's (section 4.1: ROLL with vLLM and DeepSpeed); needs
+                  requirements-gpu.txt
 """
 
 import contextlib
+import dataclasses
 import importlib.util
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,40 +21,43 @@ from transformers import GenerationConfig
 
 from envs.base import EVAL_SEEDS, Observation, TextEnv, check_environment
 from envs.search_server import retrieve
-from freshper.checkpoint import find_saved
+from freshper.checkpoint import Saved, find_saved
 from freshper.config import Config
 from freshper.engine_hf import HFEngine, Sampling
 from freshper.flags import validate
 from freshper.models import TOLERANCE, Policy, load_policy
-from freshper.rollout import Conversation
+from freshper.rollout import Conversation, Engine
 from freshper.tiny import tiny_model
 from freshper.trainer import TorchTrainer
 
-MAX_ASPECT = 200  # of an image: transformers' image processor takes no other
+# The image processor of transformers takes no image with longer sides in relation to each other.
+MAX_ASPECT = 200
 
 
-def choose_backend(config: Config) -> None:
-    """Replace `--backend auto` by a concrete one. Raises ValueError if a package is missing or flags do not fit it."""
-    missing = [
-        package for package in ("vllm", "deepspeed") if importlib.util.find_spec(package) is None
-    ]
+def choose_backend(config: Config, given: tuple[str, ...] = ()) -> tuple[Config, str | None]:
+    """Return the settings with a concrete backend, and a note on it if it was `auto`. Raises
+    ValueError if a package is missing, or if the `given` flags do not fit the backend."""
+    missing = [name for name in ("vllm", "deepspeed") if importlib.util.find_spec(name) is None]
+    note = None
     if config.backend == "auto":
-        config.backend = "vllm+deepspeed" if config.device == "cuda" and not missing else "hf+torch"
-        lacks = f", without {' and '.join(missing)}" if missing else ""
-        config.notes += (f"backend {config.backend}: on {config.device}{lacks}",)
-    if lacking := [package for package in missing if package in config.backend]:
-        raise ValueError(
-            f"--backend is {config.backend}, but {lacking[0]} is not installed: see requirements-gpu.txt"
-        )
-    if config.trainer == "torch" and (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
-        raise ValueError(
-            f"--backend is {config.backend}, but must train with deepspeed on the {ranks} ranks started"
-        )
-    validate(config)
+        on_gpu = config.device == "cuda" and not missing
+        config = dataclasses.replace(config, backend="vllm+deepspeed" if on_gpu else "hf+torch")
+        without = f", without {' and '.join(missing)}" if missing else ""
+        note = f"backend {config.backend}: on {config.device}{without}"
+
+    backend = f"--backend is {config.backend}, but"
+    for name in missing:
+        if name in config.backend:
+            raise ValueError(f"{backend} {name} is not installed: see requirements-gpu.txt")
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if config.trainer == "torch" and ranks > 1:
+        raise ValueError(f"{backend} must train with deepspeed on the {ranks} ranks started")
+    validate(config, given)
+    return config, note
 
 
 def join_ranks(config: Config) -> int:
-    """Meet the other ranks, if DeepSpeed trains, and return this one's number."""
+    """Meet the other ranks, if DeepSpeed trains, and return the number of this one."""
     if config.trainer == "torch":
         return 0
     if config.device == "cpu":
@@ -62,84 +67,125 @@ def join_ranks(config: Config) -> int:
     return trainer_deepspeed.join_ranks(config)
 
 
-def load(config: Config, seeds: list[int]) -> Policy:
-    """Load the policy of a run or its checkpoint, check it on the first prompts of `seeds`, and leave
-    out rows of --data that do not fit it. Raises ValueError if it cannot be loaded, cannot read --env's
-    images, has no room for the first turn, or has done --iterations already; if --env breaks a promise
-    of environments, or the server at --search_url does not answer."""
+class Loaded(NamedTuple):
+    """Hold what a run starts from."""
+
+    policy: Policy
+    make_env: Callable[[], TextEnv]  # with the rows of --data that fit the policy
+    saved: Saved | None  # the checkpoint to resume from
+
+
+def load(config: Config, seeds: list[int], given: tuple[str, ...] = ()) -> Loaded:
+    """Load the policy of a run or of its checkpoint, and check it on the first prompts of `seeds`.
+
+    Raises ValueError if it cannot be loaded, cannot read --env's images, has no room for the first
+    turn, or has done the `given` --iterations already; if --env breaks a promise of environments;
+    or if the server at --search_url does not answer."""
     env = config.make_env()
-    if not config.search_url:  # a server of one's own would be asked
-        check_environment(env)
-    saved = find_saved(config) if config.resume else None
-    name = str(saved or (tiny_model(config.env) if config.model == "tiny" else config.model))
     if config.search_url:
-        try:
-            retrieve(config.search_url, ["test"], 1)
-        except ConnectionError as error:
-            raise ValueError(
-                f"--search_url must be the address of a search server: {error}"
-            ) from error
+        check_search_server(config.search_url)
+    else:
+        # not with a server, which would be asked
+        check_environment(env)
 
+    saved = find_saved(config, given) if config.resume else None
+    name = config.model
+    if saved:
+        name = str(saved.folder)
+    elif name == "tiny":
+        name = str(tiny_model(config.env))
     observations = [env.reset(seed=seed)[0] for seed in (*seeds, EVAL_SEEDS)]
-    # plain torch keeps float32 master weights and computes in --dtype; DeepSpeed keeps its own
-    mixed = config.dtype == "bfloat16" and config.trainer == "torch"
-    dtype = torch.float32 if mixed else getattr(torch, config.dtype)
-    with refused(name, "loaded"):
-        policy = load_policy(name, config.device, dtype, freeze_vision=config.tiny)
-        known, vocabulary = (
-            len(policy.tokenizer),
-            policy.model.get_input_embeddings().num_embeddings,
-        )
-        if not policy.tokenizer.encode("text", add_special_tokens=False) or known > vocabulary:
-            raise ValueError(
-                f"its tokenizer, of {known} tokens, does not belong to it ({vocabulary})"
-            )
-    policy.model.generation_config = generation_config(policy, config)
-    positions = (
-        getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
-        or config.max_tokens
-    )
-    if config.max_tokens > positions:
-        raise ValueError(
-            f"--max_tokens is {config.max_tokens}, but must be at most {positions} with --model {name}"
-        )
-    if any(o.images for o in observations) and not policy.image_processor:
-        raise ValueError(
-            f"--model is {name}, which reads text only, but --env {config.env} shows images"
-        )
-    with refused(name, "computed"):
-        check(policy, config)
-        for first in (
-            True,
-            False,
-        ):  # both forms of its chat template, with images if the task has any
-            shown = tuple(np.zeros((56, 56, 3), dtype=np.uint8) for _ in observations[-1].images)
-            policy.user_turn(Observation("?", shown), first)
-    policy.mixed = mixed
-    if env.rows:
-        config.rows = rows_that_fit(policy, env, config.max_tokens - config.max_new_tokens)
-        return policy
+    policy = load_model(name, config)
+    n_images = max(len(observation.images) for observation in observations)
+    check_model(policy, name, config, n_images)
 
-    longest = max(len(policy.user_turn(o)) for o in observations)
-    if (needed := longest + config.max_new_tokens) > config.max_tokens:
-        raise ValueError(
-            f"--max_tokens is {config.max_tokens}, but must be at least {needed} for the first turn"
-        )
+    rows = env.rows
+    room = config.max_tokens - config.max_new_tokens
+    if rows:
+        rows = rows_that_fit(policy, env, room)
+    else:
+        longest = max(len(policy.user_turn(observation)) for observation in observations)
+        if longest > room:
+            needed = f"{longest + config.max_new_tokens} for the first turn"
+            raise ValueError(f"--max_tokens is {config.max_tokens}, but must be at least {needed}")
+
+    def make_env() -> TextEnv:
+        env = config.make_env()
+        env.rows = rows
+        return env
+
+    return Loaded(policy, make_env, saved)
+
+
+def check_search_server(url: str) -> None:
+    """Raise ValueError if no search server answers at the address."""
+    try:
+        retrieve(url, ["test"], 1)
+    except ConnectionError as error:
+        raise ValueError(f"--search_url must be the address of a search server: {error}") from error
+
+
+def load_model(name: str, config: Config) -> Policy:
+    """Load a policy by hub id or folder. Raises ValueError if that fails, or if model and tokenizer
+    do not belong together."""
+    # plain torch keeps float32 master weights and computes in --dtype; DeepSpeed keeps its own
+    dtype = "float32" if config.trainer == "torch" else config.dtype
+    with refused(name, "loaded"):
+        policy = load_policy(name, config.device, getattr(torch, dtype), freeze_vision=config.tiny)
+        tokens = len(policy.tokenizer)
+        embedded = policy.model.get_input_embeddings().num_embeddings
+        if tokens > embedded or not policy.tokenizer.encode("text", add_special_tokens=False):
+            raise ValueError(
+                f"its tokenizer, of {tokens} tokens, does not belong to it ({embedded})"
+            )
+
+    # how the engine samples, to be saved with the model; that of a hub's model may not be savable
+    policy.model.generation_config = GenerationConfig(
+        do_sample=True,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        eos_token_id=policy.eos_id,
+        pad_token_id=policy.tokenizer.pad_token_id,
+        suppress_tokens=policy.suppressed_ids,
+    )
     return policy
 
 
+def check_model(policy: Policy, name: str, config: Config, n_images: int) -> None:
+    """Raise ValueError if the model has too few positions, cannot read the `n_images` of a first
+    turn, or is computed wrong. From then on it computes in --dtype."""
+    text_config = policy.model.config.get_text_config()
+    positions = getattr(text_config, "max_position_embeddings", None) or config.max_tokens
+    if config.max_tokens > positions:
+        allowed = f"at most {positions} with --model {name}"
+        raise ValueError(f"--max_tokens is {config.max_tokens}, but must be {allowed}")
+    if n_images and not policy.image_processor:
+        raise ValueError(
+            f"--model is {name}, which reads text only, but --env {config.env} shows images"
+        )
+
+    with refused(name, "computed"):
+        check(policy, config)
+        # both forms of its chat template
+        image = np.zeros((56, 56, 3), np.uint8)
+        question = Observation("?", (image,) * n_images)
+        policy.user_turn(question, True)
+        policy.user_turn(question, False)
+    policy.mixed = config.trainer == "torch" and config.dtype == "bfloat16"
+
+
 def rows_that_fit(policy: Policy, env: TextEnv, room: int) -> dict[str, list]:
-    """Return the environment's rows by split, in their order, and as `left_out` those whose first turn
-    takes more than `room` tokens or has an image too narrow. Raises ValueError if a split has no others."""
+    """Return the environment's rows by split, in their order, and as `left_out` those whose first
+    turn takes more than `room` tokens or has an image too narrow. Raises ValueError if a split has
+    no others."""
     rows: dict[str, list] = {"train": [], "held_out": [], "left_out": []}
     for split, first in (("train", 0), ("held_out", EVAL_SEEDS)):
         for k, row in enumerate(env.rows[split]):
-            seed = first + (k - first) % len(env.rows[split])  # the first that asks for this row
+            # the first seed of the split that asks for this row
+            seed = first + (k - first) % len(env.rows[split])
             observation = env.reset(seed=seed)[0]
-            sizes = [image.shape[:2] for image in observation.images]
-            readable = all(max(size) <= MAX_ASPECT * min(size) for size in sizes)
-            fits = readable and len(policy.user_turn(observation)) <= room
-            rows[split if fits else "left_out"].append(row)
+            rows[split if fits(policy, observation, room) else "left_out"].append(row)
 
         if not rows[split]:
             limit = f"{room} tokens, --max_tokens less --max_new_tokens"
@@ -149,94 +195,92 @@ def rows_that_fit(policy: Policy, env: TextEnv, room: int) -> dict[str, list]:
     return rows
 
 
+def fits(policy: Policy, observation: Observation, room: int) -> bool:
+    """Return whether the policy can read the images of a first turn, and has room for it."""
+    for image in observation.images:
+        sides = image.shape[:2]
+        if max(sides) > MAX_ASPECT * min(sides):
+            return False
+    return len(policy.user_turn(observation)) <= room
+
+
 @contextlib.contextmanager
 def refused(name: str, how: str) -> Iterator[None]:
-    """Make one ValueError of what transformers, or a model of another build, may raise in the block."""
+    """Raise ValueError for whatever transformers, or a model of another build, may raise in the
+    block."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise ValueError(
             f"--model is {name}, but the GPU's memory is too small for it: see docs/gpus.md"
         ) from error
-    except (OSError, ValueError, LookupError, AttributeError, TypeError, ImportError, RuntimeError, ArithmeticError,
-            MemoryError, SafetensorError, TemplateError, StrictDataclassError) as error:  # fmt: skip
+    except (
+        OSError, ValueError, LookupError, AttributeError, TypeError, ImportError, RuntimeError,
+        ArithmeticError, MemoryError, SafetensorError, TemplateError, StrictDataclassError,
+    ) as error:  # fmt: skip
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(
             f"--model is {name}, but must be a chat model that can be {how}: {reason}"
         ) from error
 
 
-def generation_config(policy: Policy, config: Config) -> GenerationConfig:
-    """Return how the engine samples, to be saved with the model. That of a model from a hub may not be savable."""
-    return GenerationConfig(
-        do_sample=True,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        eos_token_id=policy.eos_id,
-        pad_token_id=policy.tokenizer.pad_token_id,
-        suppress_tokens=policy.suppressed_ids,
-    )
-
-
 @torch.no_grad()
 def check(policy: Policy, config: Config) -> None:
-    """Compare trainer and engine with the model's own forward, in the precision of its weights, on a text beyond any
-    window of its attention that a conversation may reach. Raises ValueError if logits differ: the engine knows no
-    sliding windows."""
+    """Compare the logits of trainer and engine with those of the model's own forward pass, in the
+    precision of its weights. The text is longer than any window of its attention that a
+    conversation may reach, because the engine knows no sliding windows. Raises ValueError if the
+    logits differ."""
     window = getattr(policy.model.config.get_text_config(), "sliding_window", 0) or 0
     length = min(config.max_tokens, max(512, 2 * window))
     text = policy.user_turn(Observation("Is this computed right? " * length))[:length]
     tokens = torch.tensor([text], device=policy.device)
-    own = policy.model(input_ids=tokens, logits_to_keep=1).logits[0, -1].float()  # [V]
+    expected = policy.model(input_ids=tokens, logits_to_keep=1).logits[0, -1].float()  # [V]
+
     positions = policy.positions(text, [])[:, None]
-    found = {"the trainer": policy.logits(policy.hidden(tokens, positions, [])[:, -1])[0]}
+    hidden = policy.hidden(tokens, positions, [])[:, -1]
+    computed = {"the trainer": policy.logits(hidden)[0]}
     if config.engine == "hf":
-        found["the embedded engine"] = HFEngine(policy, Sampling(), seed=0).logits(
-            Conversation(text)
-        )
-    for name, logits in found.items():
-        difference = (own - logits)[logits.isfinite()].abs().max().item()
-        if (
-            not difference
-            <= TOLERANCE["float32" if policy.model.dtype == torch.float32 else "bfloat16"]
-        ):
+        engine = HFEngine(policy, Sampling(), seed=0)
+        computed["the embedded engine"] = engine.logits(Conversation(text))
+
+    dtype = "float32" if policy.model.dtype == torch.float32 else "bfloat16"
+    for name, logits in computed.items():
+        difference = (expected - logits)[logits.isfinite()].abs().max().item()
+        # NaN is a difference, too
+        if not difference <= TOLERANCE[dtype]:
             other = f"other logits than a {type(policy.model).__name__} itself, by {difference:.2g}"
             raise ValueError(f"{name} computes {other}; try a smaller --max_tokens")
 
 
 def make_trainer(policy: Policy, config: Config) -> Any:
-    """Make the trainer of rank 0, of which the other ranks are a part."""
+    """Make the trainer of this rank. That of rank 0 also runs those of the others."""
     updates = config.iterations * (config.ppo_epochs + config.replay_ratio)
     if config.trainer == "torch":
         return TorchTrainer(policy, config, updates)
     from freshper.trainer_deepspeed import DeepSpeedRanks, RankZero
 
-    return RankZero(TorchTrainer(policy, config, updates, DeepSpeedRanks))
+    trainer = TorchTrainer(policy, config, updates, DeepSpeedRanks)
+    return RankZero(trainer) if trainer.strategy.rank == 0 else trainer
 
 
 def serve(policy: Policy, config: Config) -> int:
     """Compute the share of a rank other than 0 of all updates. Returns the exit status."""
     from freshper import trainer_deepspeed
 
-    updates = config.iterations * (config.ppo_epochs + config.replay_ratio)
-    trainer = TorchTrainer(policy, config, updates, trainer_deepspeed.DeepSpeedRanks)
-    return trainer_deepspeed.serve(trainer)
+    return trainer_deepspeed.serve(make_trainer(policy, config))
 
 
 @contextlib.contextmanager
-def backends(policy: Policy, config: Config) -> Iterator[tuple[TorchTrainer, Any]]:
-    """Yield rank 0's trainer and an engine with its weights; their processes end afterwards."""
+def backends(policy: Policy, config: Config, env: TextEnv) -> Iterator[tuple[TorchTrainer, Engine]]:
+    """Yield rank 0's trainer and an engine with its weights. Their processes end afterwards. `env`
+    is one of the run's, which vLLM must prepare for."""
     with contextlib.closing(make_trainer(policy, config)) as trainer:
         if config.engine == "hf":
-            yield (
-                trainer,
-                HFEngine(
-                    policy, Sampling(config.temperature, config.top_k, config.top_p), config.seed
-                ),
-            )
+            sampling = Sampling(config.temperature, config.top_k, config.top_p)
+            yield trainer, HFEngine(policy, sampling, config.seed)
             return
+
         from freshper.engine_vllm import VLLMEngine
 
-        with contextlib.closing(VLLMEngine(policy, config, trainer)) as engine:
+        with contextlib.closing(VLLMEngine(policy, config, trainer, env)) as engine:
             yield trainer, engine

@@ -2,11 +2,13 @@
 
 Paper: section 3.5 and appendix A.1; Algorithm 1 lines 4 (add), 6 (refresh), 8 (sample).
 
-    leaf_i = p_i^alpha,   p_i = p_i^base * decay(t - t_i),   P(i) = leaf_i / sum_k leaf_k    (eq. 2, eq. 14)
+    leaf_i = p_i^alpha,   p_i = p_i^base * decay(t - t_i),   P(i) = leaf_i / sum_k leaf_k
 
-`decay` is a function of age in steps, such as `partial(exponential_decay, tau=500)`; `None` makes Standard PER. The
-refresh runs on a thread of its own; every other method waits for it. A new entry gets its own base priority, not the
-largest so far. Eviction: first-in-first-out (Table 5), or the lowest leaf, the oldest among equals (appendix A.1).
+These are eq. 2 and eq. 14. `decay` is a function of age in steps, such as
+`partial(exponential_decay, tau=500)`; `None` makes Standard PER. The refresh runs on a thread of
+its own, and every other method waits for its end. A new entry gets its own base priority, not the
+largest so far. Eviction is first-in-first-out (Table 5), or takes the lowest leaf, of equal ones
+the oldest (appendix A.1).
 """
 
 import weakref
@@ -16,11 +18,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from freshper.auto_tau import AutoTau
-from freshper.episode import AnyImage, Episode, StoredImage, compressed, image_key
+from freshper.episode import AnyImage, Episode, compressed, image_key
 from sumtree import SumTree
 
-STATE = ("episodes", "base_priorities", "steps", "order", "added", "now")
+STATE = ("episodes", "base_priorities", "collected_at", "arrival", "added", "now")
+SMALLEST_LEAF = np.finfo(float).tiny
 
 
 class Replay(NamedTuple):
@@ -31,10 +33,16 @@ class Replay(NamedTuple):
     probabilities: np.ndarray  # float64 [B]: P(i), eq. 2
     ages: np.ndarray  # int64 [B]: Delta_i = t - t_i
 
+    def turns(self) -> np.ndarray:
+        """Return the number of replies in each episode, int64 [B]."""
+        return np.array([len(episode.turn_rewards) for episode in self.episodes])
+
 
 class ReplayBuffer:
-    """Trajectory-level prioritized replay. Raises ValueError for capacity < 1, alpha outside [0, 1], an unknown
-    eviction, base priorities that are not finite and positive, and a draw from an empty buffer."""
+    """Trajectory-level prioritized replay.
+
+    Raises ValueError for capacity < 1, alpha outside [0, 1], an unknown eviction, base priorities
+    that are not finite and positive, and a draw from an empty buffer."""
 
     def __init__(
         self,
@@ -44,128 +52,150 @@ class ReplayBuffer:
         eviction: str = "fifo",
         seed: int = 0,
     ):
-        if not 0.0 <= alpha <= 1.0 or eviction not in ("fifo", "lowest_priority"):
-            raise ValueError(
-                f"alpha {alpha} must lie in [0, 1], eviction {eviction} be fifo or lowest_priority"
-            )
-        self.tree = SumTree(capacity)
-        self.capacity, self.alpha, self.decay, self.eviction = capacity, alpha, decay, eviction
-        self.episodes: list[Episode] = []  # by slot; slots 0..len-1 are in use
-        self.base_priorities = np.zeros(capacity)
-        self.steps, self.order = np.zeros(
-            (2, capacity), dtype=np.int64
-        )  # t_i, number of episodes added before
-        self.added = self.now = 0  # episodes so far; t of the last refresh or addition
+        if not 0.0 <= alpha <= 1.0:
+            raise ValueError(f"alpha must lie in [0, 1], got {alpha}")
+        if eviction not in ("fifo", "lowest_priority"):
+            raise ValueError(f"eviction must be fifo or lowest_priority, got {eviction}")
+        self.capacity = capacity
+        self.alpha = alpha
+        self.decay = decay
+        self.eviction = eviction
         self.rng = np.random.default_rng(seed)
-        self._images: weakref.WeakValueDictionary[bytes, StoredImage] = (
-            weakref.WeakValueDictionary()
-        )  # by key
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="refresh")
-        self._pending: Future = (
-            Future()
-        )  # the last asynchronous refresh, for whose end (or error) other methods ask
-        self._pending.set_result(None)
+
+        # Per-slot arrays. Slots 0 to len - 1 are in use.
+        self.tree = SumTree(capacity)
+        self.episodes: list[Episode] = []
+        self.base_priorities = np.zeros(capacity)
+        self.collected_at = np.zeros(capacity, np.int64)  # t_i
+        self.arrival = np.zeros(capacity, np.int64)  # number of episodes added before
+
+        self.added = 0  # episodes so far
+        self.now = 0  # t of the last refresh or addition
+        self.images = weakref.WeakValueDictionary[bytes, AnyImage]()  # by key, while in use
+        self.thread = ThreadPoolExecutor(1)
+        # The last asynchronous refresh. Other methods wait for its end, and raise its error.
+        self.pending: Future = Future()
+        self.pending.set_result(None)
 
     def __len__(self) -> int:
         """Return N, the number of episodes held."""
         return len(self.episodes)
 
     def add(self, episodes: list[Episode], base_priorities: np.ndarray, step: int) -> None:
-        """Store episodes [n] collected at t_i = `step` (line 4), evicting if full. Equal images become one PNG."""
-        base_priorities, n = _checked(base_priorities), len(episodes)
+        """Store episodes [n] collected at t_i = `step` (line 4), and evict others if it is full.
+
+        Equal images become one PNG."""
+        n = len(episodes)
         if n > self.capacity or n != len(base_priorities):
             raise ValueError(
                 f"{n} episodes, {len(base_priorities)} priorities, capacity {self.capacity}"
             )
-        self._pending.result()
-        order = self.added + np.arange(n)
-        slots = order % self.capacity  # unused ones first, then the oldest
-        if self.eviction == "lowest_priority" and len(self) + n > self.capacity:
-            held = np.arange(len(self))
-            lowest = np.lexsort((self.order[held], self.tree[held]))
-            slots = np.append(slots[: self.capacity - len(self)], lowest)[:n]
+        base_priorities = checked_priorities(base_priorities)
+        self.pending.result()
+        arrival = self.added + np.arange(n)
+        slots = self._choose_slots(arrival)
+
         for slot, episode in zip(slots.tolist(), episodes, strict=True):
             episode.images = [self._stored(image) for image in episode.images]
             episode.step = step
             self.episodes[slot : slot + 1] = [episode]  # appends at the end
-        self.base_priorities[slots], self.steps[slots], self.order[slots] = (
-            base_priorities,
-            step,
-            order,
-        )
-        self.added, self.now = self.added + n, max(self.now, step)
+        self.base_priorities[slots] = base_priorities
+        self.collected_at[slots] = step
+        self.arrival[slots] = arrival
+
+        self.added += n
+        self.now = max(self.now, step)
         self.tree.set(slots, self._leaves(slots))
 
     def refresh(self, step: int) -> None:
-        """Recompute p_i <- p_i^base * decay(step - t_i) for all i (line 6, eq. 14) and rebuild the tree. O(N)."""
+        """Recompute p_i <- p_i^base * decay(step - t_i) for all i and rebuild the tree: O(N).
+
+        This is line 6, and eq. 14."""
         self.now = max(self.now, step)  # never turns the clock back
-        self.tree.fill(self._leaves(slice(0, len(self))))
+        self.tree.fill(self._leaves(slice(len(self))))
 
     def refresh_async(self, step: int) -> Future:
         """Start `refresh` on the buffer's own thread ("async on CPU")."""
-        self._pending.result()
-        self._pending = self._thread.submit(self.refresh, step)
-        return self._pending
+        self.pending.result()
+        self.pending = self.thread.submit(self.refresh, step)
+        return self.pending
 
     def sample(self, batch_size: int, step: int = 0) -> Replay:
-        """Draw a stratified batch with P(i) ~ p_i^alpha as of the last refresh (line 8), with ages at t = `step`."""
-        self._pending.result()
+        """Draw a stratified batch with P(i) ~ p_i^alpha as of the last refresh (line 8).
+
+        Its ages are those at t = `step`."""
+        self.pending.result()
         indices = self.tree.stratified_sample(batch_size, self.rng)
-        probabilities = self.tree[indices] / self.tree.total()
         episodes = [self.episodes[slot] for slot in indices.tolist()]
-        return Replay(episodes, indices, probabilities, max(step, self.now) - self.steps[indices])
+        probabilities = self.tree[indices] / self.tree.total()
+        ages = max(step, self.now) - self.collected_at[indices]
+        return Replay(episodes, indices, probabilities, ages)
 
     def update_base_priorities(self, indices: np.ndarray, priorities: np.ndarray) -> None:
-        """Set new base priorities [n] (section 3.5, "Priority Update"). Unchanged ones keep their tree values."""
-        priorities = _checked(priorities)
-        self._pending.result()
-        changed = self.base_priorities[indices] != priorities
-        self.base_priorities[indices] = priorities
-        self.tree.set(indices[changed], self._leaves(indices[changed]))
+        """Set new base priorities [n] (section 3.5, "Priority Update").
 
-    def observe_drift(self, replay: Replay, kl: np.ndarray) -> None:
-        """Give the KL of each replayed trajectory [B], in nats, to the estimate of `--tau auto`."""
-        if isinstance(self.decay, AutoTau):
-            self.decay.observe(replay.ages, kl / [len(e.turn_rewards) for e in replay.episodes])
+        Unchanged ones keep their tree values."""
+        priorities = checked_priorities(priorities)
+        self.pending.result()
+        changed = indices[self.base_priorities[indices] != priorities]
+        self.base_priorities[indices] = priorities
+        self.tree.set(changed, self._leaves(changed))
 
     def ages(self) -> np.ndarray:
         """Return Delta_i of every entry at the last refresh, int64 [N]."""
-        self._pending.result()
-        return self.now - self.steps[: len(self)]
+        self.pending.result()
+        return self.now - self.collected_at[: len(self)]
 
     def state_dict(self) -> dict:
         """Return everything that shapes future draws; nothing is copied."""
-        self._pending.result()
+        self.pending.result()
         state = {name: getattr(self, name) for name in STATE}
-        state |= {"drift": self.decay.sums if isinstance(self.decay, AutoTau) else None}
-        return state | {"nodes": self.tree.nodes, "rng": self.rng.bit_generator.state}
+        state["nodes"] = self.tree.nodes
+        state["rng"] = self.rng.bit_generator.state
+        return state
 
     def load_state_dict(self, state: dict) -> None:
         """Restore a state of a buffer of this capacity."""
         for name in STATE:
             setattr(self, name, state[name])
-        self._images.update((image_key(x), x) for e in self.episodes for x in e.images)
-        self.tree.nodes, self.rng.bit_generator.state = state["nodes"], state["rng"]
-        if isinstance(self.decay, AutoTau) and state["drift"] is not None:
-            self.decay.sums = state["drift"]
+        self.tree.nodes[:] = state["nodes"]
+        self.rng.bit_generator.state = state["rng"]
+        for episode in self.episodes:
+            self.images.update((image_key(image), image) for image in episode.images)
 
-    def _stored(self, image: AnyImage) -> StoredImage:
-        """Return the PNG of this image and all that equal it."""
+    def _choose_slots(self, arrival: np.ndarray) -> np.ndarray:
+        """Return slots for episodes that arrive, int64 [n]: unused ones, then those to evict."""
+        slots = arrival % self.capacity  # unused ones, then the oldest
+        unused = self.capacity - len(self)
+        if self.eviction == "lowest_priority" and len(slots) > unused:
+            used = np.arange(len(self))
+            lowest_first = np.lexsort((self.arrival[used], self.tree[used]))
+            slots[unused:] = lowest_first[: len(slots) - unused]
+        return slots
+
+    def _stored(self, image: AnyImage) -> AnyImage:
+        """Return the PNG of this image and of all that equal it."""
         key = image_key(image)
-        return self._images.get(key) or self._images.setdefault(key, compressed(image))
+        stored = self.images.get(key)
+        if stored is None:
+            stored = compressed(image)
+            self.images[key] = stored
+        return stored
 
     def _leaves(self, slots: np.ndarray | slice) -> np.ndarray:
-        """Return p_i^alpha at the time `now`, float64 [n]. Never 0, so a buffer of only stale entries can be drawn."""
-        ages = self.now - self.steps[slots]
-        p = self.base_priorities[slots] * (1.0 if self.decay is None else self.decay(ages))
-        powers = np.where(
-            p > 0.0, p**self.alpha, 0.0
-        )  # 0^0 would be 1: --decay limit with --alpha 0
-        return np.maximum(powers, np.finfo(np.float64).tiny)
+        """Return p_i^alpha at the time `now`, float64 [n].
+
+        Never 0, so a buffer of only stale entries can be drawn."""
+        priorities = self.base_priorities[slots]
+        if self.decay is not None:
+            priorities = priorities * self.decay(self.now - self.collected_at[slots])
+        # 0^0 would be 1, with --decay limit and --alpha 0.
+        powers = np.where(priorities > 0.0, priorities**self.alpha, 0.0)
+        return np.maximum(powers, SMALLEST_LEAF)
 
 
-def _checked(base_priorities: np.ndarray) -> np.ndarray:
-    base_priorities = np.asarray(base_priorities, dtype=np.float64)
+def checked_priorities(base_priorities: np.ndarray) -> np.ndarray:
+    base_priorities = np.asarray(base_priorities, float)
     if not ((base_priorities > 0.0) & (base_priorities < np.inf)).all():
         raise ValueError(
             f"base priorities must be finite and positive (epsilon > 0?), got {base_priorities}"

@@ -1,14 +1,16 @@
-"""Checkpoints: everything that shapes the rest of a run, saved between two iterations and put back by --resume.
+"""Checkpoints: what shapes the rest of a run, saved between two iterations, restored by --resume.
 
-    out/checkpoint/          the newest: a Hugging Face folder, which `--model` and `from_pretrained` take, and
-                             state.pt, run.json (iteration and settings), manifest.json (sizes and checksums of all)
-    out/checkpoint-before/   the one before it, used if a file of the newest is missing or not what the manifest says
+    out/checkpoint/          the newest: a Hugging Face folder, which `--model` takes, and state.pt,
+                             run.json (iteration and settings), manifest.json (sizes and checksums)
+    out/checkpoint-before/   the one before it, used if a file of the newest is missing, or is not
+                             what the manifest says
     out/checkpoint-best/     the model alone, of the evaluation with the highest success so far
 
-state.pt is read with `torch.load(weights_only=True)`: a file from someone else cannot run code. On a CPU, with the same
-number of threads, a resumed run is bitwise identical to one that never stopped. A checkpoint is written to
-.checkpoint-new and renamed, after the one before it: a kill at any moment leaves one of the two whole. A file that
-the system cannot read (permissions, a disk) is not damaged: the run stops, and nothing is removed.
+state.pt is read with `torch.load(weights_only=True)`: a file from someone else cannot run code. On
+a CPU, with the same number of threads, a resumed run is bitwise identical to one that never
+stopped. A checkpoint is written to .checkpoint-new and renamed, after the one before it: a kill at
+any moment leaves one of the two whole. A file that the system cannot read (permissions, a disk) is
+not damaged: the run stops, and nothing is removed.
 """
 
 import dataclasses
@@ -21,7 +23,6 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
-from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,133 +38,34 @@ from freshper.models import Policy
 from freshper.report import Report
 
 MANIFEST = "manifest.json"
+STOPPING = b"""
+stopping after this iteration, with a checkpoint; once more stops at once, without
+"""
 
 
 class StopSignals:
-    """A context in which Ctrl-C and SIGTERM raise `Interrupted`. While `graceful`, the first is noted in `received`."""
+    """A context in which Ctrl-C and SIGTERM raise `Interrupted`.
 
-    graceful, received = False, 0
+    While `graceful`, the first one is noted in `received`, and the run ends after its iteration."""
+
+    graceful = False
+    received = 0  # the number of the first signal
 
     def __enter__(self) -> "StopSignals":
-        self.before = {
-            number: signal.signal(number, self._handle)
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        self.before = {number: signal.signal(number, self._handle) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self.graceful or self.received:
+    def _handle(self, number: int, frame: object) -> None:
+        if self.received or not self.graceful:
             raise Interrupted(number)
         self.received = number
         # not print: the signal may have come in the middle of one
-        os.write(
-            2,
-            b"\nstopping after this iteration, with a checkpoint; once more stops at once, without\n",
-        )
-
-
-class RunState:
-    """Saves and restores a run. `parts` are the objects with `state_dict` and `load_state_dict`, by name."""
-
-    def __init__(
-        self, config: Config, policy: Policy, report: Report, signals: StopSignals, **parts: Any
-    ):
-        self.config, self.policy, self.report, self.signals = config, policy, report, signals
-        self.parts = parts | {"report": report}
-        transformers.utils.logging.disable_progress_bar()  # of every save, across ours
-
-    def restore(self) -> None:
-        """Load the state of the checkpoint of --resume, if there is one. From here on a first Ctrl-C waits for the
-        iteration to end. Raises OSError if the state cannot be loaded, or is not the one that came with the policy."""
-        if self.config.saved:
-            self._load(*self.config.saved)
-        elif self.config.resume:
-            self.report.say(
-                f"there is no checkpoint in {self.report.folder} yet: the run starts over"
-            )
-        self.signals.graceful = True
-
-    def _load(self, folder: Path, manifest: bytes, damage: str) -> None:
-        if (folder / MANIFEST).read_bytes() != manifest:
-            raise OSError(f"another process has replaced {folder} while it was loaded")
-        if damage:  # it must not replace the other at the next save
-            self.report.say(
-                f"the newest checkpoint is damaged ({damage}), so it is removed and the one before it used"
-            )
-            shutil.rmtree(folder.with_name("checkpoint"))
-        try:
-            state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
-        except UnpicklingError as error:
-            raise OSError(
-                f"{folder / 'state.pt'} does not hold plain data: {str(error).splitlines()[0]}"
-            ) from error
-
-        arrays = {
-            name: x.numpy() for name, x in state["buffer"].items() if isinstance(x, torch.Tensor)
-        }
-        state["buffer"] |= arrays | {"episodes": unpack_episodes(state["buffer"]["episodes"])}
-        for name, part in self.parts.items():
-            part.load_state_dict(state[name])
-        self.policy.features.update(
-            {key: x.to(self.policy.device) for key, x in state["features"].items()}
-        )
-        random.setstate(state["python"])
-        np.random.set_state(state["numpy"])
-        torch.set_rng_state(state["torch"])
-        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
-        self.report.say(
-            f"resuming from {folder}, after iteration {self.report.done} of {self.config.iterations}"
-        )
-
-    def save_if_due(self) -> None:
-        """Save every `save_every` iterations, at a new best evaluation, at the end, and after a signal, which is then
-        raised as Interrupted. Raises OSError if the checkpoint cannot be written."""
-        done, out, every = self.report.done, self.report.folder, self.config.save_every
-        found, finished = self.report.evaluations(), done == self.config.iterations
-        best = done == max(found, key=found.__getitem__, default=0)  # the first of equals
-        if best or finished or self.signals.received or (every and done % every == 0):
-            try:
-                if (
-                    best
-                ):  # first: a run that is killed after this comes to the same evaluation again
-                    _write(out / "checkpoint-best", self.parts["trainer"].save)
-                _write(out / "checkpoint", self._save, before=out / "checkpoint-before")
-            except (OSError, RuntimeError, SafetensorError) as error:
-                shutil.rmtree(out / ".checkpoint-new", ignore_errors=True)
-                reason = (
-                    error.__context__ if isinstance(error.__context__, OSError) else error
-                )  # torch.save hides it
-                raise OSError(
-                    f"the checkpoint after iteration {done} was not written to {out}: {reason}"
-                ) from error
-        if self.signals.received and not finished:
-            raise Interrupted(self.signals.received)
-
-    def _save(self, folder: str) -> None:
-        """Write model, state and settings, and last the manifest of them all."""
-        self.parts["trainer"].save(folder)
-        # features of a frozen vision tower: their last bit can depend on the batch in which they were computed
-        state = {name: part.state_dict() for name, part in self.parts.items()} | {
-            "features": self.policy.features
-        }
-        state["buffer"] |= {"episodes": pack_episodes(state["buffer"]["episodes"])}
-        state |= {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
-        state |= {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
-        new = Path(folder)
-        with open(
-            new / "state.pt", "wb"
-        ) as file:  # by its path, torch would not say that the disk is full
-            torch.save(plain(state), file)
-
-        run = {"iteration": self.report.done, "settings": dataclasses.asdict(self.config)}
-        (new / "run.json").write_text(json.dumps(run))
-        files = [path for path in new.rglob("*") if path.is_file()]
-        manifest = {str(path.relative_to(new)): fingerprint(path) for path in files}
-        (new / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        os.write(2, STOPPING)
 
 
 class Saved(NamedTuple):
@@ -174,31 +76,159 @@ class Saved(NamedTuple):
     damage: str  # of the newest checkpoint, if this is the one before it
 
 
-def find_saved(config: Config) -> Path | None:
-    """Return the folder of the checkpoint to go on from, if there is one, and note it in `config.saved`. Raises
-    ValueError as `newest` does, if a setting may not change, or if the run has done --iterations already."""
+class RunState:
+    """Saves and restores a run.
+
+    `parts` are the objects with `state_dict` and `load_state_dict`, by name."""
+
+    def __init__(
+        self,
+        config: Config,
+        policy: Policy,
+        report: Report,
+        signals: StopSignals,
+        saved: Saved | None,
+        **parts: Any,
+    ):
+        self.config = config
+        self.policy = policy
+        self.report = report
+        self.signals = signals
+        self.saved = saved
+        self.parts = parts | {"report": report}
+        # every save would draw one across the bar of the run
+        transformers.utils.logging.disable_progress_bar()
+
+    def restore(self) -> None:
+        """Load the state of the checkpoint of --resume, if there is one.
+
+        From here on a first Ctrl-C waits for the iteration to end. Raises OSError if the state
+        cannot be loaded, or is not the one that came with the policy."""
+        if self.saved:
+            self._load(*self.saved)
+        elif self.config.resume:
+            folder = self.report.folder
+            self.report.say(f"there is no checkpoint in {folder} yet: the run starts over")
+        self.signals.graceful = True
+
+    def _load(self, folder: Path, manifest: bytes, damage: str) -> None:
+        if (folder / MANIFEST).read_bytes() != manifest:
+            raise OSError(f"another process has replaced {folder} while it was loaded")
+        if damage:
+            newest = f"the newest checkpoint is damaged ({damage})"
+            self.report.say(f"{newest}, so it is removed and the one before it used")
+            # the next save would put it in the place of the one before
+            shutil.rmtree(folder.with_name("checkpoint"))
+
+        try:
+            state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+        except UnpicklingError as error:
+            reason = str(error).splitlines()[0]
+            raise OSError(f"{folder / 'state.pt'} does not hold plain data: {reason}") from error
+
+        buffer = state["buffer"]
+        for name, value in buffer.items():
+            if isinstance(value, torch.Tensor):
+                buffer[name] = value.numpy()
+        buffer["episodes"] = unpack_episodes(buffer["episodes"])
+        for name, part in self.parts.items():
+            part.load_state_dict(state[name])
+        for key, features in state["features"].items():
+            self.policy.features[key] = features.to(self.policy.device)
+
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
+
+        progress = f"iteration {self.report.done} of {self.config.iterations}"
+        self.report.say(f"resuming from {folder}, after {progress}")
+
+    def save_if_due(self) -> None:
+        """Save every `save_every` iterations, at a best evaluation, at the end and after a signal.
+
+        Raises Interrupted after a signal, and OSError if the checkpoint cannot be written."""
+        done = self.report.done
+        every = self.config.save_every
+        evaluations = self.report.evaluations()
+        finished = done == self.config.iterations
+        regular = every and done % every == 0
+        # the first of equals
+        best = done == max(evaluations, key=evaluations.__getitem__, default=0)
+
+        if best or regular or finished or self.signals.received:
+            self._write(best)
+        if self.signals.received and not finished:
+            raise Interrupted(self.signals.received)
+
+    def _write(self, best: bool) -> None:
+        """Write the newest checkpoint and, if it is the best, the model alone."""
+        out = self.report.folder
+        try:
+            # the best first: a run that is killed between the two evaluates this policy again
+            if best:
+                replace_folder(out / "checkpoint-best", self.parts["trainer"].save)
+            replace_folder(out / "checkpoint", self._fill, before=out / "checkpoint-before")
+        except (OSError, RuntimeError, SafetensorError) as error:
+            shutil.rmtree(out / ".checkpoint-new", ignore_errors=True)
+            # torch.save hides the error of the disk behind its own
+            reason = error.__context__ if isinstance(error.__context__, OSError) else error
+            checkpoint = f"the checkpoint after iteration {self.report.done}"
+            raise OSError(f"{checkpoint} was not written to {out}: {reason}") from error
+
+    def _fill(self, folder: str) -> None:
+        """Write model, state and settings into a new folder, and last the manifest of them all."""
+        self.parts["trainer"].save(folder)
+
+        state: dict[str, Any] = {
+            # their last bit can depend on the batch in which a frozen vision tower computed them
+            "features": self.policy.features,
+            "python": random.getstate(),
+            "numpy": np.random.get_state(legacy=False),
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all(),
+            **{name: part.state_dict() for name, part in self.parts.items()},
+        }
+        state["buffer"]["episodes"] = pack_episodes(state["buffer"]["episodes"])
+
+        new = Path(folder)
+        # by its path, torch would not say that the disk is full
+        with open(new / "state.pt", "wb") as file:
+            torch.save(plain(state), file)
+
+        run = {"iteration": self.report.done, "settings": dataclasses.asdict(self.config)}
+        (new / "run.json").write_text(json.dumps(run))
+        files = [path for path in new.rglob("*") if path.is_file()]
+        manifest = {str(path.relative_to(new)): fingerprint(path) for path in files}
+        (new / MANIFEST).write_text(json.dumps(manifest, indent=1))
+
+
+def find_saved(config: Config, given: tuple[str, ...]) -> Saved | None:
+    """Return the checkpoint to go on from, if there is one. Raises ValueError as `newest` does, if a
+    setting may not change, or if the run has done --iterations already."""
     saved = newest(Path(config.resume))
     if not saved:
         return None
-    config.saved = saved
     run = json.loads((saved.folder / "run.json").read_bytes())
     check_unchanged(run["settings"], vars(config))
-    if "iterations" in config.given and (done := run["iteration"]) >= config.iterations:
+    if "iterations" in given and (done := run["iteration"]) >= config.iterations:
         raise ValueError(
             f"--iterations is {config.iterations}, but must be above {done}, which the run has done"
         )
-    return saved.folder
+    return saved
 
 
 def newest(out: Path) -> Saved | None:
-    """Return the newest whole checkpoint, None without any. Raises ValueError if all are damaged, or if a file cannot
-    be read."""
+    """Return the newest whole checkpoint of a run, None if it has none yet. Raises ValueError if
+    all are damaged, or if a file cannot be read."""
     damage = ""
     try:
-        for folder in filter(Path.exists, (out / "checkpoint", out / "checkpoint-before")):
-            if not (found := find_damage(folder)):
-                return Saved(folder, (folder / MANIFEST).read_bytes(), damage)
-            damage = damage or found
+        for folder in (out / "checkpoint", out / "checkpoint-before"):
+            if folder.exists():
+                reason = find_damage(folder)
+                if not reason:
+                    return Saved(folder, (folder / MANIFEST).read_bytes(), damage)
+                damage = damage or reason
     except OSError as error:
         raise ValueError(
             f"--resume is {out}, but its checkpoint cannot be read: {error}"
@@ -209,7 +239,8 @@ def newest(out: Path) -> Saved | None:
 
 
 def find_damage(folder: Path) -> str:
-    """Return what is wrong with a checkpoint, "" if nothing. Raises OSError if a file is there and cannot be read."""
+    """Return what is wrong with a checkpoint, "" if nothing. Raises OSError if a file is there and
+    cannot be read."""
     try:
         manifest = dict(json.loads((folder / MANIFEST).read_bytes()))
         for name in sorted({"state.pt", *manifest}):
@@ -228,12 +259,15 @@ def fingerprint(path: Path) -> list:
         return [os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()]
 
 
-def _write(folder: Path, save: Callable[[str], None], before: Path | None = None) -> None:
-    """Replace a folder by a new one that `save` fills. What was there becomes `before`, or is removed."""
+def replace_folder(folder: Path, fill: Callable[[str], None], before: Path | None = None) -> None:
+    """Replace a folder by a new one that `fill` writes.
+
+    What was there becomes `before`. Without `before` it is removed."""
     new = folder.with_name(".checkpoint-new")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir()
-    save(str(new))
+    fill(str(new))
+
     if before and folder.exists():
         shutil.rmtree(before, ignore_errors=True)
         folder.rename(before)
@@ -249,40 +283,44 @@ def plain(tree: Any) -> Any:
         return type(tree)(map(plain, tree))
     if isinstance(tree, np.ndarray):
         return torch.from_numpy(tree)
-    return tree.item() if isinstance(tree, np.generic) else tree
+    if isinstance(tree, np.generic):
+        return tree.item()
+    return tree
 
 
 def pack_episodes(episodes: list[Episode]) -> dict[str, Any]:
-    """Return episodes as columns, one per field: arrays end to end with their lengths (tens of thousands of small
-    tensors would take long to save), and each image of the buffer, which shares them, once."""
-    images = {id(image): image for e in episodes for image in e.images}
-    number = {key: k for k, key in enumerate(images)}
-    columns: dict[str, Any] = {
-        f.name: [getattr(e, f.name) for e in episodes] for f in dataclasses.fields(Episode)
-    }
-    columns["images"] = [[number[id(image)] for image in shown] for shown in columns["images"]]
-    for name, column in columns.items():
+    """Return episodes as columns, one per field, and their images.
+
+    Arrays stand end to end with their lengths, because tens of thousands of small tensors would
+    take long to save. An image that episodes share stands there once."""
+    columns: dict[str, Any] = {}
+    for field in dataclasses.fields(Episode):
+        column: Any = [getattr(episode, field.name) for episode in episodes]
         if column and isinstance(column[0], np.ndarray):
-            columns[name] = {
-                "values": np.concatenate(column),
-                "lengths": np.array([len(part) for part in column]),
-            }
+            lengths = np.array([len(values) for values in column])
+            column = {"values": np.concatenate(column), "lengths": lengths}
+        columns[field.name] = column
+
+    images: dict[int, Any] = {id(image): image for episode in episodes for image in episode.images}
+    numbers = {key: number for number, key in enumerate(images)}
+    columns["images"] = []
+    for episode in episodes:
+        columns["images"].append([numbers[id(image)] for image in episode.images])
     return {"columns": columns, "images": [dataclasses.astuple(image) for image in images.values()]}
 
 
 def unpack_episodes(packed: dict[str, Any]) -> list[Episode]:
-    """Return the episodes that `pack_episodes` was given, from what `plain` made of it."""
-    images = [StoredImage(*parts) for parts in packed["images"]]
+    """Return the episodes of `pack_episodes`, from tensors in place of its arrays."""
     columns = dict(packed["columns"])
-    columns["images"] = [[images[k] for k in shown] for shown in columns["images"]]
     for name, column in columns.items():
-        if isinstance(
-            column, dict
-        ):  # copies: one episode must not keep the arrays of all others in memory
-            columns[name] = [
-                part.numpy().copy() for part in column["values"].split(column["lengths"].tolist())
-            ]
-    return [
-        Episode(**dict(zip(columns, row, strict=True)))
-        for row in zip(*columns.values(), strict=True)
-    ]
+        if isinstance(column, dict):
+            parts = column["values"].split(column["lengths"].tolist())
+            # copies: one episode must not keep the arrays of all others in memory
+            columns[name] = [part.numpy().copy() for part in parts]
+    episodes = list(map(Episode, *columns.values()))
+
+    images = [StoredImage(*fields) for fields in packed["images"]]
+    for episode in episodes:
+        numbers: Any = episode.images
+        episode.images = [images[number] for number in numbers]
+    return episodes

@@ -1,73 +1,88 @@
-"""Measure how stale replayed trajectories are, by age. Paper: section 3.3; a real run shows its argument step by step.
+"""Measure how stale replayed trajectories are, by age.
 
-    rho_i = pi_theta(tau_i) / pi_mu(tau_i)           eq. 4: of a trajectory, the product over its action tokens
+Paper: section 3.3; a real run shows its argument step by step.
+
+    rho_i = pi_theta(tau_i) / pi_mu(tau_i)           eq. 4: the product over its action tokens
     ESS / n = 1 / (1 + Var[rho])                     eq. 5
     ESS / n <= exp(-KL(pi_theta || pi_mu))           eq. 11: a bound, not an estimate
     KL ~ c Delta, so exp(-Delta / tau), tau = 1/c    eq. 12 and 13: a heuristic
 
-The input is replay.csv, one row per replayed trajectory: `log_ratio` is log rho_i; `ratio`, `ratio_sq`, `kl` (k3 of
-pi_mu against pi_theta) and `clipped` are sums over its `tokens` action tokens. How to estimate is ours:
+The input is replay.csv, one row per replayed trajectory: `log_ratio` is log rho_i; `ratio`,
+`ratio_sq`, `kl` (k3 of pi_mu against pi_theta) and `clipped` are sums over its `tokens` action
+tokens. How to estimate is ours:
 - Replay draws by priority, not from pi_mu: each row has the weight v_i = 1 / P(i).
-- E[rho] is 1 in expectation but not in a sample: ESS / n = (sum v rho)^2 / (sum v sum v rho^2), Kish's form.
-- KL(pi_theta || pi_mu) = E_mu[rho log rho] / E_mu[rho] - log E_mu[rho], so eq. 11 holds in every sample (Jensen).
+- E[rho] is 1 in expectation but not in a sample: ESS / n = (sum v rho)^2 / (sum v sum v rho^2),
+  Kish's form.
+- KL(pi_theta || pi_mu) = E_mu[rho log rho] / E_mu[rho] - log E_mu[rho], so eq. 11 holds in every
+  sample (Jensen).
 """
 
+from collections import defaultdict
 from pathlib import Path
 
 import matplotlib.figure
 import numpy as np
 
+Table = dict[str, np.ndarray]  # the values of each column
 
-def read(folder: Path, name: str = "replay.csv") -> dict[str, np.ndarray]:
-    """Read the columns of a run's table, float64 [rows], NaN if empty. A run without replay has no
-    replay.csv."""
+
+def read(folder: Path, name: str = "replay.csv") -> Table:
+    """Read the columns of a run's table, float64 [rows], NaN if empty.
+
+    A run without replay has no replay.csv."""
     table = np.genfromtxt(folder / name, delimiter=",", names=True, ndmin=1)
     return {column: table[column] for column in table.dtype.names or ()}
 
 
-def estimate(rows: dict[str, np.ndarray]) -> dict[str, float]:
+def estimate(rows: Table) -> dict[str, float]:
     """Estimate staleness from rows of replay.csv.
 
     Returns mean `age` in steps, ESS / n of trajectories (`ess`) and tokens (`ess_token`),
-    KL(pi_theta || pi_mu) (`kl`) and its reverse (`kl_reverse`) in nats, and the share of clipped tokens
-    (`clipped`)."""
+    KL(pi_theta || pi_mu) (`kl`) and its reverse (`kl_reverse`) in nats, and the share of clipped
+    tokens (`clipped`)."""
     v = 1.0 / rows["probability"]
     v = v / v.sum()
+
+    def mean(values: np.ndarray) -> float:
+        return (v * values).sum()
 
     log_rho = rows["log_ratio"]
     largest = log_rho.max()
     rho = np.exp(log_rho - largest)  # the constant cancels below, and nothing overflows
-    mean_rho = (v * rho).sum()
-    mean_log_rho = (v * rho * log_rho).sum() / mean_rho  # under pi_theta
+    mean_rho = mean(rho)
+    mean_log_rho = mean(rho * log_rho) / mean_rho  # under pi_theta
 
-    ratio_sum = (v * rows["ratio"]).sum()
-    ratio_square_sum = (v * rows["ratio_sq"]).sum()
-    tokens = (v * rows["tokens"]).sum()
+    tokens = mean(rows["tokens"])
+    ratio = mean(rows["ratio"])
+    ratio_square = mean(rows["ratio_sq"])
     return {
         "age": rows["age"].mean(),
-        "ess": mean_rho**2 / (v * rho**2).sum(),
-        "ess_token": ratio_sum**2 / (tokens * ratio_square_sum),
+        "ess": mean_rho**2 / mean(rho**2),
+        "ess_token": ratio**2 / (tokens * ratio_square),
         "kl": mean_log_rho - largest - np.log(mean_rho),
-        "kl_reverse": -(v * log_rho).sum(),
-        "clipped": (v * rows["clipped"]).sum() / tokens,
+        "kl_reverse": -mean(log_rho),
+        "clipped": mean(rows["clipped"]) / tokens,
     }
 
 
-def by_age(rows: dict[str, np.ndarray], bins: int = 12) -> dict[str, np.ndarray]:
-    """Apply `estimate` to groups of equal size, from young to old. Returns its values, each float64 [bins]."""
+def by_age(rows: Table, bins: int = 12) -> Table:
+    """Apply `estimate` to groups of equal size, from young to old.
+
+    Returns its values, each float64 [bins]."""
     order = np.argsort(rows["age"], kind="stable")
-    estimates = []
+    columns = defaultdict(list)
     for group in np.array_split(order, min(bins, len(order))):
         rows_of_group = {name: values[group] for name, values in rows.items()}
-        estimates.append(estimate(rows_of_group))
-    return {name: np.array([each[name] for each in estimates]) for name in estimates[0]}
+        for name, value in estimate(rows_of_group).items():
+            columns[name].append(value)
+    return {name: np.array(values) for name, values in columns.items()}
 
 
 def drift_rate(ages: np.ndarray, values: np.ndarray) -> tuple[float, float, float]:
     """Fit values [bins] = offset + ages [bins] / tau by least squares (eq. 12).
 
-    Returns tau = 1 / c in optimizer steps, the offset, and R², or NaN if there is only one age, or no
-    drift."""
+    Returns tau = 1 / c in optimizer steps, the offset, and R², or NaN if there is only one age, or
+    no drift."""
     if np.ptp(ages) == 0 or np.ptp(values) == 0:
         return np.nan, np.nan, np.nan
     rate, offset = np.polyfit(ages, values, 1)
@@ -75,24 +90,25 @@ def drift_rate(ages: np.ndarray, values: np.ndarray) -> tuple[float, float, floa
     return 1 / rate, offset, correlation**2
 
 
-def plot(folder: Path, estimates: dict[str, np.ndarray]) -> None:
+def plot(folder: Path, estimates: Table) -> None:
     """Write diagnostics.png to the folder, from the values of `by_age`."""
     age = estimates["age"]
-    tau, offset, r2 = drift_rate(age, estimates["kl"])
-    bound = r"bound of eq. 11, $\exp(-KL(\pi_\theta\|\pi_\mu))$"
-    divergence = r"$KL(\pi_\theta\|\pi_\mu)$ of a trajectory, nats"
-    line = f"line: tau = 1/c = {tau:.0f} steps, R² {r2:.2f}"
-
+    kl = estimates["kl"]
+    tau, offset, r2 = drift_rate(age, kl)
     figure = matplotlib.figure.Figure(figsize=(13, 4.8), layout="constrained")
-    ess, kl, clipped = figure.subplots(1, 3)
-    ess.semilogy(age, estimates["ess"], "o-", label="ESS / n of trajectories")
-    ess.semilogy(age, np.exp(-estimates["kl"]), "k--", label=bound)
-    ess.semilogy(age, estimates["ess_token"], "s-", label="ESS / n of tokens")
-    kl.plot(age, estimates["kl"], "o-", label=divergence)
-    kl.plot(age, offset + age / tau, "k--", label=line)
-    clipped.plot(age, estimates["clipped"], "o-", label="share of action tokens that are clipped")
+    left, middle, right = figure.subplots(1, 3)
 
-    for axes in (ess, kl, clipped):
+    bound = r"bound of eq. 11, $\exp(-KL(\pi_\theta\|\pi_\mu))$"
+    left.semilogy(age, estimates["ess"], "o-", label="ESS / n of trajectories")
+    left.semilogy(age, np.exp(-kl), "k--", label=bound)
+    left.semilogy(age, estimates["ess_token"], "s-", label="ESS / n of tokens")
+
+    line = f"line: tau = 1/c = {tau:.0f} steps, R² {r2:.2f}"
+    middle.plot(age, kl, "o-", label=r"$KL(\pi_\theta\|\pi_\mu)$ of a trajectory, nats")
+    middle.plot(age, offset + age / tau, "k--", label=line)
+
+    right.plot(age, estimates["clipped"], "o-", label="share of action tokens that are clipped")
+    for axes in (left, middle, right):
         axes.set_xlabel("age of the replayed trajectories, optimizer steps")
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), frameon=False)
     figure.savefig(folder / "diagnostics.png", dpi=110)

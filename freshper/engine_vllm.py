@@ -117,8 +117,8 @@ def options_of_vllm(config: Config, env: TextEnv, gpus: list[str]) -> dict[str, 
 class VLLMEngine:
     """Generate replies with vLLM. Raises BackendError if vLLM fails, dies or takes too long."""
 
-    def __init__(self, policy: Policy, config: Config, trainer: TorchTrainer):
-        self.env = config.make_env()
+    def __init__(self, policy: Policy, config: Config, trainer: TorchTrainer, env: TextEnv):
+        self.env = env
         self.policy = policy
         self.config = config
         self.rng = np.random.default_rng(config.seed)
@@ -126,7 +126,7 @@ class VLLMEngine:
         self.processes: dict[int, str] = {}  # vLLM's, to notice their death
 
         # Containers often have 64 MB of shared memory.
-        size = sum(parameter.nbytes for _, parameter in trainer.weights())
+        size = sum(parameter.nbytes for _, parameter in trainer.parameters())
         roomy = shutil.disk_usage(SHARED_MEMORY).free > 1.2 * size
         self.folder = tempfile.mkdtemp(prefix="freshper-", dir=SHARED_MEMORY if roomy else None)
 
@@ -191,7 +191,7 @@ class VLLMEngine:
         began = time.perf_counter()
         # A tied output layer is among them, because vLLM would keep the old one. They are copies,
         # because a file must not hold two views of one tensor.
-        parameters = {name: x.detach().to("cpu", copy=True) for name, x in trainer.weights()}
+        parameters = {name: x.detach().to("cpu", copy=True) for name, x in trainer.parameters()}
         with watched("handing the weights to vLLM", self.processes, Exception):
             save_file(parameters, f"{self.folder}/model.safetensors")
             self.llm.collective_rpc("reload_weights", kwargs={"weights_path": self.folder})
@@ -226,7 +226,7 @@ class VLLMEngine:
             ids = np.array(conversation.tokens)
             is_image = ids == self.policy.image_token_id
             repeated = is_image & np.roll(is_image, 1)
-            pictures = [Image.fromarray(image) for image in conversation.images]
+            pictures = [Image.fromarray(np.asarray(image)) for image in conversation.images]
             request = {
                 "prompt_token_ids": ids[~repeated].tolist(),
                 "multi_modal_data": {"image": pictures} if pictures else {},

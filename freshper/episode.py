@@ -1,13 +1,15 @@
-"""`Episode`, the one data type of this project, and the padded batch that a list of episodes becomes.
+"""`Episode`, the one data type of this project, and the padded batch that episodes become.
 
-Paper: section 3.1 (states are conversations, actions are replies); appendix A.1 (what an entry of the buffer holds).
+Paper: section 3.1 (states are conversations, actions are replies); appendix A.1 (what an entry of
+the buffer holds).
 
     tokens             <prompt ......><reply><bridge ......><reply><bridge ......><reply>
     action_mask        0 0 0 0 0 0 0 0 1 1 1 0 0 0 0 0 0 0 0 1 1 1 0 0 0 0 0 0 0 0 1 1 1
     behavior_logprobs  0 0 0 0 0 0 0 0 x x x 0 0 0 0 0 0 0 0 x x x 0 0 0 0 0 0 0 0 x x x
     turn_rewards                     r_1                 r_2                 r_3
 
-Tokens are those the engine sampled, never re-encoded text. Masks are positions, never comparisons with a pad or eos id.
+Tokens are those the engine sampled, never re-encoded text. Masks are positions, never comparisons
+with a pad or eos id.
 """
 
 import hashlib
@@ -19,28 +21,31 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
 PADDING = 0.15  # the largest share of padding in a micro-batch
 
 
-@dataclass(eq=False)
+@dataclass
 class StoredImage:
-    """An image of the buffer as PNG, in a few percent of its memory. `np.asarray` returns its pixels again."""
+    """An image of the buffer as PNG, in a few percent of its memory.
+
+    `np.asarray` returns its pixels again."""
 
     key: bytes  # `image_key` of the pixels
     shape: tuple[int, ...]
     png: bytes
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         return np.array(Image.open(io.BytesIO(self.png)), dtype)
 
 
-AnyImage = Any  # uint8 [H, W, 3]: an array, or a StoredImage
+AnyImage = np.ndarray | StoredImage  # uint8 [H, W, 3]
 
 
 @dataclass(eq=False)
 class Episode:
-    """One trajectory e_j of Algorithm 1: T tokens, of which the action tokens were sampled in n turns."""
+    """One trajectory e_j of Algorithm 1: T tokens, some of them sampled in n turns."""
 
     tokens: np.ndarray  # int32 [T]: the whole conversation, image placeholders expanded
     action_mask: np.ndarray  # bool [T]: True if the policy sampled the token
@@ -54,28 +59,31 @@ class Episode:
     invalid: int = 0  # replies that the environment could not read
     cut: int = 0  # replies that --max_new_tokens ended
     truncated: bool = False  # ended because the next turn would not fit max_tokens
-    metrics: dict[str, float] = field(
-        default_factory=dict
-    )  # the environment's own, of the last turn
-    ref_logprobs: np.ndarray | None = None  # float32 [T]: log pi_ref, with a KL term
-    engine_weights: np.ndarray | None = (
-        None  # float32 [T]: min(pi_trainer / pi_engine, cap), with --truncated_is
-    )
+    # of the environment, in the last turn
+    metrics: dict[str, float] = field(default_factory=dict)
+    # float32 [T]: log pi_ref, with a KL term
+    ref_logprobs: np.ndarray | None = None
+    # float32 [T]: min(pi_trainer / pi_engine, cap), with --truncated_is
+    engine_weights: np.ndarray | None = None
 
     def turn_ends(self) -> np.ndarray:
-        """Return the position of the last action token of each turn, int64 [n]. Bridges keep the turns apart."""
-        return np.flatnonzero(self.action_mask & ~np.append(self.action_mask[1:], False))
+        """Return the position of the last action token of each turn, int64 [n].
+
+        Bridges keep the turns apart."""
+        return np.flatnonzero(self.action_mask > np.append(self.action_mask[1:], False))
 
     def token_rewards(self) -> np.ndarray:
-        """Return each turn's reward on its last action token, 0 elsewhere, float32 [T]."""
-        ends, n = self.turn_ends(), len(self.tokens)
-        if not len(self.action_mask) == len(self.behavior_logprobs) == n or len(ends) != len(
-            self.turn_rewards
-        ):
+        """Return each turn's reward on its last action token, 0 elsewhere, float32 [T].
+
+        Raises ValueError if the fields of the episode do not fit together."""
+        ends = self.turn_ends()
+        one_length = len(self.tokens) == len(self.action_mask) == len(self.behavior_logprobs)
+        if not one_length or len(ends) != len(self.turn_rewards):
             raise ValueError(
                 f"the fields of the episode of seed {self.seed} have different lengths"
             )
-        rewards = np.zeros(n, dtype=np.float32)
+
+        rewards = np.zeros_like(self.behavior_logprobs)
         rewards[ends] = self.turn_rewards
         return rewards
 
@@ -89,65 +97,78 @@ def image_key(image: AnyImage) -> bytes:
 
 def compressed(image: AnyImage) -> StoredImage:
     """Return an image as PNG."""
-    Image.fromarray(np.asarray(image)).save(png := io.BytesIO(), "PNG")
-    return StoredImage(image_key(image), image.shape, png.getvalue())
+    file = io.BytesIO()
+    Image.fromarray(np.asarray(image)).save(file, "PNG")
+    return StoredImage(image_key(image), image.shape, file.getvalue())
 
 
 class Batch(NamedTuple):
-    """B episodes padded with 0 or False on the right, to T tokens: under a causal mask no real token sees padding."""
+    """B episodes, padded with 0 or False on the right to T tokens.
 
-    tokens: torch.Tensor  # int64 [B, T]
-    action_mask: torch.Tensor  # bool [B, T]
-    behavior_logprobs: torch.Tensor  # float32 [B, T]
-    rewards: torch.Tensor  # float32 [B, T]: each turn's reward on its last action token
+    Under a causal mask no real token sees padding. Advantages and weights come from
+    `training_batch` (freshper/reinforce.py)."""
+
+    tokens: Tensor  # int64 [B, T]
+    action_mask: Tensor  # bool [B, T]
+    behavior_logprobs: Tensor  # float32 [B, T]
+    rewards: Tensor  # float32 [B, T]: each turn's reward on its last action token
     images: list[list[AnyImage]]  # per episode
     lengths: list[int]  # tokens of each episode before padding
-    ref_logprobs: Any = None  # float32 [B, T], or None if not needed
-    engine_weights: Any = None  # the same
-    advantages: Any = (
-        None  # A_t, float32 [B, T]: like weights from `training_batch` (freshper/reinforce.py)
-    )
-    weights: Any = None  # w_i, float32 [B]
+    ref_logprobs: Tensor | None = None  # float32 [B, T], or None if an episode has none
+    engine_weights: Tensor | None = None  # the same
+    advantages: Tensor | None = None  # A_t, float32 [B, T]
+    weights: Tensor | None = None  # w_i, float32 [B]
 
     def rows(self, indices: list[int]) -> "Batch":
         """Return these rows alone, trimmed to the longest of them: a micro-batch."""
         lengths = [self.lengths[i] for i in indices]
-        tensors = {
-            name: x[indices] for name, x in self._asdict().items() if isinstance(x, torch.Tensor)
-        }
-        trimmed = {name: x[:, : max(lengths)] if x.dim() == 2 else x for name, x in tensors.items()}
-        return self._replace(images=[self.images[i] for i in indices], lengths=lengths, **trimmed)
+        images = [self.images[i] for i in indices]
+
+        tensors = {}
+        for name, values in self._asdict().items():
+            if isinstance(values, Tensor):
+                tensors[name] = values[indices]
+                if values.dim() == 2:
+                    tensors[name] = values[indices, : max(lengths)]
+        return self._replace(images=images, lengths=lengths, **tensors)
 
     def micro_batches(self, most: int) -> Iterator[tuple[list[int], "Batch"]]:
-        """Yield (row numbers, batch of these rows) for the groups of `alike`."""
-        return ((rows, self.rows(rows)) for rows in alike(self.lengths, most))
+        """Yield (row numbers, batch of these rows) for each group of `group_by_length`."""
+        for rows in group_by_length(self.lengths, most):
+            yield rows, self.rows(rows)
 
 
-def alike(lengths: list[int], most: int) -> list[list[int]]:
-    """Group row numbers by length: groups of at most `most`, each with less than PADDING of padding, shortest first."""
+def group_by_length(lengths: list[int], most: int) -> list[list[int]]:
+    """Group row numbers by length, shortest first.
+
+    A group has at most `most` rows, and less than PADDING of it is padding."""
+    longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     groups: list[list[int]] = [[]]
-    for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        joined = [*groups[-1], row]
-        if len(joined) <= most and sum(lengths[k] for k in joined) > (1 - PADDING) * lengths[
-            joined[0]
-        ] * len(joined):
-            groups[-1] = joined
+    for row in longest_first:
+        group = [row, *groups[0]]
+        tokens = sum(lengths[k] for k in group)
+        fewest_tokens = (1 - PADDING) * lengths[group[-1]] * len(group)
+
+        if len(group) <= most and tokens > fewest_tokens:
+            groups[0] = group
         else:
-            groups.append([row])
-    return [group[::-1] for group in groups[::-1]]
+            groups.insert(0, [row])
+    return groups
 
 
 def collate(episodes: list[Episode]) -> Batch:
     """Pad episodes into a batch. Raises ValueError if an episode's fields do not fit together."""
-    fields = ("tokens", "action_mask", "behavior_logprobs", "ref_logprobs", "engine_weights")
-    columns = {name: [getattr(e, name) for e in episodes] for name in fields}
-    columns["rewards"] = [e.token_rewards() for e in episodes]
-    padded: dict[str, Any] = {
-        name: torch.nn.utils.rnn.pad_sequence(list(map(torch.from_numpy, column)), batch_first=True)
-        for name, column in columns.items()
-        if all(x is not None for x in column)
-    }
+    columns = {"rewards": [episode.token_rewards() for episode in episodes]}
+    for name in ("tokens", "action_mask", "behavior_logprobs", "ref_logprobs", "engine_weights"):
+        columns[name] = [getattr(episode, name) for episode in episodes]
+
+    padded: dict[str, Any] = {}
+    for name, arrays in columns.items():
+        if all(array is not None for array in arrays):
+            tensors = [torch.from_numpy(array) for array in arrays]
+            padded[name] = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
     padded["tokens"] = padded["tokens"].long()
-    return Batch(
-        **padded, images=[e.images for e in episodes], lengths=[len(e.tokens) for e in episodes]
-    )
+
+    padded["images"] = [episode.images for episode in episodes]
+    padded["lengths"] = [len(episode.tokens) for episode in episodes]
+    return Batch(**padded)

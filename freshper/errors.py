@@ -1,4 +1,4 @@
-"""The errors that end a run with one sentence. Anything else is a defect and keeps its traceback."""
+"""The errors that end a run with one sentence. Anything else is a defect, with its traceback."""
 
 import contextlib
 import os
@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-TIMEOUT = float(
-    os.environ.get("FRESHPER_TIMEOUT", "1800")
-)  # seconds: the longest wait for vLLM or another rank
+# The longest wait for vLLM or another rank, in seconds
+TIMEOUT = float(os.environ.get("FRESHPER_TIMEOUT", "1800"))
 
 
 class NonFiniteError(ArithmeticError):
-    """A log-prob, loss, gradient or reward stopped being a number. Names the phase and the episode's seed."""
+    """A log-prob, loss, gradient or reward is not finite. Names the phase and the episode's
+    seed."""
 
 
 class BackendError(RuntimeError):
@@ -36,20 +36,22 @@ class Interrupted(KeyboardInterrupt):
 def watched(
     phase: str, processes: Mapping[int, str] = {}, errors: type[Exception] = RuntimeError
 ) -> Iterator[None]:
-    """Raise BackendError, naming the phase, if the block raises one of `errors` or takes longer than TIMEOUT, or if one
-    of `processes` (id -> name) dies. A thread signals the main thread; if that does not react within ten seconds, as
+    """Raise BackendError, naming the phase, if the block raises one of `errors`, if it takes longer
+    than TIMEOUT, or if one of `processes` (id -> name) dies.
+
+    A thread watches, and signals the main thread. If that does not react within ten seconds, as
     inside NCCL, the process prints the sentence and exits."""
-    end, over, main = time.monotonic() + TIMEOUT, threading.Event(), threading.get_ident()
+    deadline = time.monotonic() + TIMEOUT
+    over = threading.Event()
+    main = threading.get_ident()
 
     def problem() -> str:
         for pid, name in processes.items():
             if not alive(pid):
                 return f"{name} (process {pid}) died in {phase}"
-        return (
-            f"{phase} took longer than FRESHPER_TIMEOUT, {TIMEOUT:g} s"
-            if time.monotonic() > end
-            else ""
-        )
+        if time.monotonic() > deadline:
+            return f"{phase} took longer than FRESHPER_TIMEOUT, {TIMEOUT:g} s"
+        return ""
 
     def watch() -> None:
         while not over.wait(0.5):
@@ -63,18 +65,20 @@ def watched(
         if not over.is_set():
             raise BackendError(problem())
 
-    signal.signal(signal.SIGUSR1, interrupt)  # it stays: after the block it does nothing
+    # the handler stays, and does nothing after the block
+    signal.signal(signal.SIGUSR1, interrupt)
     threading.Thread(target=watch, daemon=True).start()
     try:
         yield
-    except torch.OutOfMemoryError:  # the report knows what to lower
+    except torch.OutOfMemoryError:
+        # the report knows what to lower
         raise
     except errors as error:
-        time.sleep(1.0)  # a process that ends closes its connections first
+        # a process that ends closes its connections first
+        time.sleep(1.0)
         reason = " ".join(str(error).split())[:300]
-        raise BackendError(
-            problem() or f"{phase} failed: {type(error).__name__}: {reason}"
-        ) from error
+        failed = f"{phase} failed: {type(error).__name__}: {reason}"
+        raise BackendError(problem() or failed) from error
     finally:
         over.set()
 

@@ -1,19 +1,24 @@
-"""The command line: flags to a checked `Config`. A wrong flag ends the program at once, with one sentence."""
+"""The command line: from flags to a checked `Config`.
+
+A wrong flag ends the program at once, with one sentence that names the flag, its value and what is
+allowed. So does a flag that has no effect with the others.
+"""
 
 import argparse
 import dataclasses
 import json
 import os
 import re
+from collections.abc import Callable
 from glob import glob
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from envs import ENVS
 from freshper.config import Config
 from freshper.presets import PRESETS, defaults
 
-# --resume may change these, and nothing else: the stored episodes and states stay those of one problem
+# --resume may change these, and nothing else: stored episodes and states stay those of one problem
 MAY_CHANGE = {
     # how long and how often; not --eval_episodes, for the best of all evaluations is kept
     "iterations", "save_every", "eval_every",
@@ -23,127 +28,167 @@ MAY_CHANGE = {
     # where
     "micro_batch_size", "engine_memory", "out", "resume",
 }  # fmt: skip
-ABOVE_0 = """iterations rollout_batch_size group_size batch_size ppo_epochs capacity lr ratio_clip advantage_clip
-micro_batch_size temperature epsilon max_new_tokens eval_every eval_episodes""".split()
-NOT_NEGATIVE = """replay_ratio seed kl_loss_coef kl_reward_coef entropy_coef top_k format_penalty max_turns
-save_every truncated_is""".split()
-# of --help: the first setting of each group, and its title
+
+ABOVE_0 = (
+    "capacity", "batch_size", "epsilon", "iterations", "rollout_batch_size", "group_size",
+    "ppo_epochs", "lr", "ratio_clip", "advantage_clip", "micro_batch_size", "temperature",
+    "max_new_tokens", "eval_every", "eval_episodes",
+)  # fmt: skip
+NOT_NEGATIVE = (
+    "max_turns", "format_penalty", "replay_ratio", "kl_loss_coef", "kl_reward_coef",
+    "entropy_coef", "truncated_is", "top_k", "seed", "save_every",
+)  # fmt: skip
+REPLAY_FLAGS = (
+    "batch_size", "capacity", "eviction", "alpha", "epsilon", "base_priority", "decay", "tau",
+    "beta",
+)  # fmt: skip
+
+# The groups of --help: the first setting of each, and its title
 GROUPS = {
     "env": "task",
     "method": "method and replay",
     "iterations": "optimization",
     "temperature": "sampling",
+    "backend": "backends",
+    "preset": "the run",
 }
-GROUPS |= {"backend": "backends", "preset": "the run"}
 
 
-def validate(c: Config) -> None:
-    """Raise ValueError with one sentence, a flag, its value and what is allowed, or a flag that has no effect."""
+class CommandLine(NamedTuple):
+    """Hold the settings of a command line, checked."""
 
-    def require(good: object, name: str, allowed: str) -> None:
-        if not good:
-            raise ValueError(f"--{name} is {getattr(c, name)}, but must be {allowed}")
+    config: Config
+    given: tuple[str, ...]  # the names of its flags
+    notes: tuple[str, ...]  # what the run says of its settings
 
-    for name, value in vars(c).items():
-        if isinstance(value, float):  # such that float32 can compute with it
-            require(
-                value == 0 or 1e-30 <= abs(value) <= 1e30,
-                name,
-                "a finite number: 0, or from 1e-30 to 1e30",
-            )
+
+def validate(config: Config, given: tuple[str, ...] = ()) -> None:
+    """Raise ValueError with one sentence if a setting's value is not allowed, or if one of the
+    `given` flags has no effect."""
+
+    def require(condition: object, flag: str, allowed: str) -> None:
+        if not condition:
+            raise ValueError(f"--{flag} is {getattr(config, flag)}, but must be {allowed}")
+
+    def refuse_given(*flags: str, because: str) -> None:
+        for flag in given:
+            if flag in flags:
+                raise ValueError(
+                    f"--{flag} is {getattr(config, flag)}, but has no effect with {because}"
+                )
+
+    check_numbers(config, require)
+    check_model_and_preset(config, require)
+    check_replay(config, require)
+    check_training(config, require)
+    check_effects(config, refuse_given)
+
+
+def check_numbers(config: Config, require: Callable) -> None:
+    """Check the range of each number. float32 must be able to compute with it."""
+    for name, value in vars(config).items():
+        if isinstance(value, float) and value != 0:
+            allowed = "a finite number: 0, or from 1e-30 to 1e30"
+            require(1e-30 <= abs(value) <= 1e30, name, allowed)
         if isinstance(value, int):
             largest = 2**32 - 1 if name == "seed" else 10**7
             require(value <= largest, name, f"at most {largest}")
-    for name in ABOVE_0:
-        require(getattr(c, name) > 0, name, "above 0")
-    for name in NOT_NEGATIVE:
-        require(getattr(c, name) >= 0, name, "0 or more")
-    for name in ("alpha", "beta"):
-        require(0.0 <= getattr(c, name) <= 1.0, name, "between 0 and 1")
+        if name in ABOVE_0:
+            require(value > 0, name, "above 0")
+        if name in NOT_NEGATIVE:
+            require(value >= 0, name, "0 or more")
+        if name in ("alpha", "beta"):
+            require(0 <= value <= 1, name, "between 0 and 1")
+
+
+def check_model_and_preset(config: Config, require: Callable) -> None:
+    """Check where the model, its numbers and its questions come from, and where the run goes."""
+    if config.preset == "small":
+        tasks = PRESETS["small"]
+        allowed = f"tiny or paper; small is for --env {' '.join(tasks)} without --data"
+        require(config.env in tasks and not config.data, "preset", allowed)
 
     # an earlier run may have come from a model that is gone
-    resolved = c.resume and "auto" not in (c.model, c.preset)
-    known = (
-        c.model == "tiny"
-        or os.path.isfile(f"{c.model}/config.json")
-        or re.fullmatch(r"[^./~][^/]*/[^/]+", c.model)
-    )
-    require(known or resolved, "model", "tiny, a folder with a config.json, or a hub id")
-    small = f"tiny or paper; small is for --env {' '.join(PRESETS['small'])} without --data"
-    require(c.preset != "small" or (c.env in PRESETS["small"] and not c.data), "preset", small)
-    fitting = fitting_presets(c.model, c.env)
-    allowed = f"{' or '.join(fitting)} with --env {c.env} and --model {c.model}"
-    require(c.preset in fitting or resolved, "preset", allowed)
+    if not config.resume or "auto" in (config.model, config.preset):
+        folder = os.path.isfile(f"{config.model}/config.json")
+        hub_id = re.fullmatch(r"[^./~][^/]*/[^/]+", config.model)
+        allowed = "tiny, a folder with a config.json, or a hub id"
+        require(config.model == "tiny" or folder or hub_id, "model", allowed)
 
-    unread = c.tiny and c.data and "data" in c.env_settings()
-    require(not unread, "data", f"empty with --model {c.model}, which reads generated questions")
-    require(
-        c.replay_ratio > 0 or c.baseline != "recompute", "baseline", "batch or turn without replay"
-    )
-    require(
-        c.method != "on_policy" or c.replay_ratio == 0, "replay_ratio", "0 with --method on_policy"
-    )
-    require(c.method != "per" or c.decay == "none", "decay", "none with --method per")
-    require(c.resume or not os.path.exists(c.out), "out", "a folder that does not exist yet")
-    require(c.tau == "auto" or c.tau > 0, "tau", "above 0, or auto")
-    require(
-        c.tau != "auto" or c.decay in ("exponential", "none"), "tau", "a number with this --decay"
-    )
-    require(c.capacity >= max(c.batch_size, c.rollout_batch_size), "capacity", "at least a batch")
-    require(0.0 < c.top_p <= 1.0, "top_p", "above 0 and at most 1")
-    require(c.dual_clip == 0.0 or c.dual_clip > 1.0, "dual_clip", "0 or above 1")
-    require(0.0 < c.engine_memory < 1.0, "engine_memory", "above 0 and below 1")
-    require(
-        c.zero_stage < 3 or c.backend != "hf+deepspeed",
-        "zero_stage",
-        "below 3 with --backend hf+deepspeed",
-    )
-    require(
-        c.rollout_batch_size % c.group_size == 0, "group_size", "a divisor of rollout_batch_size"
-    )
-    require(c.max_new_tokens < c.max_tokens, "max_new_tokens", f"below max_tokens {c.max_tokens}")
-    require(c.max_turns <= c.max_tokens, "max_turns", f"at most max_tokens {c.max_tokens}")
-    refuse_idle(c)
+        presets = fitting_presets(config.model, config.env)
+        allowed = f"{' or '.join(presets)} with --env {config.env} and --model {config.model}"
+        require(config.preset in presets, "preset", allowed)
+
+    if not config.resume:
+        require(not os.path.exists(config.out), "out", "a folder that does not exist yet")
+    if config.tiny and "data" in config.env_settings():
+        allowed = f"empty with --model {config.model}, which reads generated questions"
+        require(not config.data, "data", allowed)
 
 
-def refuse_idle(c: Config) -> None:
-    """Raise ValueError with one sentence if a flag was given that has no effect with the others."""
-    task = {"slippery", "data", "search_url"} - c.env_settings().keys()
-    replay = {
-        "batch_size",
-        "capacity",
-        "eviction",
-        "alpha",
-        "epsilon",
-        "base_priority",
-        "decay",
-        "tau",
-        "beta",
-    }
-    # all entries are equally likely, unless an age limit excludes some
-    uniform = {"epsilon", "base_priority"}
-    uniform |= {"decay", "tau"} if c.decay in ("exponential", "polynomial") else set()
-    uniform |= {"beta"} if c.beta > 0 else set()
-    uniform |= {"eviction"} if c.eviction == "lowest_priority" else set()
-    idle = [  # when, which flags, because of what
-        (True, task, f"--env {c.env}"),
-        (c.replay_ratio == 0, replay, f"--method {c.method} and --replay_ratio 0"),
+def check_replay(config: Config, require: Callable) -> None:
+    """Check the settings of method and replay buffer."""
+    if config.method == "on_policy":
+        require(config.replay_ratio == 0, "replay_ratio", "0 with --method on_policy")
+    if config.method == "per":
+        require(config.decay == "none", "decay", "none with --method per")
+    if config.replay_ratio == 0:
+        require(config.baseline != "recompute", "baseline", "batch or turn without replay")
+
+    if config.tau == "auto":
+        require(config.decay in ("exponential", "none"), "tau", "a number with this --decay")
+    else:
+        require(config.tau > 0, "tau", "above 0, or auto")
+    batch = max(config.batch_size, config.rollout_batch_size)
+    require(config.capacity >= batch, "capacity", "at least a batch")
+
+
+def check_training(config: Config, require: Callable) -> None:
+    """Check the settings of optimization, sampling and backends."""
+    rest = config.rollout_batch_size % config.group_size
+    require(rest == 0, "group_size", "a divisor of rollout_batch_size")
+    require(config.dual_clip == 0.0 or config.dual_clip > 1.0, "dual_clip", "0 or above 1")
+
+    longest = config.max_tokens
+    require(0.0 < config.top_p <= 1.0, "top_p", "above 0 and at most 1")
+    require(config.max_new_tokens < longest, "max_new_tokens", f"below max_tokens {longest}")
+    require(config.max_turns <= longest, "max_turns", f"at most max_tokens {longest}")
+
+    require(0.0 < config.engine_memory < 1.0, "engine_memory", "above 0 and below 1")
+    if config.backend == "hf+deepspeed":
+        require(config.zero_stage < 3, "zero_stage", "below 3 with --backend hf+deepspeed")
+
+
+def check_effects(config: Config, refuse_given: Callable) -> None:
+    """Refuse the flags that have no effect with the others."""
+    of_other_tasks = {"slippery", "data", "search_url"} - config.env_settings().keys()
+    refuse_given(*of_other_tasks, because=f"--env {config.env}")
+    if config.resume:
+        refuse_given("out", because="--resume")
+
+    if config.replay_ratio == 0:
+        refuse_given(*REPLAY_FLAGS, because=f"--method {config.method} and --replay_ratio 0")
         # the policy that is updated is the one that acted: all ratios are 1
-        (
-            c.replay_ratio == 0 and c.ppo_epochs == 1,
-            {"ratio_clip", "dual_clip"},
-            "--replay_ratio 0 and --ppo_epochs 1",
-        ),
-        (c.decay == "none", {"tau"}, f"--method {c.method} and --decay none"),
-        (c.alpha == 0, uniform, "--alpha 0"),
-        (c.resume, {"out"}, "--resume"),
-        (c.trainer == "torch", {"zero_stage"}, f"--backend {c.backend}"),
-        (c.engine == "hf", {"engine_memory"}, f"--backend {c.backend}"),
-    ]
-    for name in c.given:
-        for holds, names, reason in idle:
-            if holds and name in names:
-                raise ValueError(f"--{name} is {getattr(c, name)}, but has no effect with {reason}")
+        if config.ppo_epochs == 1:
+            because = "--replay_ratio 0 and --ppo_epochs 1"
+            refuse_given("ratio_clip", "dual_clip", because=because)
+    if config.decay == "none":
+        refuse_given("tau", because=f"--method {config.method} and --decay none")
+
+    # all entries are equally likely, unless an age limit excludes some; a flag may repeat "off"
+    if config.alpha == 0:
+        refuse_given("epsilon", "base_priority", because="--alpha 0")
+        if config.decay in ("exponential", "polynomial"):
+            refuse_given("decay", "tau", because="--alpha 0")
+        if config.beta > 0:
+            refuse_given("beta", because="--alpha 0")
+        if config.eviction == "lowest_priority":
+            refuse_given("eviction", because="--alpha 0")
+
+    if config.trainer == "torch":
+        refuse_given("zero_stage", because=f"--backend {config.backend}")
+    if config.engine == "hf":
+        refuse_given("engine_memory", because=f"--backend {config.backend}")
 
 
 def check_unchanged(earlier: dict[str, Any], now: dict[str, Any]) -> None:
@@ -153,59 +198,56 @@ def check_unchanged(earlier: dict[str, Any], now: dict[str, Any]) -> None:
             raise ValueError(f"--{name} is {now[name]}, but must be {value} as in the earlier run")
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that raises its errors as ValueError."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
+def tau(text: str) -> float | str:
+    """Read the value of --tau."""
+    return text if text == "auto" else float(text)
 
 
-def _parser() -> _Parser:
-    """Build a parser of all flags, which returns only those that were given."""
+def boolean(text: str) -> bool:
+    """Read true or false, in any case. Raises ValueError for another text."""
+    return ("false", "true").index(text.lower()) == 1
 
-    def tau(text: str) -> float | str:
-        return text if text == "auto" else float(text)
 
-    def boolean(text: str) -> bool:
-        return bool(("false", "true").index(text.lower()))
-
-    says = "FreshPER (Algorithm 1). Defaults in brackets are the paper's; --preset changes them."
-    parser = _Parser(description=says, usage=argparse.SUPPRESS, allow_abbrev=False)
+def make_parser() -> argparse.ArgumentParser:
+    """Make a parser of all flags. It returns only those that were given, and raises ArgumentError
+    if it cannot read the value of one."""
+    parser = argparse.ArgumentParser(
+        description="FreshPER (Algorithm 1). Defaults are the paper's; --preset changes them.",
+        usage=argparse.SUPPRESS,
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
     types = {"tau": tau, "slippery": boolean}
     for field in dataclasses.fields(Config):
         if field.name in GROUPS:
             group = parser.add_argument_group(GROUPS[field.name])
-        choices = (
-            list(ENVS)
-            if field.name == "env"
-            else get_args(field.type)
-            if field.name not in types
-            else ()
-        )
-        options: dict[str, Any] = {"choices": choices} if choices else {"metavar": ""}
+
+        options: dict[str, Any] = {"type": types.get(field.name, type(field.default))}
+        if field.name == "env":
+            options["choices"] = ENVS
+        elif get_origin(field.type) is Literal:
+            options["choices"] = get_args(field.type)
+        else:
+            options["metavar"] = ""
         if field.type is bool:
             options |= {"nargs": "?", "const": True}
-        options |= {
-            "type": types.get(field.name, type(field.default)),
-            "default": argparse.SUPPRESS,
-        }
-        group.add_argument(
-            f"--{field.name}", help=f"{field.metadata['help']} [{field.default}]", **options
-        )
+        text = f"{field.metadata['help']} [{field.default}]"
+        group.add_argument(f"--{field.name}", default=argparse.SUPPRESS, help=text, **options)
     return parser
 
 
 def fitting_presets(model: str, env: str) -> list[Any]:
-    """Return the presets that fit, the default first: tiny for a tiny model, else paper and, if there, small."""
-    path = Path(model) / "config.json"
-    built = path.is_file() and '"freshper_tiny": true' in path.read_text(encoding="utf-8")
-    return (
-        ["tiny"] if built or model == "tiny" else ["paper"] + ["small"] * (env in PRESETS["small"])
-    )
+    """Return the presets that fit, the default first: tiny for a tiny model, else paper and, if the
+    task has one, small."""
+    path = Path(model, "config.json")
+    built = path.is_file() and '"freshper_tiny": true' in path.read_text()
+    if built or model == "tiny":
+        return ["tiny"]
+    return ["paper", "small"] if env in PRESETS["small"] else ["paper"]
 
 
 def is_here(model: str) -> bool:
-    """True if this machine has a GPU, and the model's weights in the Hugging Face cache."""
+    """Return whether this machine has a GPU, and the Hugging Face cache the model's weights."""
     if not glob("/dev/nvidia[0-9]*"):
         return False
     from huggingface_hub import try_to_load_from_cache
@@ -213,54 +255,59 @@ def is_here(model: str) -> bool:
     return isinstance(try_to_load_from_cache(model, "config.json"), str)
 
 
-def _first_run(given: dict[str, Any]) -> Config:
-    """Return the settings of a new run: the preset of the model, then the method, then the flags."""
-    known = Config(**given)
-    model, preset, notes = known.model, known.preset, tuple[str, ...]()
-    paper = PRESETS["paper"].get(known.env, {}).get("model", "tiny")
-    if model == preset == "auto":
-        model, found = (paper, "") if is_here(paper) else ("tiny", "not both ")
-        notes = (f"model {model}: a GPU and the paper's model are {found}on this machine",)
-    elif model == "auto":
-        model = PRESETS[preset].get(known.env, {}).get("model", "tiny")
-    preset = fitting_presets(model, known.env)[0] if preset == "auto" else preset
-    config = Config(
-        **defaults(preset, known.env, known.method) | given | {"model": model, "preset": preset}
-    )
-    config.notes = notes
-    return config
+def first_run(flags: dict[str, Any]) -> CommandLine:
+    """Return the settings of a new run, from the preset of the model, then the method, then the
+    flags, with a note on the model if the flags leave it open."""
+    config = Config(**flags)
+    model, preset = config.model, config.preset
+    notes = []
+    if model == "auto":
+        source = "paper" if preset == "auto" else preset
+        model = defaults(source, config.env, config.method).get("model", "tiny")
+        if preset == "auto":
+            where = "on"
+            if not is_here(model):
+                model, where = "tiny", "not both on"
+            notes = [f"model {model}: a GPU and the paper's model are {where} this machine"]
+    if preset == "auto":
+        preset = fitting_presets(model, config.env)[0]
+
+    settings = defaults(preset, config.env, config.method) | flags
+    config = Config(**settings | {"model": model, "preset": preset})
+    return CommandLine(config, tuple(flags), tuple(notes))
 
 
-def _resumed(given: dict[str, Any], parser: _Parser) -> Config:
-    """Return the settings of an earlier run, checked as flags are, and the flags over them."""
-    folder = given["resume"]
+def resumed_run(flags: dict[str, Any]) -> CommandLine:
+    """Return the settings of an earlier run, checked as flags are, with the flags over them, and
+    notes on what has changed."""
+    folder = flags["resume"]
     try:
-        stored = json.loads((Path(folder) / "config.json").read_bytes())
-        if not isinstance(stored, dict) or stored.keys() != {
-            field.name for field in dataclasses.fields(Config)
-        }:
+        stored = json.loads(Path(folder, "config.json").read_bytes())
+        if not isinstance(stored, dict) or stored.keys() != vars(Config()).keys():
             raise ValueError("its settings are those of another version of this code")
-        stored = vars(parser.parse_args([f"--{name}={value}" for name, value in stored.items()]))
-        validate(Config(**stored | {"resume": folder}))
-    except (OSError, ValueError, RecursionError) as error:
+        words = [f"--{name}={value}" for name, value in stored.items()]
+        stored = vars(make_parser().parse_args(words))
+        stored["resume"] = folder
+        validate(Config(**stored))
+    except (OSError, ValueError, RecursionError, argparse.ArgumentError) as error:
         raise ValueError(
             f"--resume is {folder}, but must be the folder of a run: {error}"
         ) from error
-    check_unchanged(stored, stored | given)
-    config = Config(**stored | given)
-    changed = [name for name, value in given.items() if name != "resume" and value != stored[name]]
-    config.notes = tuple(f"{name} is {given[name]}, was {stored[name]}" for name in changed)
-    return config
+
+    settings = stored | flags
+    check_unchanged(stored, settings)
+    changed = [name for name in flags if flags[name] != stored[name]]
+    notes = tuple(f"{name} is {flags[name]}, was {stored[name]}" for name in changed)
+    return CommandLine(Config(**settings), tuple(flags), notes)
 
 
-def parse_args(argv: list[str] | None = None) -> Config:
-    """Return the checked settings of a command line. A wrong flag prints one sentence and exits with status 2."""
-    parser = _parser()
+def parse_args(argv: list[str] | None = None) -> CommandLine:
+    """Return a checked command line. A wrong flag prints one sentence and exits with status 2."""
+    parser = make_parser()
     try:
-        given = vars(parser.parse_args(argv))
-        config = _resumed(given, parser) if given.get("resume") else _first_run(given)
-        config.given = tuple(name for name in given if name != "resume")
-        validate(config)
-    except ValueError as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
-    return config
+        flags = vars(parser.parse_args(argv))
+        command_line = resumed_run(flags) if flags.get("resume") else first_run(flags)
+        validate(command_line.config, command_line.given)
+    except (ValueError, argparse.ArgumentError) as error:
+        parser.error(str(error))
+    return command_line

@@ -4,10 +4,12 @@ Paper: eq. 3 (section 3.2) and eq. 15 (section 3.5), Algorithm 1 line 9.
 
     w_i = (1 / (N P(i)))^beta / max_j w_j         beta: beta_0 -> 1 over training
 
-These weights correct *which* trajectories are drawn; the ratio in freshper/reinforce.py corrects for an older policy.
+These weights correct *which* trajectories are drawn; the ratio in freshper/reinforce.py corrects
+for an older policy.
 
-The paper does not say over what max_j goes; here it is the drawn batch. The buffer's (`smallest`), that of a failure
-which is hardly ever drawn, shrinks every drawn success to a few per cent, but undoes the sampling exactly at beta = 1.
+The paper does not say over what max_j goes; here it is the drawn batch. The buffer's (`smallest`),
+that of a failure which is hardly ever drawn, shrinks every drawn success to a few per cent, but
+undoes the sampling exactly at beta = 1.
 """
 
 import numpy as np
@@ -16,13 +18,17 @@ import numpy as np
 def importance_weights(
     probabilities: np.ndarray, size: int, beta: float, smallest: float | None = None
 ) -> np.ndarray:
-    """Return w_i in (0, 1], float64 [B], from P(i) of the drawn entries [B], N = `size` and beta
-    (eq. 3). N cancels in the quotient by the maximum: `size` is there to be read beside eq. 3. w_i is
-    1 if P(i) = `smallest`; None: the batch's smallest. Raises ValueError unless
+    """Return w_i in (0, 1], float64 [B] (eq. 3), from P(i) of drawn entries [B], N = `size`, beta.
+
+    N cancels in the quotient by the maximum: `size` is there to be read beside eq. 3. w_i is 1 if
+    P(i) = `smallest`; None: the batch's smallest. Raises ValueError unless
     0 < smallest <= P(i) <= 1 and 0 <= beta <= 1."""
-    probabilities = np.asarray(probabilities, dtype=np.float64)
-    least, most = probabilities.min(), probabilities.max()
-    smallest = least if smallest is None else smallest
+    probabilities = np.asarray(probabilities, float)
+    least = probabilities.min()
+    most = probabilities.max()
+    if smallest is None:
+        smallest = least
+
     if not 0.0 < smallest <= least <= most <= 1.0:
         raise ValueError(
             f"probabilities must lie in [{smallest}, 1] and above 0, got {least} to {most}"
@@ -33,5 +39,6 @@ def importance_weights(
 
 
 def annealed_beta(beta0: float, progress: float) -> float:
-    """Return beta, which rises linearly from beta0 to 1 while `progress` goes from 0 to 1 (section 3.5)."""
-    return beta0 + (1.0 - beta0) * min(max(progress, 0.0), 1.0)
+    """Return beta: linearly from beta0 to 1 as `progress` goes from 0 to 1 (section 3.5)."""
+    progress = min(max(progress, 0.0), 1.0)
+    return beta0 + (1.0 - beta0) * progress

@@ -4,41 +4,91 @@ Paper: section 3.3 (eq. 13), section 3.4 (eq. 14).
 
     p_i = p_i^base * exp(-Delta_i / tau)          Delta_i = t - t_i, in optimizer steps
 
-The buffer draws with P(i) ~ p_i^alpha: at the paper's tau = 500 and alpha = 0.6 the priority halves in tau ln 2 = 347
-steps, the probability in 578. The authors' 500 *iterations* are 1,500 of our steps. Under exponential decay all entries
-shrink by the same factor, so a refresh matters only beside new ones, of age 0; polynomial decay has no such law.
+The buffer draws with P(i) ~ p_i^alpha: at the paper's tau = 500 and alpha = 0.6 the priority halves
+in tau ln 2 = 347 steps, the probability in 578. The authors' 500 *iterations* are 1,500 of our
+steps. Under exponential decay all entries shrink by the same factor, so a refresh matters only
+beside new ones, of age 0; polynomial decay has no such law.
 
-The paper gives no epsilon (the authors' code: 1e-6). With 0/1 rewards it decides how often failures are replayed:
-P(success) / P(failure) = ((1 + epsilon) / epsilon)^alpha, about 4,000 at 1e-6 and 4 at the tiny preset's 0.1.
+The paper gives no epsilon (the authors' code: 1e-6). With 0/1 rewards it decides how often failures
+are replayed: P(success) / P(failure) = ((1 + epsilon) / epsilon)^alpha, about 4,000 at 1e-6 and 4
+at the tiny preset's 0.1.
+
+A decay has two verbs: `factors = decay(ages)`, and `decay.observe(ages, kl)`, with which
+`--tau auto` (freshper/auto_tau.py) learns how fast the policy drifts.
 
 Exercise: plot `exponential_decay` and `polynomial_decay` at equal half-life over ages 0 to 10 tau.
 """
 
+from functools import partial
+from typing import TYPE_CHECKING
+
 import numpy as np
+
+# Only for the annotations: the settings import this module, and --help must not wait for torch.
+if TYPE_CHECKING:
+    from freshper.episode import Episode
+    from freshper.reinforce import Baseline
 
 
 def reward_priority(rewards: np.ndarray, epsilon: float) -> np.ndarray:
-    """Return p_base = |x| + epsilon, float64 [n], of returns, advantages or TD errors x [n] (section 3.4)."""
-    return np.abs(np.asarray(rewards, dtype=np.float64)) + epsilon
+    """Return p_base = |x| + epsilon, float64 [n].
+
+    x [n] are returns, advantages or TD errors (section 3.4)."""
+    return np.abs(np.asarray(rewards, float)) + epsilon
 
 
 advantage_priority = td_error_priority = reward_priority
 
 
+def base_priorities(
+    episodes: "list[Episode]", baseline: "Baseline", kind: str, epsilon: float
+) -> np.ndarray:
+    """Return p_i^base of episodes, float64 [n] (section 3.4). `kind` is --base_priority.
+
+    `reward`: |r_i| + epsilon. `advantage`: |A_i| + epsilon, with A_i the mean A_t of the action
+    tokens. A_t is unclipped: under Config A's clip of 0.2 all priorities would be equal."""
+    if kind == "reward":
+        returns = np.array([episode.reward for episode in episodes])
+        return reward_priority(returns, epsilon)
+
+    tokens = np.array([episode.action_mask.sum() for episode in episodes])
+    totals = baseline.collected_advantages(episodes).double().sum(-1).numpy()
+    return advantage_priority(totals / tokens, epsilon)
+
+
 def exponential_decay(age: np.ndarray, tau: float) -> np.ndarray:
-    """Return w_age(Delta) = exp(-Delta / tau), eq. 13: ages in optimizer steps [n] -> factors in [0, 1]. tau = inf: 1
-    everywhere (Standard PER). This and the other forms raise ValueError unless tau (and power) > 0."""
-    return np.exp(np.asarray(age, dtype=np.float64) * (-1.0 / _positive(tau)))
+    """Return w_age(Delta) = exp(-Delta / tau), eq. 13. [n] -> [n], factors in [0, 1].
+
+    Ages are in optimizer steps. tau = inf: 1 everywhere (Standard PER). This and the other forms
+    raise ValueError unless tau (and power) > 0."""
+    rate = -1.0 / _positive(tau)
+    return np.exp(np.asarray(age) * rate)
 
 
 def age_limit(age: np.ndarray, tau: float) -> np.ndarray:
     """Return 1 up to age tau and 0 beyond: the hard limit of asynchronous trainers. [n] -> [n]."""
-    return (np.asarray(age) <= _positive(tau)).astype(np.float64)
+    return np.where(np.asarray(age) <= _positive(tau), 1.0, 0.0)
 
 
 def polynomial_decay(age: np.ndarray, tau: float, power: float) -> np.ndarray:
-    """Return (1 + Delta / tau)^(-power), the heavier-tailed alternative named in section 3.3. [n] -> [n]."""
-    return (1.0 + np.asarray(age, dtype=np.float64) / _positive(tau)) ** -_positive(power)
+    """Return (1 + Delta / tau)^(-power), the heavier tail named in section 3.3. [n] -> [n]."""
+    growth = 1.0 + np.asarray(age) / _positive(tau)
+    return growth ** -_positive(power)
+
+
+class FixedDecay(partial):
+    """One of these forms with its parameters: `decay = FixedDecay(exponential_decay, tau=500.0)`.
+
+    It is called with ages, as every `partial`. It does not change, so it has no state."""
+
+    def observe(self, ages: np.ndarray, kl: np.ndarray) -> None:
+        """Ignore the drift of a replayed batch: tau is given."""
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        """There is nothing to restore."""
 
 
 def _positive(x: float) -> float:

@@ -1,31 +1,33 @@
 """REINFORCE++: the one path from episodes to the IS-weighted loss.
 
-Paper: the clipped ratios of section 3.1, eq. 4 (rho), eq. 16 (weighted loss), appendix E (Config A). REINFORCE++
-itself: Hu et al., arXiv 2501.03262, as in OpenRLHF.
+Paper: the clipped ratios of section 3.1, eq. 4 (rho), eq. 16 (weighted loss), appendix E (Config
+A). REINFORCE++ itself: Hu et al., arXiv 2501.03262, as in OpenRLHF.
 
-    training_batch     r_t   turn reward on the last action token of its turn  -  kl_reward_coef * k1_t
-                       G_t   = sum_{s >= t} r_s                  undiscounted (gamma = 1), over the whole conversation
-                       A_t   = (G_t - mean) / std,  clipped to +-eps_clip of Table 3
-    policy_loss        rho_t = pi_theta(a_t | s_t) / pi_mu(a_t | s_t)
-                       l_i   = -sum_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t) / C
-                       L     = 1/B sum_i w_i l_i                 eq. 16
+    Baseline         r_t   the turn's reward, on its last action token, - kl_reward_coef * k1_t
+                     G_t   = sum_{s >= t} r_s     undiscounted (gamma = 1), to the episode's end
+                     A_t   = (G_t - mean) / std
+    training_batch   A_t   clipped to +-eps_clip of Table 3
+    policy_loss      rho_t = pi_theta(a_t | s_t) / pi_mu(a_t | s_t)
+                     l_i   = -sum_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t) / C
+                     L     = 1/B sum_i w_i l_i    eq. 16
 
 All tensors are [B, T]. Environment tokens carry no reward and no loss, but reward flows back across
 them, since all turns belong to one episode. The paper is silent on these points
 (docs/differences.md):
-- What a return is measured against, `--baseline`. Fresh and replayed episodes (lines 5 and 10) are
-  measured alike, over action tokens. `batch`: against the newest collected batch, which whitens a
-  fresh batch over its action tokens, as in REINFORCE++. A replay batch can hold nothing but
-  successes; whitened over itself its advantage would be zero. `recompute` does that (the authors'
-  code).
-- `turn`: against the mean of the returns from the same turn on, over the last WINDOW collected
-  episodes, which leaves the gradient unbiased. If turns have a cost, one mean for all pushes early
-  replies down and late ones up, whatever they say, and replies lose their form.
-- A batch of equal returns after the KL term, such as failures, has no spread. It is measured by
-  turn, so that it has no gradient, and the std before it stays in force for replay.
-- The KL penalty in the reward is that of the policy that acted, on both sides of a replay advantage.
-- If A_t < 0, one stale failure whose tokens have become likely since can dominate the batch: rho_t A_t has no lower
-  bound. Dual clip (Ye et al., AAAI 2020) bounds it by `dual_clip` * A_t; 0 switches it off.
+- `--baseline` chooses which mean and std measure a return. Fresh and replayed episodes (lines 5 and
+  10) are measured alike, over action tokens. `batch` takes those of the newest collected batch. A
+  fresh batch is then whitened over its action tokens, as in REINFORCE++. A replay batch can consist
+  of successes only, and whitened over itself its advantage would be zero. `recompute` whitens it so
+  (the authors' code).
+- `turn` takes the mean of the returns from the same turn on, over the last WINDOW collected
+  episodes. This leaves the gradient unbiased. If turns have a cost, one mean for all turns pushes
+  early replies down and late ones up, whatever they say, and replies lose their form.
+- A batch of returns that are equal after the KL term, such as failures, has no spread. It is
+  measured by turn, so that it has no gradient. Replay keeps the std of the batch before it.
+- The KL penalty in the reward is that of the policy that acted, also in replay.
+- If A_t < 0, rho_t A_t has no lower bound: one stale failure whose tokens have become likely since
+  can dominate the batch. Dual clip (Ye et al., AAAI 2020) bounds it by `dual_clip` * A_t, and 0
+  switches it off.
 - C is the mean number of action tokens per episode of the whole batch. The authors' code has C = 1.
 
 Exercise: set `--baseline recompute` and watch `replay_success` and `replay_grad_norm`.
@@ -37,13 +39,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freshper.config import Config
 from freshper.episode import Batch, Episode, collate
 
 WINDOW = 256  # episodes behind the running means of `--baseline turn`
 EPS = 1e-8  # added to standard deviations
-# exp overflows in float32 from 88.8 on and makes the gradient NaN; OpenRLHF and verl bound by 20
+# From 88.8 on, exp overflows in float32 and the gradient is NaN. OpenRLHF and verl bound by 20.
 MAX_LOG_RATIO = 20.0
+
+Moments = tuple[Tensor, Tensor]  # mean and std that returns are measured against
 
 
 def returns_to_go(rewards: Tensor) -> Tensor:
@@ -51,13 +54,16 @@ def returns_to_go(rewards: Tensor) -> Tensor:
     return rewards.flip(-1).cumsum(-1).flip(-1)
 
 
-def whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """Return (x - mean) / std over the masked entries, 0 elsewhere and if all are equal. [B, T] -> [B, T]."""
-    selected = values[
-        mask
-    ].double()  # in float32 the mean of equal values can miss them by more than EPS
-    mean = selected.mean()
-    std = selected.std(correction=0)
+def whiten(values: Tensor, mask: Tensor, moments: Moments | None = None) -> Tensor:
+    """Return (x - mean) / std of the masked entries, 0 elsewhere. [B, T] -> [B, T].
+
+    If `moments` is None, mean and std are those of the masked entries. Equal entries become 0."""
+    if moments is None:
+        # In float32, the mean of equal values can differ from them by more than EPS.
+        selected = values[mask].double()
+        moments = selected.mean(), selected.std(correction=0)
+
+    mean, std = moments
     whitened = (values.double() - mean) / (std + EPS)
     return torch.where(mask, whitened, 0.0).to(values.dtype)
 
@@ -68,130 +74,132 @@ def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return pi_ref / pi - log(pi_ref / pi) - 1, never negative, with a usable gradient. [B, T] -> [B, T].
+    """Return the KL estimate pi_ref / pi - log(pi_ref / pi) - 1, at most 10. [B, T] -> [B, T].
 
-    At most 10, as in OpenRLHF and verl: at pi = e^-8 pi_ref one token would outweigh the batch, with a
-    value near 3,000."""
+    It is never negative and has a usable gradient. The bound is that of OpenRLHF and verl. Without
+    it, one token at pi = e^-8 pi_ref would have a value near 3,000 and outweigh the batch."""
     log_ratio = (ref_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return (log_ratio.exp() - log_ratio - 1.0).clamp(max=10.0)
+    k3 = log_ratio.exp() - log_ratio - 1.0
+    return k3.clamp(max=10.0)
 
 
 def advantages(
     rewards: Tensor,
     action_mask: Tensor,
     clip: float,
-    moments: tuple[Tensor, Tensor] | None = None,
+    moments: Moments | None = None,
 ) -> Tensor:
     """Return A_t from token rewards. [B, T], [B, T] -> [B, T], 0 off the mask.
 
-    Measured against `moments`, a mean [B, T] and a std, or None: those of this batch over its action
-    tokens. `clip` is eps_clip of Table 3."""
-    returns = returns_to_go(rewards)  # [B, T]
-    if moments is None:
-        return whiten(returns, action_mask).clamp(-clip, clip)
-    mean, std = moments
-    measured = torch.where(action_mask, (returns.double() - mean) / (std + EPS), 0.0)
-    return measured.to(returns.dtype).clamp(-clip, clip)
+    `clip` is eps_clip of Table 3. `moments` are the mean [B, T] and the std of G_t (None: those of
+    this batch over its action tokens)."""
+    returns = returns_to_go(rewards)
+    return whiten(returns, action_mask, moments).clamp(-clip, clip)
 
 
-def shaped(batch: Batch, kl_reward_coef: float) -> Tensor:
-    """Return r_t - kl_reward_coef * k1_t of the policy that acted, [B, T]."""
+def penalized_rewards(batch: Batch, kl_reward_coef: float) -> Tensor:
+    """Return r_t - kl_reward_coef * k1_t of the policy that acted, float32 [B, T]."""
     if not kl_reward_coef:
         return batch.rewards
-    penalty = kl_k1(batch.behavior_logprobs, batch.ref_logprobs) * batch.action_mask
-    return batch.rewards - kl_reward_coef * penalty
+    assert batch.ref_logprobs is not None
+    k1 = kl_k1(batch.behavior_logprobs, batch.ref_logprobs)
+    return batch.rewards - kl_reward_coef * k1 * batch.action_mask
 
 
 def turn_numbers(action_mask: Tensor) -> Tensor:
     """Return the number of each action token's turn, counted from 0. [B, T] -> int64 [B, T]."""
-    starts_turn = action_mask & ~action_mask.roll(1, -1)
-    return (starts_turn.cumsum(-1) - 1).clamp(min=0)
+    starts_turn = action_mask & ~action_mask.roll(1, 1)
+    turns = starts_turn.cumsum(1) - 1
+    return turns.clamp(min=0)
 
 
 class Baseline:
-    """What a return is measured against, fresh or replayed: the mean of collected returns, of each
-    turn or of all, and their std. `kind` is --baseline."""
+    """Mean and std of collected returns, and the advantages of fresh or replayed episodes.
+
+    `kind` is --baseline. The mean is one for all turns, or one per turn."""
 
     def __init__(self, kind: str, kl_reward_coef: float):
         self.kind = kind
         self.kl_reward_coef = kl_reward_coef
         self.window: list[Tensor] = []  # per episode, [2, n]: turn and G_t of its n action tokens
-        self.means = torch.zeros(1, dtype=torch.float64)  # [K]: of each turn, or K = 1
-        self.std = 1.0
+        self.means = torch.zeros(1, dtype=torch.float64)  # [K]: one per turn, or K = 1
+        self.std = torch.tensor(1.0)
 
     def observe(self, episodes: list[Episode]) -> None:
-        """Take mean and std over freshly collected episodes; with `turn`, over the last WINDOW."""
+        """Take mean and std of freshly collected episodes; with `turn`, of the last WINDOW."""
         batch = collate(episodes)
-        returns = returns_to_go(shaped(batch, self.kl_reward_coef))
-        table = torch.stack([turn_numbers(batch.action_mask), returns]).double()  # [2, B, T]
-        collected = [table[:, row, mask] for row, mask in enumerate(batch.action_mask)]
-        if self.kind == "turn":
-            kept = max(WINDOW, len(collected))
-            self.window = [*self.window, *collected][-kept:]
-        else:
-            self.window = collected
+        rewards = penalized_rewards(batch, self.kl_reward_coef)
+        turns = turn_numbers(batch.action_mask)
+        table = torch.stack([turns, returns_to_go(rewards)]).double()  # [2, B, T]
 
-        episode_returns = torch.stack([episode[1, 0] for episode in self.window])
-        spread = episode_returns.max() - episode_returns.min()
-        several = len(self.window) > 1
-        equal = several and bool(spread <= 1e-5 * episode_returns.abs().max())  # up to rounding
+        if self.kind != "turn":
+            self.window = []
+        for row, mask in enumerate(batch.action_mask):
+            self.window.append(table[:, row, mask])
+        kept = max(WINDOW, len(episodes))
+        self.window = self.window[-kept:]
 
-        turns, returns = torch.cat(self.window, dim=1)  # [action tokens of all]
-        turns = turns.long() if self.kind == "turn" or equal else torch.zeros_like(turns).long()
-        self.means = torch.bincount(turns, returns) / torch.bincount(turns)
+        # Returns of whole episodes count as equal if they differ by rounding only.
+        totals = torch.stack([episode[1, 0] for episode in self.window])
+        spread = totals.max() - totals.min()
+        largest = totals.abs().max()
+        equal = len(totals) > 1 and spread <= 1e-5 * largest
+
+        turns, returns = torch.cat(self.window, dim=1)  # of all action tokens
+        turns = turns.long()
+        if self.kind != "turn" and not equal:
+            turns = torch.zeros_like(turns)
+        counts = torch.bincount(turns)
+        self.means = torch.bincount(turns, returns) / counts
         if not equal:
-            self.std = (returns - self.means[turns]).square().mean().sqrt().item()
+            deviations = returns - self.means[turns]
+            self.std = deviations.square().mean().sqrt().float()
 
-    def measured(self, episodes: list[Episode]) -> Tensor:
+    def collected_advantages(self, episodes: list[Episode]) -> Tensor:
         """Return A_t against the collected episodes, before any clip, float32 [B, T]."""
         batch = collate(episodes)
-        turns = turn_numbers(batch.action_mask).clamp(max=len(self.means) - 1)
-        moments = self.means[turns], torch.tensor(self.std)
-        return advantages(shaped(batch, self.kl_reward_coef), batch.action_mask, torch.inf, moments)
+        rewards = penalized_rewards(batch, self.kl_reward_coef)
+        # The mean of the last turn also counts for later ones.
+        last_turn = len(self.means) - 1
+        turns = turn_numbers(batch.action_mask).clamp(max=last_turn)
+        moments = self.means[turns], self.std
+        return advantages(rewards, batch.action_mask, torch.inf, moments)
 
     def advantages(self, episodes: list[Episode]) -> Tensor:
-        """Return A_t of line 5 or 10, before any clip, float32 [B, T]: `measured`, or against these
-        episodes themselves with `recompute`."""
-        if self.kind == "recompute":
-            return own_advantages(episodes, self.kl_reward_coef)
-        return self.measured(episodes)
+        """Return A_t of line 5 or 10, before any clip, float32 [B, T].
+
+        With `recompute` they are measured against these very episodes."""
+        if self.kind != "recompute":
+            return self.collected_advantages(episodes)
+        baseline = Baseline("batch", self.kl_reward_coef)
+        baseline.observe(episodes)
+        return baseline.collected_advantages(episodes)
 
     def state_dict(self) -> dict[str, Any]:
         return {"window": self.window, "means": self.means, "std": self.std}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.window, self.means, self.std = state["window"], state["means"], state["std"]
-
-
-def own_advantages(episodes: list[Episode], kl_reward_coef: float) -> Tensor:
-    """Return A_t against these very episodes, before any clip, float32 [B, T]."""
-    baseline = Baseline("batch", kl_reward_coef)
-    baseline.observe(episodes)
-    return baseline.measured(episodes)
+        self.window = state["window"]
+        self.means = state["means"]
+        self.std = state["std"]
 
 
 def training_batch(
-    episodes: list[Episode],
-    config: Config,
-    advantages: Tensor | None = None,
-    weights: np.ndarray | None = None,
+    episodes: list[Episode], advantages: Tensor, weights: np.ndarray | None, clip: float
 ) -> Batch:
     """Return the padded batch with A_t and w_i: all that the loss needs but log pi_theta.
 
-    `advantages` [B, T]: those of `Baseline` (None: of this batch against itself), clipped here.
-    `weights` [B]: IS weights (None: all 1)."""
+    `advantages` [B, T] are those of `Baseline`, clipped here to +-`clip`. `weights` [B] are the IS
+    weights (None: all 1)."""
     batch = collate(episodes)
-    if advantages is None:
-        advantages = own_advantages(episodes, config.kl_reward_coef)
-    advantages = advantages.clamp(-config.advantage_clip, config.advantage_clip)
+    advantages = advantages.clamp(-clip, clip)
     if batch.engine_weights is not None:
-        # a token's objective is proportional to A_t, so this weighs its policy gradient
+        # A token's objective is proportional to A_t, so this weighs its policy gradient.
         advantages = advantages * batch.engine_weights
     if weights is None:
         weights = np.ones(len(episodes))
-    return batch._replace(
-        advantages=advantages, weights=torch.as_tensor(weights, dtype=torch.float32)
-    )
+    is_weights = torch.as_tensor(weights, dtype=torch.float32)
+    return batch._replace(advantages=advantages, weights=is_weights)
 
 
 def policy_loss(
@@ -210,11 +218,11 @@ def policy_loss(
     batch_size: int | None = None,
     scale: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return L = 1/B sum_i w_i l_i (eq. 16), and sums over the action tokens of each row, [B]: of
-    log rho_t, rho_t, rho_t^2, k3 of pi_mu against pi_theta, clipped tokens.
+    """Return L = 1/B sum_i w_i l_i (eq. 16), and sums over the action tokens of each row, [B].
 
-    Tensors are [B, T] but `weights` [B] (None: all 1). `scale` is C. The losses of micro-batches add up
-    to that of the whole batch if B = `batch_size` and C are the whole's."""
+    The sums are of log rho_t, rho_t, rho_t^2, k3 of pi_mu against pi_theta, and clipped tokens.
+    Tensors are [B, T], only `weights` is [B] (None: all 1). `scale` is C. The losses of
+    micro-batches add up to that of the whole batch if `batch_size` and C are the whole batch's."""
     log_ratio = torch.where(action_mask, logprobs - behavior_logprobs, 0.0)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # rho_t [B, T]
     clipped_ratio = ratio.clamp(1.0 - ratio_clip, 1.0 + ratio_clip)
@@ -231,17 +239,19 @@ def policy_loss(
     if ref_logprobs is not None:
         token_loss = token_loss + kl_coef * kl_k3(logprobs, ref_logprobs)
 
-    sample_loss = torch.where(action_mask, token_loss, 0.0).sum(-1) / scale  # l_i [B]
+    token_loss = torch.where(action_mask, token_loss, 0.0)
+    sample_loss = token_loss.sum(1) / scale  # l_i [B]
     if weights is not None:
         sample_loss = weights * sample_loss
     loss = sample_loss.sum() / (batch_size or len(logprobs))
 
     with torch.no_grad():
-        stats = {
-            "log_ratio": log_ratio.sum(-1),
-            "ratio": (ratio * action_mask).sum(-1),
-            "ratio_sq": (ratio.square() * action_mask).sum(-1),
-            "kl": (ratio - log_ratio - 1.0).sum(-1),
-            "clipped": ((objective != unclipped) & action_mask).sum(-1),
+        per_token = {
+            "log_ratio": log_ratio,
+            "ratio": ratio,
+            "ratio_sq": ratio.square(),
+            "kl": ratio - log_ratio - 1.0,
+            "clipped": objective != unclipped,
         }
+        stats = {name: (values * action_mask).sum(1) for name, values in per_token.items()}
     return loss, stats

@@ -18,25 +18,27 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from envs.base import EVAL_SEEDS, Observation, TextEnv
-from freshper.config import Config
-from freshper.episode import Episode
+from freshper.episode import AnyImage, Episode
 from freshper.errors import NonFiniteError
 from freshper.models import Policy
+from freshper.trainer import State, TorchTrainer
 
-GOLDEN_RATIO = (
-    618_033_989  # 0.618 EVAL_SEEDS, without a common divisor: every seed has its own start
-)
+# 0.618 EVAL_SEEDS, without a common divisor, so that every seed has a start of its own.
+GOLDEN_RATIO = 618_033_989
 
 
-def training_seeds(config: Config, iteration: int) -> list[int]:
-    """Return the environment seeds of an iteration, [rollout_batch_size]: each comes `group_size` times.
+def training_seeds(
+    seed: int, iteration: int, rollout_batch_size: int, group_size: int
+) -> list[int]:
+    """Return the environment seeds of an iteration, [rollout_batch_size], each `group_size` times.
 
-    A run counts upwards from a start of its own, so that it goes through all rows of a data set. The
-    golden ratio keeps the starts of different runs apart: N runs are at least 0.38 EVAL_SEEDS / N apart.
+    A run counts upwards from a start that follows from its `seed`, so that it goes through all rows
+    of a data set. The golden ratio keeps the starts of different runs apart: those of N runs are at
+    least 0.38 EVAL_SEEDS / N apart.
     """
-    n = config.rollout_batch_size // config.group_size
-    first = config.seed * GOLDEN_RATIO + iteration * n
-    return [(first + k) % EVAL_SEEDS for k in range(n) for _ in range(config.group_size)]
+    groups = rollout_batch_size // group_size
+    first = seed * GOLDEN_RATIO + iteration * groups
+    return [(first + k // group_size) % EVAL_SEEDS for k in range(rollout_batch_size)]
 
 
 @dataclass(eq=False)
@@ -44,7 +46,7 @@ class Conversation:
     """What an engine reads of one live episode. Only its end grows, so engines can keep caches."""
 
     tokens: list[int]
-    images: list[np.ndarray] = field(default_factory=list)
+    images: list[AnyImage] = field(default_factory=list)
     seed: int = 0  # of the environment, to name the episode in errors
 
 
@@ -55,16 +57,28 @@ class Reply(NamedTuple):
     logprobs: list[float]  # of each token at the sampling temperature, before top-k and top-p
 
 
-class Engine(Protocol):
-    """What generates replies: freshper/engine_hf.py, freshper/engine_vllm.py."""
+class ReplyGenerator(Protocol):
+    """What `rollout` needs of an engine."""
 
     def generate(self, conversations: list[Conversation], max_new_tokens: int) -> list[Reply]:
         """Return one sampled reply to each conversation."""
-        ...
+
+
+class Engine(ReplyGenerator, Protocol):
+    """What training needs of an engine: freshper/engine_hf.py, freshper/engine_vllm.py."""
+
+    def sync(self, trainer: TorchTrainer) -> dict[str, float]:
+        """Use the trainer's parameters from now on (line 12). Returns numbers for metrics.csv."""
+
+    def state_dict(self) -> State:
+        """Return the state of its random numbers, for a checkpoint."""
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the state of its random numbers."""
 
 
 class LiveEpisode:
-    """An episode while it is played."""
+    """An episode while it is played. `len` counts the tokens of its conversation."""
 
     def __init__(self, policy: Policy, env: TextEnv, seed: int):
         observation, _ = env.reset(seed=seed)
@@ -72,46 +86,50 @@ class LiveEpisode:
         self.policy = policy
         self.env = env
         self.conversation = Conversation(prompt, list(observation.images), seed)
-        self.sampled = [False] * len(prompt)  # of each token: whether the policy sampled it
+        self.sampled = [False] * len(prompt)  # whether the policy sampled each token
         self.logprobs = [0.0] * len(prompt)
         self.turn_rewards: list[float] = []
+        self.info: dict[str, Any] = {}  # the environment's, of the last turn
         self.closed = False  # whether the last reply ended with a sampled eos
-        self.success = False
         self.truncated = False
         self.invalid_replies = 0
         self.cut_replies = 0
-        self.metrics: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self.conversation.tokens)
 
     def text_of(self, reply: Reply) -> str:
         """Return the reply as the environment reads it, with "…" at the end if the limit cut it."""
-        tokens = [token for token in reply.tokens if token != self.policy.eos_id]
+        eos_id = self.policy.eos_id
+        tokens = [token for token in reply.tokens if token != eos_id]
         text = self.policy.tokenizer.decode(tokens)
-        return text if reply.tokens[-1] == self.policy.eos_id else text + "…"
+        return text if reply.tokens[-1] == eos_id else text + "…"
 
     def append_reply(self, reply: Reply, reward: float, info: dict[str, Any]) -> None:
-        """Append a sampled reply, the reward of its turn, and what the environment says of it."""
+        """Append a sampled reply a_t, the reward of its turn, and the environment's info."""
         logprob = sum(reply.logprobs)
         if not np.isfinite(reward + logprob):
-            seed, turn = self.conversation.seed, len(self.turn_rewards) + 1
             numbers = f"a reward {reward} and a reply of log-prob {logprob}, which must be finite"
-            raise NonFiniteError(f"the rollout met {numbers}; episode seed {seed}, turn {turn}")
+            turn = f"episode seed {self.conversation.seed}, turn {len(self.turn_rewards) + 1}"
+            raise NonFiniteError(f"the rollout met {numbers}; {turn}")
 
         self.conversation.tokens += reply.tokens
         self.sampled += [True] * len(reply.tokens)
         self.logprobs += reply.logprobs
         self.turn_rewards.append(reward)
 
+        self.info = info
         self.closed = reply.tokens[-1] == self.policy.eos_id
         self.cut_replies += not self.closed
         self.invalid_replies += not info.get("valid", True)
-        self.success = bool(info["success"])
-        self.metrics = info.get("metrics", {})
 
-    def append_bridge(self, observation: Observation, max_tokens: int) -> bool:
-        """Append the next user turn if `max_tokens` has room for it, and return whether it has."""
+    def append_bridge(self, observation: Observation, room: int) -> bool:
+        """Append the next user turn o_{t+1} if a conversation of `room` tokens can hold it.
+
+        Returns whether it can. If not, the episode is truncated."""
         bridge = self.policy.bridge(observation, self.closed)
-        if len(self.conversation.tokens) + len(bridge) > max_tokens:
-            self.truncated = True
+        self.truncated = len(self) + len(bridge) > room
+        if self.truncated:
             return False
 
         self.conversation.tokens += bridge
@@ -131,40 +149,41 @@ class LiveEpisode:
             turn_rewards=turn_rewards,
             images=self.conversation.images,
             seed=self.conversation.seed,
-            success=self.success,
+            success=bool(self.info["success"]),
             invalid=self.invalid_replies,
             cut=self.cut_replies,
             truncated=self.truncated,
-            metrics=self.metrics,
+            metrics=self.info.get("metrics", {}),
         )
 
 
 def rollout(
-    engine: Engine,
+    engine: ReplyGenerator,
     policy: Policy,
     envs: list[TextEnv],
     seeds: list[int],
     max_tokens: int,
     max_new_tokens: int,
 ) -> list[Episode]:
-    """Play one episode per seed, all of them turn by turn, and return them in the order of the seeds.
+    """Play one episode per seed, all of them turn by turn, and return them in the seeds' order.
 
-    Each seed has an environment of its own; `envs` may be more. `behavior_logprobs` are the engine's:
-    line 3 of Algorithm 1 replaces them by the trainer's. Raises OSError if the first turn of an
-    episode does not fit `max_tokens`, NonFiniteError if a reward or a log-prob is not finite.
+    Each seed has an environment of its own, and `envs` may hold more. `behavior_logprobs` are the
+    engine's. Line 3 of Algorithm 1 replaces them by the trainer's. Raises OSError if the first turn
+    of an episode does not fit `max_tokens`, NonFiniteError if a reward or log-prob is not finite.
     """
     episodes = [LiveEpisode(policy, env, seed) for env, seed in zip(envs, seeds, strict=False)]
 
-    room = max_tokens - max_new_tokens  # for a conversation before its next reply
-    longest = max((e.conversation for e in episodes), key=lambda c: len(c.tokens))
-    if len(longest.tokens) > room:  # of a later batch: `load` has checked the first one
-        needed = len(longest.tokens) + max_new_tokens
-        turn = f"the first turn of seed {longest.seed}"
+    # `load` has checked the first turns of the first batch only.
+    longest = max(episodes, key=len)
+    needed = len(longest) + max_new_tokens
+    if needed > max_tokens:
+        turn = f"the first turn of seed {longest.conversation.seed}"
         raise OSError(f"--max_tokens is {max_tokens}, but must be at least {needed} for {turn}")
 
     live = episodes
     while live:
-        replies = engine.generate([episode.conversation for episode in live], max_new_tokens)
+        conversations = [episode.conversation for episode in live]
+        replies = engine.generate(conversations, max_new_tokens)
         texts = [episode.text_of(reply) for episode, reply in zip(live, replies, strict=True)]
         steps = type(envs[0]).step_many([episode.env for episode in live], texts)
 
@@ -172,7 +191,8 @@ def rollout(
         for episode, reply, step in zip(live, replies, steps, strict=True):
             observation, reward, terminated, truncated, info = step
             episode.append_reply(reply, reward, info)
-            if not (terminated or truncated) and episode.append_bridge(observation, room):
+            ended = terminated or truncated
+            if not ended and episode.append_bridge(observation, max_tokens - max_new_tokens):
                 still_live.append(episode)
         live = still_live
 

@@ -1,7 +1,7 @@
-"""Kill a run again and again and resume it: it must end as the run that was never killed, bit for bit.
+"""Kill a run again and again and resume it: it must end as one that was never killed, bit for bit.
 
-SIGKILL comes at random moments of short runs of the real train.py that save after every iteration; half of the kills
-are aimed at a save. tests/test_checkpoint.py calls it.
+SIGKILL comes at random moments of short runs of the real train.py that save after every iteration.
+Half of the kills are aimed at a save. tests/test_checkpoint.py calls it.
 """
 
 import csv
@@ -16,8 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-SHORT = """--model tiny --rollout_batch_size 2 --batch_size 2 --eval_episodes 2 --eval_every 4 --max_turns 3
---save_every 1""".split()
+SHORT = """--model tiny --rollout_batch_size 2 --batch_size 2 --eval_episodes 2 --eval_every 4
+--max_turns 3 --save_every 1""".split()
 SERVER = multiprocessing.get_context("forkserver")  # imports torch once, not at every start
 SERVER.set_forkserver_preload(["train"])
 
@@ -60,11 +60,14 @@ def state_of(folder):
 
 
 def contents(out):
-    """Return what must be equal: metrics.csv without seconds, replay.csv, the state without rows, the weights."""
+    """Return what must be equal: metrics.csv without seconds, replay.csv, the state without that of
+    the report, and the weights."""
     with open(out / "metrics.csv", newline="") as file:
-        rows = [
-            {k: v for k, v in row.items() if not k.endswith("_s")} for row in csv.DictReader(file)
-        ]
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        for name in list(row):
+            if name.endswith("_s"):
+                del row[name]
     state = state_of(out / "checkpoint") | {"report": None}
     return (
         rows,
@@ -87,10 +90,14 @@ def wait_for(process, path, before, longest, rng):
 
 
 def kill_and_resume(model, folder, iterations, kills):
-    """Return how many kills hit a living process. Raises AssertionError if the killed run differs from the other."""
-    rng, hits = random.Random(0), 0
-    plain, killed = folder / "plain", folder / "killed"
-    metrics, new = killed / "metrics.csv", killed / ".checkpoint-new"
+    """Return how many kills hit a living process. Raises AssertionError if the killed run differs
+    from the other."""
+    rng = random.Random(0)
+    hits = 0
+    plain = folder / "plain"
+    killed = folder / "killed"
+    metrics = killed / "metrics.csv"
+    new = killed / ".checkpoint-new"
     finish(start(model, plain, iterations), plain)
     while True:
         row, unfinished = written(metrics), written(new)

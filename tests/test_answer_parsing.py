@@ -20,40 +20,44 @@ from envs.gsm8k import GSM8K
 from envs.question_answering import Question
 
 TASKS = {"gsm8k": GSM8K, "aime": AIME, "geoqa": GeoQA}
-ENVS = {
-    (task, style): make(style=style) for task, make in TASKS.items() for style in ("full", "terse")
-}
+ENVS = {}
+for task in TASKS:
+    for style in ("full", "terse"):
+        ENVS[task, style] = TASKS[task](style=style)
+PNG = io.BytesIO()
+Image.new("RGB", (2, 2)).save(PNG, "PNG")
 
 
 def reward(task, gold, reply, style):
-    """Of a first reply to a question with this gold, from a row in the format of the task's dataset."""
-    Image.new("RGB", (2, 2)).save(png := io.BytesIO(), "PNG")
+    """Return the reward of a first reply to a question with this gold answer. The question comes
+    from a row in the format of the task's data set."""
+    solution = f"<answer> {gold} </answer>"
     rows = {
         "gsm8k": {"question": "q", "answer": f"We add.\n#### {gold}"},
         "aime": {"problem": "q", "answer": gold},
-        "geoqa": {
-            "problem": "q",
-            "solution": f"<answer> {gold} </answer>",
-            "image": png.getvalue(),
-        },
+        "geoqa": {"problem": "q", "solution": solution, "image": PNG.getvalue()},
     }
     env = ENVS[task, style]
-    env.turn, env.feedback, env.question = 0, "", env.from_row(rows[task])
+    env.turn = 0
+    env.feedback = ""
+    env.question = env.from_row(rows[task])
     return env.step(reply)[1]
 
 
 def test_the_table_of_answers():
     """tests/data/answers.csv: task, gold, reply (⏎ is a line break), paid or unpaid, why."""
-    with open(Path(__file__).parent / "data" / "answers.csv", newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    assert len({(row["task"], row["gold"], row["reply"]) for row in rows}) == len(rows) >= 200
+    path = Path(__file__).parent / "data" / "answers.csv"
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = [tuple(row.values()) for row in csv.DictReader(file)]
+    assert len({row[:3] for row in rows}) == len(rows) >= 200
+
     mistakes = []
-    for row in rows:
+    for task, gold, reply, verdict, why in rows:
         for style in ("full", "terse"):
-            earned = reward(row["task"], row["gold"], row["reply"].replace("⏎", "\n"), style)
-            if (earned == 1.0) != (row["verdict"] == "paid"):
-                mistakes.append((style, *row.values()))
-    assert not mistakes, "\n".join(map(str, mistakes))
+            earned = reward(task, gold, reply.replace("⏎", "\n"), style)
+            if (earned == 1.0) != (verdict == "paid"):
+                mistakes.append(f"{style} {task} {gold} {reply} {verdict} {why}")
+    assert not mistakes, "\n".join(mistakes)
 
 
 @settings(max_examples=100, deadline=None)
@@ -62,6 +66,7 @@ def test_rational_numbers_are_read_exactly(top, bottom, sign):
     value = Fraction(f"{sign}{top}") / bottom
     for text in (f"{top}/{bottom}", f"\\frac{{{top * 3}}}{{{bottom * 3}}}"):
         assert read_measure(sign + text).value == value
+
     for text in (f"{top}", f"{top:,}", f"{top}.00", f"{top}.{bottom}"):
         for around in ("{}", "**{}**", "\\({}\\)", "$ {} $", "\\boxed{{{}}}", "{}."):
             exact = Fraction(sign + text.replace(",", ""))
@@ -72,25 +77,35 @@ def test_rational_numbers_are_read_exactly(top, bottom, sign):
 @settings(max_examples=100, deadline=None)
 @given(a=st.integers(1, 99), b=st.sampled_from([2, 3, 5, 6, 7]), c=st.integers(1, 12))
 def test_roots_and_multiples_of_pi_have_their_value(a, b, c):
-    root, pi = math.sqrt(b), math.pi
-    values = {f"{a}+{c}√{b}": a + c * root, f"({a}π-{c}√{b})/2": (a * pi - c * root) / 2}
-    values |= dict.fromkeys(
-        (f"{a}π/{c}", f"\\frac{{{a}\\pi}}{{{c}}}", f"\\frac{{{a}}}{{{c}}}π"), a * pi / c
-    )
-    surds = (f"{a}√{b}/{c}", f"\\frac{{{a}\\sqrt{{{b}}}}}{{{c}}}", f"\\frac{{{a}}}{{{c}}}\\sqrt{b}")
-    values |= dict.fromkeys((*surds, f"{a}*√({b})/{c} cm"), a * root / c)
+    pi = math.pi
+    root = math.sqrt(b)
+    values = {
+        f"{a}+{c}√{b}": a + c * root,
+        f"({a}π-{c}√{b})/2": (a * pi - c * root) / 2,
+        f"{a}π/{c}": a * pi / c,
+        f"\\frac{{{a}\\pi}}{{{c}}}": a * pi / c,
+        f"\\frac{{{a}}}{{{c}}}π": a * pi / c,
+        f"{a}√{b}/{c}": a * root / c,
+        f"\\frac{{{a}\\sqrt{{{b}}}}}{{{c}}}": a * root / c,
+        f"\\frac{{{a}}}{{{c}}}\\sqrt{b}": a * root / c,
+        f"{a}*√({b})/{c} cm": a * root / c,
+    }
     for text, value in values.items():
         assert read_measure(text).value == pytest.approx(value, rel=1e-12), text
-    gold, value = GeoQA.read(f"{a}√{b}/{c}"), a * root / c
-    for answer, right in (
-        (f"{value:.3f}", 1),
-        (f"{value + 0.002:.3f}", 0),
-        (f"{value * 1.006:.6f}", 0),
-    ):
-        assert GeoQA.right(GeoQA.read(answer), gold) == bool(right), answer
+
+    gold = GeoQA.read(f"{a}√{b}/{c}")
+    value = a * root / c
+    assert GeoQA.right(GeoQA.read(f"{value:.3f}"), gold)
+    for answer in (f"{value + 0.002:.3f}", f"{value * 1.006:.6f}"):
+        assert not GeoQA.right(GeoQA.read(answer), gold), answer
 
 
-SOLUTION = "She sold 48/2 = 24 clips in May.\n\n1. April: 48 clips.\n2. May: 24 clips.\n\nThe sum: <answer>72</answer>"
+SOLUTION = """She sold 48/2 = 24 clips in May.
+
+1. April: 48 clips.
+2. May: 24 clips.
+
+The sum: <answer>72</answer>"""
 QUESTION = "Tom has 4 fish and gets 3. How many fish does Tom have now?"
 SENTENCES = {
     1.0: ["Tom has 4 + 3 = 7 fish now.", "Tom has 7 fish.", "He now has 7!", "4+3=7.", "7 fish."]
@@ -119,9 +134,12 @@ SENTENCES = {
 def test_a_question_in_one_sentence_accepts_one_whole_sentence(earned):
     env = GSM8K(style="full")
     for reply in SENTENCES[earned]:
-        env.turn, env.question = 0, Question(QUESTION, "7", one_sentence=True)
+        env.turn = 0
+        env.question = Question(QUESTION, "7", one_sentence=True)
         assert env.step(reply)[1] == earned, reply
-        env.turn, env.question = 0, Question(QUESTION, "7")  # of data
+
+        env.turn = 0
+        env.question = Question(QUESTION, "7")  # as a row of data
         assert env.step(reply)[1] == (earned if "<answer>7<" in reply else -0.15)
 
 
@@ -136,50 +154,17 @@ def test_a_reply_that_was_cut_earns_nothing(gold):
     assert read_sentence(sentence, sentence) == gold
 
 
-PIECES = [
-    "9",
-    "1,",
-    "<answer>",
-    "</answer>",
-    "<think>",
-    "\\boxed{",
-    "\\boxed{1}",
-    "{",
-    "$",
-    "**",
-    "1 ",
-    "a ",
-    "= ",
-]
-PIECES += [
-    "1\n2 3",
-    "٧",
-    "<answer>1",
-    "\\text{",
-    "\\frac{1}",
-    "√{",
-    "√",
-    "π",
-    "(",
-    "((1)/",
-    "- ",
-    "9**",
-    "9/",
-    "°",
-]
+PIECES = ["9", "1,", "<answer>", "</answer>", "<think>", "\\boxed{", "\\boxed{1}", "{", "$", "**"]
+PIECES += ["1 ", "a ", "= ", "1\n2 3", "٧", "<answer>1", "\\text{", "\\frac{1}", "√{", "√", "π"]
+PIECES += ["(", "((1)/", "- ", "9**", "9/", "°"]
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_huge_replies_are_read_in_no_time_and_earn_nothing(task):
     for piece in PIECES:
         text = piece * (100_000 // len(piece))
-        for reply in (
-            text,
-            text + "=",
-            f"<answer>{text}</answer>",
-            f"has {text}.",
-            f"\\boxed{{{text}}}",
-        ):
+        tagged = f"<answer>{text}</answer>"
+        for reply in (text, text + "=", tagged, f"has {text}.", f"\\boxed{{{text}}}"):
             began = time.perf_counter()
             assert reward(task, "72", reply, "full") <= 0
             assert read_sentence(reply, "1 9") == ""
@@ -200,5 +185,5 @@ def test_arbitrary_text_is_read_as_nothing_or_as_its_own_digits(text):
     measure = read_measure(text)
     plain = measure and not re.search(r"[/√π]|frac|pi|sqrt", text)
     digits = "".join(re.findall("[0-9]", text.replace("^2", "").replace("^3", "")))
-    for value in [read_number(text), *([measure.value] if plain else [])]:
+    for value in (read_number(text), measure.value if plain else None):
         assert value is None or int(digits) in (abs(value) * 10**k for k in range(len(digits) + 1))

@@ -1,4 +1,4 @@
-"""A run that was stopped, killed, or found damaged ends as the run that never stopped, bit for bit."""
+"""A run that was stopped, killed or damaged ends as the run that never stopped, bit for bit."""
 
 import json
 import os
@@ -34,8 +34,8 @@ from freshper.diagnostics import read
 from freshper.engine_hf import HFEngine
 from freshper.episode import compressed
 
-SHORT = """--model tiny --iterations 6 --save_every 2 --rollout_batch_size 4 --batch_size 4 --eval_episodes 4
---eval_every 2 --max_turns 3""".split()
+SHORT = """--model tiny --iterations 6 --save_every 2 --rollout_batch_size 4 --batch_size 4
+--eval_episodes 4 --eval_every 2 --max_turns 3""".split()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,11 +59,8 @@ def resume(out, *flags):
 
 def done(out):
     """Completed iterations at the checkpoint that --resume would load, 0 without one."""
-    if not (saved := newest(out)):
-        return 0
-    return torch.load(saved.folder / "state.pt", weights_only=True)["report"]["rows"][-1][
-        "iteration"
-    ]
+    saved = newest(out)
+    return json.loads((saved.folder / "run.json").read_text())["iteration"] if saved else 0
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +77,7 @@ def copy(finished, tmp_path):
 
 
 def at_call(monkeypatch, owner, method, number, act):
-    """Replace a method by one that calls `act` at its n-th call and returns that, unless it is None."""
+    """Replace a method by one that calls `act` at its n-th call and returns its result, if any."""
     real, calls = getattr(owner, method), []
 
     def replaced(*args, **kwargs):
@@ -96,26 +93,25 @@ def send(*signals):
     return lambda _: [signal.raise_signal(number) for number in signals] and None
 
 
-# -- a resumed run is the run that never stopped ---------------------------------------------------------------
+# -- a resumed run is the run that never stopped ---------------------------------------------------
 
 
 FLAGS = {
     "text": "--tau auto",
     "images": "--env frozenlake_vlm --kl_loss_coef 0.05 --base_priority advantage",
-    "per": "--method per --eviction lowest_priority --capacity 6 --kl_reward_coef 0.05 --truncated_is 2 "
-    "--ppo_epochs 2 --baseline recompute",
+    "per": """--method per --eviction lowest_priority --capacity 6 --kl_reward_coef 0.05
+    --truncated_is 2 --ppo_epochs 2 --baseline recompute""",
 }
 
 
 @pytest.mark.parametrize("kind", FLAGS)
 def test_a_stopped_and_resumed_run_is_the_run_that_never_stopped(tmp_path, monkeypatch, kind):
-    """SIGTERM in the third rollout: the iteration is completed and saved, the rest is the same bit for bit."""
+    """SIGTERM in the third rollout: the iteration is completed and saved, the rest is the same."""
     flags = FLAGS[kind].split()
     assert run(tmp_path / "plain", *flags) == 0
     with monkeypatch.context() as patch:
-        at_call(
-            patch, HFEngine, "generate", 14, send(signal.SIGTERM)
-        )  # three turns each, and two evaluations
+        # three turns each, and two evaluations
+        at_call(patch, HFEngine, "generate", 14, send(signal.SIGTERM))
         assert run(tmp_path / "stopped", *flags) == 143
     assert done(tmp_path / "stopped") == 3
     assert resume(tmp_path / "stopped") == 0
@@ -137,9 +133,8 @@ def test_a_fault_ends_the_run_at_once_and_it_can_be_resumed(
             assert run(tmp_path / "run") == 130
         else:
             at_call(patch, FrozenLake, "step", 90, lambda _: int("lake"))
-            with pytest.raises(
-                ValueError, match="'lake'"
-            ):  # is not taken for bad input, and keeps its traceback
+            # it is not taken for bad input, and keeps its traceback
+            with pytest.raises(ValueError, match="'lake'"):
                 run(tmp_path / "run")
     assert "continue with: python train.py --resume" in capsys.readouterr().out
     assert done(tmp_path / "run") == 2
@@ -259,40 +254,45 @@ def test_code_in_a_checkpoint_is_not_run(copy, tmp_path, capsys):
     assert not (tmp_path / "executed").exists()
 
 
-# -- saves that are cut off, on a run of stand-ins -------------------------------------------------------------
+# -- saves that are cut off, on a run of stand-ins -------------------------------------------------
 
 
 def stand_in(out, done, best=0):
-    """Return the state of a run after `done` iterations, resumed if it has saved before. The only weight of its model
-    is the number of completed iterations."""
-    state = {"state_dict.side_effect": lambda: {"episodes": [], "rows": [{"iteration": done}]}}
-    buffer, trainer, report = Mock(**state), Mock(**state), Mock(**state)
+    """Return the state of a run after `done` iterations, resumed if it has saved before. The only
+    weight of its model is the number of completed iterations; so is the state of its trainer."""
+    trainer = Mock(**{"state_dict.return_value": done})
+    buffer = Mock(**{"state_dict.side_effect": lambda: {"episodes": []}})
+    report = Mock(**{"state_dict.return_value": {}})
     trainer.save = lambda folder: save_file(
         {"done": torch.tensor(done)}, f"{folder}/model.safetensors"
     )
     report.folder, report.evaluations, report.done = out, lambda: {best: 1.0}, done
     config = Config(resume=str(out), save_every=1, iterations=100)
-    config.saved = newest(out) or ()
     policy = SimpleNamespace(device="cpu", features={})
-    run = RunState(config, policy, report, StopSignals(), trainer=trainer, buffer=buffer)
+    run = RunState(
+        config, policy, report, StopSignals(), newest(out), trainer=trainer, buffer=buffer
+    )
     run.restore()
     return run
 
 
-def held(model):
+def weight(model):
     return load_file(model)["done"].item()
 
 
-def found(out):
+def done_by_all(out):
     """The same as `done`, where model and state must agree."""
-    assert not (saved := newest(out)) or held(saved.folder / "model.safetensors") == done(out)
+    saved = newest(out)
+    if saved:
+        state = torch.load(saved.folder / "state.pt", weights_only=True)
+        assert weight(saved.folder / "model.safetensors") == state["trainer"] == done(out)
     return done(out)
 
 
 def test_the_newest_the_one_before_and_the_best_are_kept(tmp_path):
     for n in range(1, 6):
         stand_in(tmp_path, n, best=min(n, 3)).save_if_due()
-    assert {path.parent.name: held(path) for path in tmp_path.glob("*/model.safetensors")} == {
+    assert {path.parent.name: weight(path) for path in tmp_path.glob("*/model.safetensors")} == {
         "checkpoint": 5, "checkpoint-before": 4, "checkpoint-best": 3
     }  # fmt: skip
 
@@ -302,7 +302,7 @@ class Crash(BaseException):
 
 
 def cut_off(monkeypatch, number, out, done, best):
-    """Save, with a crash before the n-th change of the file system. Returns whether there were so many."""
+    """Save, with a crash before the n-th change of the file system. Returns whether it came."""
     calls = []
 
     def counted(real):
@@ -326,8 +326,8 @@ def cut_off(monkeypatch, number, out, done, best):
 
 
 def test_crashes_at_any_moment_lose_nothing_but_an_unfinished_save(tmp_path, monkeypatch):
-    """Walks through every state of the folder that any number of crashes can lead to from two: nothing saved, and the
-    newest damaged."""
+    """Walks through every state of the folder that any number of crashes can lead to from two:
+    nothing saved, and the newest damaged."""
     states, seen = [tmp_path / "empty", tmp_path / "damaged"], set()
     for state in states:
         state.mkdir()
@@ -336,30 +336,28 @@ def test_crashes_at_any_moment_lose_nothing_but_an_unfinished_save(tmp_path, mon
     (states[1] / "checkpoint/state.pt").write_bytes(b"")
     while states:
         state = states.pop()
-        n, number, crashed = found(state), 0, True
+        n, number, crashed = done_by_all(state), 0, True
         while crashed:
             number += 1
             out = shutil.copytree(state, tmp_path / f"{len(seen)}-{len(states)}-{number}")
             crashed = cut_off(monkeypatch, number, out, n + 1, best=n + 1)
-            assert found(out) in ((n, n + 1) if crashed else (n + 1,))
+            saved = done_by_all(out)
+            assert saved in ((n, n + 1) if crashed else (n + 1,))
             files = [*out.glob("checkpoint/*"), *out.glob("checkpoint-before/*")]
             shape = frozenset((p.parent.name, p.name, p.stat().st_size) for p in files)
-            shape |= {
-                (p.parent.name, found(out) - held(p))
-                for p in files
-                if p.name == "model.safetensors"
-            }
+            models = [p for p in files if p.name == "model.safetensors"]
+            shape |= {(p.parent.name, saved - weight(p)) for p in models}
             if shape not in seen:
                 seen.add(shape)
                 states.append(out)
-    assert (
-        len(seen) >= 6
-    )  # nothing, one, both, one and half of the one before, only the one before, one damaged
+    # nothing, one, both, one and half of the one before, only the one before, one damaged
+    assert len(seen) >= 6
 
 
 @pytest.mark.parametrize("kilobytes", [4, 700])
 def test_a_disk_that_runs_full(copy, capsys, finished, kilobytes):
-    """No file may grow beyond a size: one sentence, exit status 1, and the checkpoint before stays as it was."""
+    """No file may grow beyond a size: one sentence, exit status 1, and the checkpoint before stays
+    as it was."""
     before = {path: path.read_bytes() for path in copy.glob("checkpoint*/*")}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 1024, hard))

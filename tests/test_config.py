@@ -1,8 +1,9 @@
-"""Settings: the paper's tables value for value, and one sentence for what cannot be or would have no effect."""
+"""Settings: the paper's tables value for value, and a sentence for each wrong or idle flag."""
 
 import dataclasses
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from envs import ENVS
+from envs.frozenlake import FrozenLake
 from freshper.backends import choose_backend
 from freshper.config import Config
 from freshper.flags import parse_args
@@ -20,28 +22,33 @@ ROOT = Path(__file__).parent.parent
 TABLES = json.loads((ROOT / "tests/data/paper_tables.json").read_text())  # typed from the paper
 
 
+def settings_of(flags):
+    """Return the settings of a command line."""
+    return parse_args(flags.split()).config
+
+
 def paper_table(name, row):
-    """A row of a table of the paper: column -> value."""
+    """Return a row of a table of the paper: column -> value."""
     return dict(zip(TABLES[name]["columns"], TABLES[name][row], strict=True))
 
 
 @pytest.mark.parametrize("env", ENVS)
 def test_the_paper_preset_holds_the_tables(env):
     """Tables 2, 3 and 4, section 4.1 and appendix F."""
-    config = parse_args(["--preset", "paper", "--env", env])
-    row, training = paper_table("env_details", env), paper_table("training_config", env)
+    config = settings_of(f"--preset paper --env {env}")
+    row = paper_table("env_details", env)
     assert config.model == f"Qwen/Qwen2.5-{row['model']}-Instruct"
-    assert (config.max_tokens, config.max_turns or ENVS[env]().max_turns) == (
-        row["seq_len"],
-        row["max_actions"],
-    )
-    assert (config.micro_batch_size, config.iterations) == (
-        training["micro_batch"],
-        training["max_steps"],
-    )
+    assert config.max_tokens == row["seq_len"]
+    assert (config.max_turns or ENVS[env]().max_turns) == row["max_actions"]
+
+    training = paper_table("training_config", env)
+    assert config.micro_batch_size == training["micro_batch"]
+    assert config.iterations == training["max_steps"]
     assert config.zero_stage == training["zero"]
+
     constants = {"warmup_steps": WARMUP_STEPS, "max_grad_norm": MAX_GRAD_NORM}
-    for name, value in (paper_table("config_comparison", row["config"]) | TABLES["common"]).items():
+    expected = paper_table("config_comparison", row["config"]) | TABLES["common"]
+    for name, value in expected.items():
         assert (constants.get(name) or getattr(config, name)) == value, name
     assert config.tau == (1000 if env == "aime" else 500)  # section 4.1
     assert config.batch_size == 128  # BS/dev x GA of Table 4, on one training GPU
@@ -52,26 +59,26 @@ def test_the_paper_preset_holds_the_tables(env):
     ("preset", "env"), [(preset, env) for preset in PRESETS for env in PRESETS[preset]]
 )
 def test_the_methods_differ_in_nothing_but_their_rows_of_table_5(preset, env):
-    given = ["--preset", preset, "--env", env, "--method"]
-    configs = {method: parse_args([*given, method]) for method in ("freshper", "per", "on_policy")}
+    flags = f"--preset {preset} --env {env} --method"
+    configs = {name: settings_of(f"{flags} {name}") for name in ("freshper", "per", "on_policy")}
     fresh, standard, on_policy = map(vars, configs.values())
     assert {k for k in fresh if fresh[k] != standard[k]} == {"method", "decay", "beta"}
     assert {k for k in fresh if fresh[k] != on_policy[k]} == {"method", "replay_ratio"}
     assert set(CONFIG_A) == set(CONFIG_DEFAULT)
+
     for method in ("freshper", "per") if (preset, env) == ("paper", "frozenlake") else ():
         row, config = paper_table("replay_config", method), configs[method]
-        assert (config.capacity, config.replay_ratio, config.beta or None) == (
-            row["capacity"],
-            row["K"],
-            row["beta"],
-        )
+        assert config.capacity == row["capacity"]
+        assert config.replay_ratio == row["K"]
+        assert (config.beta or None) == row["beta"]
         assert (config.tau if config.decay == "exponential" else None) == row["tau"]
 
 
 def test_there_are_at_most_48_settings_and_help_explains_them_before_torch_is_imported():
     code = """if True:
         import atexit, runpy, sys
-        atexit.register(lambda: print({"torch", "transformers", "datasets", "faiss"} & set(sys.modules)))
+        slow = {"torch", "transformers", "datasets", "faiss"}
+        atexit.register(lambda: print(slow & set(sys.modules)))
         sys.argv = ["train.py", "--help"]
         runpy.run_path("train.py", run_name="__main__")"""
     done = subprocess.run(
@@ -85,144 +92,190 @@ def test_there_are_at_most_48_settings_and_help_explains_them_before_torch_is_im
 
 
 PAPERS = "Qwen/Qwen2.5-0.5B-Instruct"
+SMALL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+NOT_BOTH = "model tiny: a GPU and the paper's model are not both on this machine"
+BOTH = f"model {PAPERS}: a GPU and the paper's model are on this machine"
 
 
 @pytest.mark.parametrize(
-    ("flags", "gpu", "cached", "model", "note"),
+    ("flags", "gpu", "cached", "model", "notes"),
     [
-        (
-            "",
-            False,
-            True,
-            "tiny",
-            "model tiny: a GPU and the paper's model are not both on this machine",
-        ),
-        (
-            "",
-            True,
-            False,
-            "tiny",
-            "model tiny: a GPU and the paper's model are not both on this machine",
-        ),
-        (
-            "",
-            True,
-            True,
-            PAPERS,
-            f"model {PAPERS}: a GPU and the paper's model are on this machine",
-        ),
-        ("--preset tiny", True, True, "tiny", None),
-        ("--preset paper", False, False, PAPERS, None),
-        ("--env gsm8k --preset small", False, False, "HuggingFaceTB/SmolLM2-135M-Instruct", None),
-        ("--env gsm8k --preset small --model someone/model", True, True, "someone/model", None),
-        ("--model someone/model", False, False, "someone/model", None),
+        ("", False, True, "tiny", (NOT_BOTH,)),
+        ("", True, False, "tiny", (NOT_BOTH,)),
+        ("", True, True, PAPERS, (BOTH,)),
+        ("--preset tiny", True, True, "tiny", ()),
+        ("--preset paper", False, False, PAPERS, ()),
+        ("--env gsm8k --preset small", False, False, SMALL, ()),
+        ("--env gsm8k --preset small --model someone/model", True, True, "someone/model", ()),
+        ("--model someone/model", False, False, "someone/model", ()),
     ],
 )
-def test_the_numbers_follow_from_the_model(flags, gpu, cached, model, note, monkeypatch):
+def test_the_numbers_follow_from_the_model(flags, gpu, cached, model, notes, monkeypatch):
     """A pretrained model never gets the tiny preset, nor a tiny one the paper's."""
     monkeypatch.setattr("freshper.flags.glob", lambda pattern: ["/dev/nvidia0"] * gpu)
     monkeypatch.setattr(
         "huggingface_hub.try_to_load_from_cache", lambda *_: "config.json" if cached else None
     )
-    config = parse_args(flags.split())
+    config, given, noted = parse_args(flags.split())
     expected = "small" if "small" in flags else "tiny" if model == "tiny" else "paper"
-    assert (config.model, config.preset) == (model, expected)
-    assert config.notes == (() if note is None else (note,))
+    assert (config.model, config.preset, noted) == (model, expected, notes)
+    assert given == tuple(re.findall(r"--(\w+)", flags))
     env = config.make_env()
     assert (env.style, env.cell_size) == (("terse", 14) if config.tiny else ("full", 56))
 
 
 def test_what_follows_from_the_settings(tmp_path, monkeypatch, model_folder):
     monkeypatch.chdir(tmp_path)
-    config, per = parse_args([]), parse_args("--method per --iterations 11".split())
+    config = settings_of("")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.alpha = 0.5
     assert config.title() == "frozenlake (not slippery), freshper, preset tiny, seed 42"
-    for preset, said in (("tiny", " (training starts along the way)"), ("paper", "")):
-        cliff = parse_args(["--env", "cliffwalking", "--preset", preset])
-        assert cliff.task() == f"cliffwalking{said}"
-        assert cliff.make_env().along_the_way == bool(said)
-    for name in (
-        "out/frozenlake-freshper-42",
-        "out/frozenlake-freshper-42-2",
-    ):  # no run overwrites another
+    for preset, note in (("tiny", " (training starts along the way)"), ("paper", "")):
+        cliff = settings_of(f"--env cliffwalking --preset {preset}")
+        assert cliff.task() == f"cliffwalking{note}"
+        assert cliff.make_env().along_the_way == bool(note)
+    # no run overwrites another
+    for name in ("out/frozenlake-freshper-42", "out/frozenlake-freshper-42-2"):
         assert config.folder() == Path(name)
         config.folder().mkdir(parents=True)
-    assert parse_args(["--model", model_folder["text"]]).preset == "tiny"  # a folder of one of ours
-    assert parse_args(["--slippery"]).make_env().slippery is True
-    for decay, expected in {
-        "exponential": 0.36788,
-        "polynomial": 0.5,
-        "limit": 1.0,
-    }.items():  # at tau = 20
-        assert parse_args(["--decay", decay]).decay_function()(20) == pytest.approx(
-            expected, abs=1e-5
-        )
-    auto = parse_args("--tau auto --replay_ratio 4 --ppo_epochs 2".split()).decay_function()
-    assert auto.tau == 30.0  # before any drift is observed: five iterations of 2 + 4 steps
-    assert per.decay_function() is None
+    # a folder of one of our models
+    assert settings_of(f"--model {model_folder['text']}").preset == "tiny"
+    assert settings_of("--slippery").make_env().slippery is True
+
+    # at tau = 20
+    for decay, factor in {"exponential": 0.36788, "polynomial": 0.5, "limit": 1.0}.items():
+        function = settings_of(f"--decay {decay}").decay_function()
+        assert function(20) == pytest.approx(factor, abs=1e-5)
+    # before any drift is observed: five iterations of 2 + 4 steps
+    assert settings_of("--tau auto --replay_ratio 4 --ppo_epochs 2").decay_function().tau == 30.0
+    per = settings_of("--method per --iterations 11")
+    assert per.decay_function()(20) == 1.0
     assert [per.beta_at(i) for i in (0, 5, 10)] == pytest.approx([0.4, 0.7, 1.0])
     assert config.beta_at(0) == config.beta_at(199) == 0.0
 
 
-ALLOWED = {  # what is allowed: values that are not
-    "above 0": "iterations=0 group_size=0 batch_size=-4 capacity=0 lr=0 advantage_clip=-1 temperature=0 epsilon=0",
-    "0 or more": "replay_ratio=-1 seed=-1 kl_loss_coef=-0.1 top_k=-1 format_penalty=-1 max_turns=-1 truncated_is=-2",
-    "a finite number: 0, or from 1e-30 to 1e30": "tau=nan tau=inf lr=inf alpha=nan lr=1e39 tau=1e-320",
-    "at most 4294967295": "seed=4294967296",
-    "at most 10000000": "capacity=10000000000 eval_every=100000000000000000000",
-    "at most max_tokens 512": "max_turns=513",
-    "between 0 and 1": "alpha=1.5 alpha=-0.1 beta=2 beta=-1",
-    "above 0, or auto": "tau=0 tau=-5",
-    "above 0 and at most 1": "top_p=0 top_p=1.5",
-    "0 or above 1": "dual_clip=-2 dual_clip=0.9",
-    "at least a batch": "capacity=10",
-    "a divisor of rollout_batch_size": "group_size=5",
-    "below max_tokens 512": "max_new_tokens=600",
-    "tiny, a folder with a config.json, or a hub id": "model=./no/such/folder model=nothing model=afile",
-    "a folder that does not exist yet": "out=afile",
-}
-OF_A_RUN, IDLE = "but must be the folder of a run:", "but has no effect with"
-SENTENCES = {  # flags: how the sentence begins
-    "--env nowhere": "argument --env: invalid choice: 'nowhere' (choose from 'frozenlake', ",
-    "--slippery maybe": "argument --slippery: invalid boolean value: 'maybe'",
-    "--zero_stage 4": "argument --zero_stage: invalid choice: 4 (choose from 0, 1, 2, 3)",
-    "--tau five": "argument --tau: invalid ",
-    "--it 3": "unrecognized arguments: --it 3",
-    "--preset tiny --model a/b": "--preset is tiny, but must be paper with --env frozenlake and --model a/b",
-    "--preset small": "--preset is small, but must be tiny or paper; small is for --env gsm8k without --data",
-    "--preset small --env gsm8k --data a/b": "--preset is small, but must be tiny or paper; small is for --env gsm8k ",
-    "--preset tiny --env gsm8k --model a/b": "--preset is tiny, but must be paper or small with --env gsm8k",
-    "--method on_policy --replay_ratio 4": "--replay_ratio is 4, but must be 0 with --method on_policy",
-    "--method per --decay exponential": "--decay is exponential, but must be none with --method per",
-    "--tau auto --decay polynomial": "--tau is auto, but must be a number with this --decay",
-    "--backend hf+deepspeed --zero_stage 3": "--zero_stage is 3, but must be below 3 with --backend hf+deepspeed",
-    "--backend vllm+torch --engine_memory 1.5": "--engine_memory is 1.5, but must be above 0 and below 1",
-    "--resume nowhere": f"--resume is nowhere, {OF_A_RUN} [Errno 2] No such file or directory",
-    "--resume broken": f"--resume is broken, {OF_A_RUN} Expecting property name",
-    "--resume other": f"--resume is other, {OF_A_RUN} its settings are those of another version of this code",
-    "--resume run --method per": "--method is per, but must be freshper as in the earlier run",
-    "--resume run --capacity 20000": "--capacity is 20000, but must be 10000 as in the earlier run",
-    "--resume run --max_turns 3": "--max_turns is 3, but must be 0 as in the earlier run",
-    "--resume run --slippery": "--slippery is True, but must be False as in the earlier run",
-    "--resume run --temperature 0.5": "--temperature is 0.5, but must be 0.99 as in the earlier run",
-    "--resume run --eval_episodes 8": "--eval_episodes is 8, but must be 256 as in the earlier run",
-    "--out elsewhere --resume run": f"--out is elsewhere, {IDLE} --resume",
-    "--data questions.json": f"--data is questions.json, {IDLE} --env frozenlake",
-    "--slippery True --env sokoban_simple": f"--slippery is True, {IDLE} --env sokoban_simple",
-    "--tau 5 --method per": f"--tau is 5.0, {IDLE} --method per and --decay none",
-    "--alpha 0.5 --method on_policy": f"--alpha is 0.5, {IDLE} --method on_policy and --replay_ratio 0",
-    "--beta 0.4 --replay_ratio 0": f"--beta is 0.4, {IDLE} --method freshper and --replay_ratio 0",
-    "--epsilon 0.5 --alpha 0": f"--epsilon is 0.5, {IDLE} --alpha 0",
-    "--tau 9 --alpha 0": f"--tau is 9.0, {IDLE} --alpha 0",
-    "--beta 0.4 --alpha 0": f"--beta is 0.4, {IDLE} --alpha 0",
-    "--eviction lowest_priority --alpha 0": f"--eviction is lowest_priority, {IDLE} --alpha 0",
-    "--dual_clip 3 --method on_policy": f"--dual_clip is 3.0, {IDLE} --replay_ratio 0 and --ppo_epochs 1",
-    "--ratio_clip 0.1 --replay_ratio 0": f"--ratio_clip is 0.1, {IDLE} --replay_ratio 0 and --ppo_epochs 1",
-    "--env gsm8k --data a/b": "--data is a/b, but must be empty with --model tiny, which reads generated questions",
-    "--zero_stage 1 --backend hf+torch": f"--zero_stage is 1, {IDLE} --backend hf+torch",
-    "--engine_memory 0.3 --backend hf+deepspeed": f"--engine_memory is 0.3, {IDLE} --backend hf+deepspeed",
-}
-for allowed, settings in ALLOWED.items():
-    for name, _, value in (setting.partition("=") for setting in settings.split()):
+OF_A_RUN = "but must be the folder of a run:"
+
+# flags, and below them how their sentence begins
+SENTENCES = """
+--env nowhere
+    argument --env: invalid choice: 'nowhere' (choose from 'frozenlake',
+--slippery maybe
+    argument --slippery: invalid boolean value: 'maybe'
+--zero_stage 4
+    argument --zero_stage: invalid choice: 4 (choose from 0, 1, 2, 3)
+--tau five
+    argument --tau: invalid
+--it 3
+    unrecognized arguments: --it 3
+--preset tiny --model a/b
+    --preset is tiny, but must be paper with --env frozenlake and --model a/b
+--preset small
+    --preset is small, but must be tiny or paper; small is for --env gsm8k without --data
+--preset small --env gsm8k --data a/b
+    --preset is small, but must be tiny or paper; small is for --env gsm8k
+--preset tiny --env gsm8k --model a/b
+    --preset is tiny, but must be paper or small with --env gsm8k
+--method on_policy --replay_ratio 4
+    --replay_ratio is 4, but must be 0 with --method on_policy
+--method per --decay exponential
+    --decay is exponential, but must be none with --method per
+--tau auto --decay polynomial
+    --tau is auto, but must be a number with this --decay
+--backend hf+deepspeed --zero_stage 3
+    --zero_stage is 3, but must be below 3 with --backend hf+deepspeed
+--backend vllm+torch --engine_memory 1.5
+    --engine_memory is 1.5, but must be above 0 and below 1
+--resume nowhere
+    --resume is nowhere, but must be the folder of a run: [Errno 2] No such file or directory
+--resume broken
+    --resume is broken, but must be the folder of a run: Expecting property name
+--resume other
+    --resume is other, but must be the folder of a run: its settings are those of another
+--resume run --method per
+    --method is per, but must be freshper as in the earlier run
+--resume run --capacity 20000
+    --capacity is 20000, but must be 10000 as in the earlier run
+--resume run --max_turns 3
+    --max_turns is 3, but must be 0 as in the earlier run
+--resume run --slippery
+    --slippery is True, but must be False as in the earlier run
+--resume run --temperature 0.5
+    --temperature is 0.5, but must be 0.99 as in the earlier run
+--resume run --eval_episodes 8
+    --eval_episodes is 8, but must be 256 as in the earlier run
+--out elsewhere --resume run
+    --out is elsewhere, but has no effect with --resume
+--data questions.json
+    --data is questions.json, but has no effect with --env frozenlake
+--slippery True --env sokoban_simple
+    --slippery is True, but has no effect with --env sokoban_simple
+--tau 5 --method per
+    --tau is 5.0, but has no effect with --method per and --decay none
+--alpha 0.5 --method on_policy
+    --alpha is 0.5, but has no effect with --method on_policy and --replay_ratio 0
+--beta 0.4 --replay_ratio 0
+    --beta is 0.4, but has no effect with --method freshper and --replay_ratio 0
+--epsilon 0.5 --alpha 0
+    --epsilon is 0.5, but has no effect with --alpha 0
+--tau 9 --alpha 0
+    --tau is 9.0, but has no effect with --alpha 0
+--beta 0.4 --alpha 0
+    --beta is 0.4, but has no effect with --alpha 0
+--eviction lowest_priority --alpha 0
+    --eviction is lowest_priority, but has no effect with --alpha 0
+--dual_clip 3 --method on_policy
+    --dual_clip is 3.0, but has no effect with --replay_ratio 0 and --ppo_epochs 1
+--ratio_clip 0.1 --replay_ratio 0
+    --ratio_clip is 0.1, but has no effect with --replay_ratio 0 and --ppo_epochs 1
+--env gsm8k --data a/b
+    --data is a/b, but must be empty with --model tiny, which reads generated questions
+--zero_stage 1 --backend hf+torch
+    --zero_stage is 1, but has no effect with --backend hf+torch
+--engine_memory 0.3 --backend hf+deepspeed
+    --engine_memory is 0.3, but has no effect with --backend hf+deepspeed
+""".strip().splitlines()
+SENTENCES = dict(zip(SENTENCES[::2], map(str.strip, SENTENCES[1::2]), strict=True))
+
+# what is allowed, and below it values that are not
+ALLOWED = """
+above 0
+    iterations=0 group_size=0 batch_size=-4 capacity=0 lr=0 advantage_clip=-1 temperature=0
+0 or more
+    replay_ratio=-1 seed=-1 kl_loss_coef=-0.1 top_k=-1 format_penalty=-1 max_turns=-1
+above 0
+    epsilon=0
+0 or more
+    truncated_is=-2
+a finite number: 0, or from 1e-30 to 1e30
+    tau=nan tau=inf lr=inf alpha=nan lr=1e39 tau=1e-320
+at most 4294967295
+    seed=4294967296
+at most 10000000
+    capacity=10000000000 eval_every=100000000000000000000
+at most max_tokens 512
+    max_turns=513
+between 0 and 1
+    alpha=1.5 alpha=-0.1 beta=2 beta=-1
+above 0, or auto
+    tau=0 tau=-5
+above 0 and at most 1
+    top_p=0 top_p=1.5
+0 or above 1
+    dual_clip=-2 dual_clip=0.9
+at least a batch
+    capacity=10
+a divisor of rollout_batch_size
+    group_size=5
+below max_tokens 512
+    max_new_tokens=600
+tiny, a folder with a config.json, or a hub id
+    model=./no/such/folder model=nothing model=afile
+a folder that does not exist yet
+    out=afile
+""".strip().splitlines()
+for allowed, values in zip(ALLOWED[::2], ALLOWED[1::2], strict=True):
+    for name, value in (word.split("=") for word in values.split()):
         shown = float(value) if type(getattr(Config, name)) is float else value
         SENTENCES[f"--{name}={value}"] = f"--{name} is {shown}, but must be {allowed}"
 
@@ -230,18 +283,22 @@ for allowed, settings in ALLOWED.items():
 @pytest.mark.parametrize("flags", SENTENCES)
 def test_bad_flags_get_one_sentence(flags, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    run = json.dumps(dataclasses.asdict(parse_args(["--backend", "hf+torch"])))
+    run = json.dumps(dataclasses.asdict(settings_of("--backend hf+torch")))
     for name, content in {"run": run, "broken": "{oops", "other": '{"lr": 1.0}'}.items():
         Path(name).mkdir()
         Path(name, "config.json").write_text(content)
     Path("afile").write_text("no folder")
     before = sorted(Path().rglob("*"))
+
     with pytest.raises(SystemExit) as stop:
         parse_args(flags.split())
     assert stop.value.code == 2
     assert sorted(Path().rglob("*")) == before  # nothing is written
     (line,) = capsys.readouterr().err.splitlines()
     assert line.partition(": error: ")[2].startswith(SENTENCES[flags])
+
+
+AUTO = "--preset is auto, but must be tiny with --env frozenlake and --model tiny"
 
 
 @pytest.mark.parametrize(
@@ -253,33 +310,44 @@ def test_bad_flags_get_one_sentence(flags, tmp_path, monkeypatch, capsys):
         ("lr", -1.0, "--lr is -1.0, but must be above 0"),
         ("slippery", [1], "argument --slippery: invalid boolean value: '[1]'"),
         ("batch_size", 20_000, "--capacity is 10000, but must be at least a batch"),
-        (
-            "preset",
-            "auto",
-            "--preset is auto, but must be tiny with --env frozenlake and --model tiny",
-        ),
+        ("preset", "auto", AUTO),
         ("a flag", 1, "its settings are those of another version of this code"),
     ],
 )
 def test_settings_of_an_earlier_run_pass_the_checks_of_flags(
     name, value, sentence, tmp_path, capsys
 ):
-    settings = dataclasses.asdict(parse_args(["--backend", "hf+torch"]))
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    assert dataclasses.asdict(parse_args(["--resume", str(tmp_path)])) == settings | {
-        "resume": str(tmp_path)
-    }
-    (tmp_path / "config.json").write_text(json.dumps(settings | {name: value}))
+    stored = dataclasses.asdict(settings_of("--backend hf+torch"))
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    resumed = settings_of(f"--resume {tmp_path}")
+    assert dataclasses.asdict(resumed) == stored | {"resume": str(tmp_path)}
+
+    (tmp_path / "config.json").write_text(json.dumps(stored | {name: value}))
     with pytest.raises(SystemExit):
-        parse_args(["--resume", str(tmp_path)])
+        settings_of(f"--resume {tmp_path}")
     assert f": error: --resume is {tmp_path}, {OF_A_RUN} {sentence}" in capsys.readouterr().err
+
+
+def test_changed_settings_of_an_earlier_run_are_noted(tmp_path):
+    stored = dataclasses.asdict(settings_of("--backend hf+torch"))
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    flags = f"--resume {tmp_path} --lr 0.5 --iterations 360"
+    assert parse_args(flags.split()).notes == ("lr is 0.5, was 0.001",)
 
 
 def test_off_is_no_flag_without_effect():
     """Arms of the comparisons: a flag that switches something off may be repeated."""
-    assert parse_args("--method per --beta 0 --alpha 0 --eviction fifo".split()).alpha == 0
-    assert parse_args("--alpha 0 --decay limit --tau 9".split()).tau == 9
-    assert parse_args("--method on_policy --ppo_epochs 3 --dual_clip 3".split()).dual_clip == 3
+    assert settings_of("--method per --beta 0 --alpha 0 --eviction fifo").alpha == 0
+    assert settings_of("--alpha 0 --decay limit --tau 9").tau == 9
+    assert settings_of("--method on_policy --ppo_epochs 3 --dual_clip 3").dual_clip == 3
+
+
+def test_an_environment_gets_the_flags_that_it_lists(monkeypatch):
+    monkeypatch.setitem(ENVS, "own", type("Own", (FrozenLake,), {}))
+    assert settings_of("--env own --slippery").make_env().slippery is True
+    monkeypatch.setitem(ENVS, "own", type("Own", (FrozenLake,), {"settings": ()}))
+    with pytest.raises(SystemExit):
+        settings_of("--env own --slippery")
 
 
 def test_ctrl_c_during_imports():
@@ -299,44 +367,41 @@ def test_ctrl_c_during_imports():
 
 
 @pytest.mark.parametrize(
-    ("flags", "gpu", "missing", "found"),
+    ("flags", "gpu", "missing", "line"),
     [
         ("--model tiny", True, "", "backend hf+torch: on cpu"),
         ("--preset paper", False, "", "backend hf+torch: on cpu"),
         ("--preset paper", True, "deepspeed", "backend hf+torch: on cuda, without deepspeed"),
         ("--preset paper", True, "", "backend vllm+deepspeed: on cuda"),
-        (
-            "--backend vllm+torch",
-            True,
-            "vllm",
-            "--backend is vllm+torch, but vllm is not installed: ",
-        ),
+        ("--backend vllm+torch", True, "vllm", "vllm+torch, but vllm is not installed: "),
         (
             "--preset paper --zero_stage 1",
             False,
             "",
-            "--zero_stage is 1, but has no effect with --backend hf+torch",
+            "1, but has no effect with --backend hf+torch",
         ),
         (
             "--model tiny",
-            "2 ranks",
+            False,
             "",
-            "--backend is hf+torch, but must train with deepspeed on the 2 ranks started",
+            "hf+torch, but must train with deepspeed on the 2 ranks started",
         ),
     ],
 )
-def test_the_backend_follows_from_what_is_installed(flags, gpu, missing, found, monkeypatch):
-    config = parse_args(flags.split())
-    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu is True)
+def test_the_backend_follows_from_what_is_installed(flags, gpu, missing, line, monkeypatch):
+    config, given, _ = parse_args(flags.split())
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *_: None if name == missing else name
     )
-    monkeypatch.setenv("WORLD_SIZE", "2" if gpu == "2 ranks" else "1")
-    if found.startswith("--"):
-        with pytest.raises(ValueError) as error:
-            choose_backend(config)
-        assert str(error.value).startswith(found)
+    monkeypatch.setenv("WORLD_SIZE", "2" if "2 ranks" in line else "1")
+    if line.startswith("backend"):
+        chosen, note = choose_backend(config, given)
+        assert note == line
+        assert line.startswith(f"backend {chosen.backend}: ")
+        assert choose_backend(chosen, given) == (chosen, None)
     else:
-        choose_backend(config)
-        assert config.notes[-1] == found
-        assert found.startswith(f"backend {config.backend}: ")
+        flag = "zero_stage" if "zero_stage" in flags else "backend"
+        with pytest.raises(ValueError) as error:
+            choose_backend(config, given)
+        assert str(error.value).startswith(f"--{flag} is {line}")

@@ -1,5 +1,5 @@
-"""Questions from files: every ending gives the same rows, splits share none, bad input is named, and what does not fit
-the model is left out."""
+"""Questions from files: every ending gives the same rows, splits share none, bad input is named,
+and rows that do not fit the model are left out."""
 
 import io
 import json
@@ -17,13 +17,13 @@ import train
 from envs.base import EVAL_SEEDS
 from envs.data import load_rows, row_for
 from envs.gsm8k import GSM8K
-from freshper import report
+from freshper import evaluation
 from freshper.flags import parse_args
 
 FIELDS = ("question", "answer")
-ROWS = [
-    {"question": f"What is {k} + 1?", "answer": f"#### {k + 1}", "note": None} for k in range(40)
-]
+ROWS = []
+for k in range(40):
+    ROWS.append({"question": f"What is {k} + 1?", "answer": f"#### {k + 1}", "note": None})
 ENDINGS = pytest.mark.parametrize("ending", ["json", "jsonl", "parquet"])
 
 
@@ -32,17 +32,15 @@ def pairs(rows):
 
 
 @ENDINGS
-@pytest.mark.parametrize(
-    "folder", [".", "json"]
-)  # a relative path; the name of one of `datasets`' own builders
+@pytest.mark.parametrize("folder", [".", "json"])  # `datasets` has a builder named json
 def test_a_single_file_is_divided_without_a_shared_row(tmp_path, monkeypatch, ending, folder):
     monkeypatch.chdir(tmp_path)
     load_rows.cache_clear()
-    rows = load_rows(
-        write_rows(Path(folder) / f"all.{ending}", ROWS + ROWS[:15]), FIELDS, dict
-    )  # some rows twice
-    train, held_out = map(pairs, rows.values())
-    assert sorted(train + held_out) == pairs(ROWS + ROWS[:15])
+    some_twice = ROWS + ROWS[:15]
+    rows = load_rows(write_rows(Path(folder) / f"all.{ending}", some_twice), FIELDS, dict)
+    train = pairs(rows["train"])
+    held_out = pairs(rows["held_out"])
+    assert sorted(train + held_out) == pairs(some_twice)
     assert not {*train} & {*held_out}
     assert len({*held_out}) == 4
     assert set(rows["train"][0]) == {*FIELDS}
@@ -55,40 +53,32 @@ def test_a_folder_has_its_own_splits_and_parts_are_joined(tmp_path, ending, held
         write_rows(tmp_path / f"train-0000{k}-of-00002.{ending}", ROWS[10 * k : 10 * k + 10])
     write_rows(tmp_path / f"{held_out}.{ending}", ROWS[20:30])
     if held_out == "validation":
-        write_rows(tmp_path / f"test.{ending}", ROWS[30:])  # left alone
-    found = load_rows(str(tmp_path), FIELDS, dict)
-    assert [pairs(rows) for rows in found.values()] == [pairs(ROWS[:20]), pairs(ROWS[20:30])]
+        write_rows(tmp_path / f"test.{ending}", ROWS[30:])  # not used
+    rows = load_rows(str(tmp_path), FIELDS, dict)
+    assert pairs(rows["train"]) == pairs(ROWS[:20])
+    assert pairs(rows["held_out"]) == pairs(ROWS[20:30])
 
 
 def test_case_of_names_zero_and_line_separators(tmp_path):
-    source = write_rows(
-        tmp_path / "aime.jsonl", [{"Problem": f"a\u2028{k}", "Answer": k} for k in range(3)]
-    )
-    train, held_out = load_rows(
-        source, ("problem", "answer"), lambda row: (row["problem"], row["answer"])
-    ).values()
-    assert (sorted(train), held_out) == (
-        [("a\u20281", 1), ("a\u20282", 2)],
-        [("a\u20280", 0)],
-    )  # zero is not "empty"
+    written = [{"Problem": f"a\u2028{k}", "Answer": k} for k in range(3)]
+    source = write_rows(tmp_path / "aime.jsonl", written)
+    rows = load_rows(source, ("problem", "answer"), dict)
+    read = sorted(rows["held_out"] + rows["train"], key=lambda row: row["answer"])
+    assert read == [{"problem": f"a\u2028{k}", "answer": k} for k in range(3)]
+    assert [row["answer"] for row in rows["held_out"]] == [0]  # zero is not empty
 
 
-BAD = {  # file: (content, a part of the sentence)
+EMPTY = "row 4: the field {} is missing or empty"
+BAD = {  # file: content, a part of the sentence
     "empty.jsonl": ("", "cannot read it"),
     "notes.txt": ("hello", "row 1: the field question is missing or empty, the row has text"),
     "line.jsonl": (json.dumps(ROWS[0]) + "\n{broken\n", "row 1"),
     "text.parquet": ("hello", "Parquet"),
-    "blank.jsonl": (
-        [*ROWS[:3], {"question": " \n", "answer": "1"}],
-        "row 4: the field question is missing or empty",
-    ),
-    "null.parquet": (
-        [*ROWS[:3], {"question": "1", "answer": None}],
-        "row 4: the field answer is missing or empty",
-    ),
+    "blank.jsonl": ([*ROWS[:3], {"question": " \n", "answer": "1"}], EMPTY.format("question")),
+    "null.parquet": ([*ROWS[:3], {"question": "1", "answer": None}], EMPTY.format("answer")),
     "missing.json": (
-        [{"question": "1", "solution": "1"}],
-        "field answer is missing or empty, the row has question",
+        [{"question": "1", "a": "1"}],
+        "answer is missing or empty, the row has quest",
     ),
     "one.jsonl": (ROWS[:1] * 5, "too few different rows to train and to hold out: 5 in train"),
     "nowhere.jsonl": (None, "there is no such file or folder"),
@@ -116,30 +106,28 @@ def test_bad_input_is_named_in_one_sentence(name, tmp_path, capfd):
 
 def test_a_hub_that_cannot_be_reached_is_a_sentence(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        ValueError, match=r"--data is owner/name:main, but `datasets` cannot read it.*: .+"
-    ):
+    sentence = r"--data is owner/name:main, but `datasets` cannot read it.*: .+"
+    with pytest.raises(ValueError, match=sentence):
         load_rows("owner/name:main", FIELDS, dict)
 
 
 @settings(max_examples=50, deadline=None)
 @given(n=st.integers(1, 300), start=st.integers(0, 10**8))
 def test_successive_seeds_go_through_all_rows_of_their_split(n, start):
-    rows = {split: [f"{split} {k}" for k in range(n)] for split in ("train", "held_out")}
     for split, first in (("train", start), ("held_out", EVAL_SEEDS + start)):
-        assert sorted(row_for(rows, first + k) for k in range(n)) == sorted(rows[split])
+        rows = {split: list(range(n))}
+        assert sorted(row_for(rows, first + k) for k in range(n)) == rows[split]
 
 
 def picture(size):
-    Image.new("RGB", size).save(stream := io.BytesIO(), "PNG")
+    stream = io.BytesIO()
+    Image.new("RGB", size).save(stream, "PNG")
     return {"bytes": stream.getvalue(), "path": None}
 
 
 def long_question(k):
-    return {
-        "question": f"Number {k}? " + "Well? " * (600 if k % 4 == 1 else 1),
-        "answer": f"#### {k}",
-    }
+    length = 600 if k % 4 == 1 else 1
+    return {"question": f"Number {k}? " + "Well? " * length, "answer": f"#### {k}"}
 
 
 def narrow_image(k):
@@ -151,22 +139,21 @@ def narrow_image(k):
 def test_rows_that_do_not_fit_the_model_are_left_out(
     env, row, model_folder, tmp_path, monkeypatch, capsys
 ):
-    """In a run whose batches ask for every row twice. Both splits have some that do not fit."""
+    """The batches of this run ask for every row twice. Both splits have rows that do not fit."""
     for split in ("train", "test"):
         write_rows(tmp_path / f"data/{split}.parquet", [row(k) for k in range(12)])
-    model = (
-        shutil.copytree(model_folder["vision" if env == "geoqa" else "text"], tmp_path / "model")
-        / "config.json"
-    )
-    model.write_text(json.dumps(json.loads(model.read_text()) | {"freshper_tiny": False}))
+    kind = "vision" if env == "geoqa" else "text"
+    model = shutil.copytree(model_folder[kind], tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"freshper_tiny": False}))
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **kwargs: None)
-    flags = f"""--env {env} --model {model.parent} --data {tmp_path}/data --method on_policy --iterations 1
-    --rollout_batch_size 24 --eval_episodes 24 --max_tokens 2000 --max_new_tokens 4 --dtype float32""".split()
+    flags = f"""--env {env} --model {model} --data {tmp_path}/data --method on_policy
+    --iterations 1 --rollout_batch_size 24 --eval_episodes 24 --max_tokens 2000 --max_new_tokens 4
+    --dtype float32""".split()
 
     assert train.main([*flags, "--out", str(tmp_path / "run")]) == 0
-    assert (
-        "data: 9 rows for training, 9 held out, 6 left out: too long for" in capsys.readouterr().out
-    )
+    counts = "data: 9 rows for training, 9 held out, 6 left out: too long for"
+    assert counts in capsys.readouterr().out
     page = (tmp_path / "run/episodes.html").read_text()
     shown = [int(k) for k in re.findall(r"Number (\d+)\?", page)]
     assert len(shown) == len(set(shown)) == 8  # of held-out rows
@@ -182,12 +169,9 @@ def test_the_baseline_of_data_is_exact_and_reads_each_answer_once(tmp_path, monk
     """Twenty answers; each is that of some questions for training and of some that are held out."""
     rows = [{"question": f"What is {k}?", "answer": f"#### {k // 20}"} for k in range(400)]
     source, reads, read = write_rows(tmp_path / "rows.jsonl", rows), [], GSM8K.read
-    config = parse_args(
-        ["--env", "gsm8k", "--data", source, "--model", "a/b", "--eval_episodes", "40"]
-    )
-    config.make_env()
+    env = parse_args(["--env", "gsm8k", "--data", source, "--model", "a/b"]).config.make_env()
     monkeypatch.setattr(GSM8K, "read", staticmethod(lambda text: reads.append(text) or read(text)))
-    assert report.baselines(config) == {
+    assert evaluation.baselines(env, 40) == {
         "random": pytest.approx(1 - (1 - 1 / 20) ** 3),
         "optimal": 1.0,
     }

@@ -11,29 +11,42 @@ from freshper.diagnostics import by_age, drift_rate, estimate
 
 def rows_of(log_ratio, probability=None, age=None):
     """Rows of replay.csv, of trajectories with one action token."""
-    n, log_ratio = len(log_ratio), np.asarray(log_ratio, dtype=float)
-    sums = {"log_ratio": log_ratio, "ratio": np.exp(log_ratio), "ratio_sq": np.exp(2 * log_ratio)}
-    sums |= {"kl": np.exp(log_ratio) - log_ratio - 1, "clipped": np.zeros(n), "tokens": np.ones(n)}
-    drawn = {"age": np.zeros(n) if age is None else age, "reward": np.arange(n) % 2.0}
-    return drawn | {"probability": np.full(n, 1 / n) if probability is None else probability} | sums
+    n = len(log_ratio)
+    log_ratio = np.asarray(log_ratio)
+    ratio = np.exp(log_ratio)
+    return {
+        "age": np.zeros(n) if age is None else age,
+        "reward": np.arange(n) % 2.0,
+        "probability": np.full(n, 1 / n) if probability is None else probability,
+        "log_ratio": log_ratio,
+        "ratio": ratio,
+        "ratio_sq": ratio**2,
+        "kl": ratio - log_ratio - 1,
+        "clipped": np.zeros(n),
+        "tokens": np.ones(n),
+    }
 
 
 @given(n=st.integers(2, 8), seed=st.integers(0, 1000))
 def test_the_derivation_of_section_3_3(n, seed):
-    """Eq. 8 to 11 for any two distributions over a few trajectories, each side from its own definition. If each is
-    drawn once, with a probability proportional to 1 / q, the estimates are exact."""
+    """Eq. 8 to 11 for any two distributions over a few trajectories, each side as it is defined.
+
+    If each is drawn once, with a probability proportional to 1 / q, the estimates are exact."""
     p, q = np.random.default_rng(seed).dirichlet(np.full(n, 0.5), 2) * 0.99 + 0.01 / n
-    rho, kl = p / q, (p * np.log(p / q)).sum()
+    rho = p / q
+    kl = (p * np.log(rho)).sum()
     variance = (q * rho**2).sum() - (q * rho).sum() ** 2
     assert (q * rho).sum() == pytest.approx(1)  # eq. 8
     assert variance == pytest.approx((q * (rho - 1) ** 2).sum(), abs=1e-12)  # eq. 9
     assert variance >= np.expm1(kl) - 1e-9  # eq. 10
-    assert 1 / (1 + variance) <= np.exp(-kl) * (1 + 1e-9)  # eq. 11
-    found = estimate(rows_of(np.log(rho), probability=1 / q))
-    assert found["ess"] == pytest.approx(1 / (1 + variance))
-    assert found["ess_token"] == pytest.approx(found["ess"])  # one token per trajectory
-    assert found["kl"] == pytest.approx(kl, abs=1e-9)
-    assert found["kl_reverse"] == pytest.approx((q * np.log(q / p)).sum(), abs=1e-9)
+    ess = 1 / (1 + variance)
+    assert ess <= np.exp(-kl) * (1 + 1e-9)  # eq. 11
+
+    estimates = estimate(rows_of(np.log(rho), probability=1 / q))
+    assert estimates["ess"] == pytest.approx(ess)
+    assert estimates["ess_token"] == pytest.approx(ess)  # one token per trajectory
+    assert estimates["kl"] == pytest.approx(kl, abs=1e-9)
+    assert estimates["kl_reverse"] == pytest.approx((q * np.log(q / p)).sum(), abs=1e-9)
 
 
 @settings(deadline=None)
@@ -41,21 +54,26 @@ def test_the_derivation_of_section_3_3(n, seed):
 def test_the_bound_holds_in_every_sample_and_no_ratio_overflows(log_ratio, seed):
     probability = np.random.default_rng(seed).uniform(0.1, 1.0, len(log_ratio))
     rows = rows_of(log_ratio, probability)
-    found = estimate(rows)
+    plain = estimate(rows)
     v = 1 / probability / (1 / probability).sum()
-    assert v.min() - 1e-12 <= found["ess"] <= np.exp(-found["kl"]) * (1 + 1e-9)  # eq. 11
-    shifted = estimate(rows | {"log_ratio": rows["log_ratio"] + 1000.0})  # a common factor cancels
-    assert (shifted["ess"], shifted["kl"]) == pytest.approx((found["ess"], found["kl"]), abs=1e-9)
+    assert v.min() - 1e-12 <= plain["ess"] <= np.exp(-plain["kl"]) * (1 + 1e-9)  # eq. 11
+
+    rows["log_ratio"] = rows["log_ratio"] + 1000.0  # a common factor cancels
+    shifted = estimate(rows)
+    assert shifted["ess"] == pytest.approx(plain["ess"], abs=1e-9)
+    assert shifted["kl"] == pytest.approx(plain["kl"], abs=1e-9)
 
 
 def test_bins_are_by_age_and_the_drift_rate_is_a_least_squares_line():
-    ages = np.repeat([5.0, 10.0, 20.0], 30)
+    age_of_bin = np.array([5.0, 10.0, 20.0])
+    ages = np.repeat(age_of_bin, 30)
+    log_ratio = 0.01 * ages * np.tile([1.0, -1.0], 45)
     order = np.random.default_rng(0).permutation(90)
-    rows = rows_of((0.01 * ages * np.tile([1.0, -1.0], 45))[order], age=ages[order])
-    found = by_age(rows, bins=3)
-    assert found["age"].tolist() == [5.0, 10.0, 20.0]
-    rho = np.exp([0.01 * found["age"], -0.01 * found["age"]])
-    np.testing.assert_allclose(found["ess"], rho.sum(0) ** 2 / (2 * (rho**2).sum(0)))
+    bins = by_age(rows_of(log_ratio[order], age=ages[order]), bins=3)
+    rho = np.exp([0.01 * age_of_bin, -0.01 * age_of_bin])
+    np.testing.assert_array_equal(bins["age"], age_of_bin)
+    np.testing.assert_allclose(bins["ess"], rho.sum(0) ** 2 / (2 * (rho**2).sum(0)))
+
     x, y = np.random.default_rng(1).normal(size=(2, 9))
     line = stats.linregress(x, y)
     assert drift_rate(x, y) == pytest.approx((1 / line.slope, line.intercept, line.rvalue**2))

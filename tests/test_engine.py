@@ -25,7 +25,7 @@ from freshper.config import Config
 from freshper.engine_hf import HFEngine, KVCache, Sampling, truncated
 from freshper.episode import collate
 from freshper.errors import NonFiniteError
-from freshper.reinforce import policy_loss, training_batch
+from freshper.reinforce import Baseline, policy_loss, training_batch
 from freshper.rollout import Conversation, rollout, training_seeds
 from freshper.trainer import TorchTrainer, action_logprobs
 
@@ -214,16 +214,14 @@ def test_a_conversation_that_would_grow_too_long_is_truncated(text_policy):
 def test_training_seeds_come_in_groups_and_do_not_repeat():
     seeds = set()
     for i in range(100):
-        first, second, third, fourth, *others = training_seeds(
-            Config(rollout_batch_size=6, group_size=3), i
-        )
+        first, second, third, fourth, *others = training_seeds(42, i, 6, 3)
         assert first == second == third
         assert [fourth] * 2 == others
         seeds |= {first, fourth}
     assert len(seeds) == 200
     for seed in (43, 942, 1042, 2**31):  # 42 and 942 had the same instances
         for i in range(100):
-            assert seeds.isdisjoint(training_seeds(Config(seed=seed, rollout_batch_size=6), i))
+            assert seeds.isdisjoint(training_seeds(seed, i, 6, 1))
 
 
 def test_conversations_equal_the_chat_template(policy):
@@ -305,7 +303,9 @@ def test_the_gradient_is_that_of_the_stock_pass_whatever_the_micro_batches(
         for values in (e.behavior_logprobs, e.ref_logprobs) if terms else (e.behavior_logprobs,):
             values += (noise.normal(0, 0.2, len(e.tokens)) * e.action_mask).astype(np.float32)
 
-    batch = training_batch(episodes, reference.config, weights=weights)
+    config = reference.config
+    advantages = Baseline("recompute", config.kl_reward_coef).advantages(episodes)
+    batch = training_batch(episodes, advantages, weights, config.advantage_clip)
     total = 0.0
     for row, e in enumerate(episodes):
         one = batch.rows([row])
@@ -349,9 +349,10 @@ def test_updates_follow_the_schedule_and_move_log_probs_with_the_advantage(text_
         expected = k / 10 if k < 10 else 0.5 * (1 + np.cos(np.pi * (k - 10) / 4))
         assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * expected)
     assert trainer.step == 14
-    batch = training_batch(episodes, trainer.config)
+    batch = collate(episodes)
+    advantages = Baseline("recompute", 0.0).advantages(episodes)
     change = trainer.logprobs(batch) - batch.behavior_logprobs
-    assert (change * batch.advantages).sum() > 1.0
+    assert (change * advantages).sum() > 1.0
     drift = trainer.update(episodes).drift
     np.testing.assert_allclose(drift["log_ratio"], change.sum(-1), atol=1e-3)
 

@@ -1,4 +1,4 @@
-"""Every environment of `ENVS` keeps the same promises; replies are read as a fair reader would read them."""
+"""Every environment of `ENVS` keeps the same promises. Replies are read as a fair reader would."""
 
 import re
 from functools import partial
@@ -20,20 +20,40 @@ ACTIONS = ("Left", "Down", "Right", "Up")
 
 
 READABLE = [
-    "<answer>Right</answer>", "<answer>right</answer>", "<Answer> RIGHT </Answer>", "<ANSWER>\n\tRight\n</answer>",
-    "The hole is Down, so I go Right: <answer> Right </answer>. Then Up!", "1 < 2 <b><answer>Right</answer></b>",
+    "<answer>Right</answer>",
+    "<answer>right</answer>",
+    "<Answer> RIGHT </Answer>",
+    "<ANSWER>\n\tRight\n</answer>",
+    "The hole is Down, so I go Right: <answer> Right </answer>. Then Up!",
+    "1 < 2 <b><answer>Right</answer></b>",
     "<THINK>Left? <answer>Left</answer> no.</Think>\n<answer>Right</answer>",
-    "<think>What is <think> for?</think><answer>Right</answer>", "<answer>go Right</answer>",
-    "<answer>**Right**</answer>", '<answer>"Move right."</answer>', "<answer>go **Right**</answer>",
-]  # fmt: skip
+    "<think>What is <think> for?</think><answer>Right</answer>",
+    "<answer>go Right</answer>",
+    "<answer>**Right**</answer>",
+    '<answer>"Move right."</answer>',
+    "<answer>go **Right**</answer>",
+]
 NO_ACTION = [
-    "I go Right.", "<search>Right</search>", "<answer>Right", "</answer>Right<answer>", "<answer> </answer>",
-    "<answer>not Right</answer>", "<answer>go</answer>", "<answer>Right or Left</answer>",
-    "<answer>Rights</answer>", "<answer>Ri ght</answer>", "<anſwer>Right</anſwer>",
-    "<answer>Right</answer><answer>Left</answer>", "<answer><answer>Right</answer></answer>", "\x00\ud800",
-    "<think><think><answer>Right</answer>", "<think><answer>Right</answer></think>", "</think><answer>Right</answer>",
-    "<think>a</think><think>b</think><answer>Right</answer>", "< answer>Right</ answer>",
-]  # fmt: skip
+    "I go Right.",
+    "<search>Right</search>",
+    "<answer>Right",
+    "</answer>Right<answer>",
+    "<answer> </answer>",
+    "<answer>not Right</answer>",
+    "<answer>go</answer>",
+    "<answer>Right or Left</answer>",
+    "<answer>Rights</answer>",
+    "<answer>Ri ght</answer>",
+    "<anſwer>Right</anſwer>",
+    "<answer>Right</answer><answer>Left</answer>",
+    "<answer><answer>Right</answer></answer>",
+    "\x00\ud800",
+    "<think><think><answer>Right</answer>",
+    "<think><answer>Right</answer></think>",
+    "</think><answer>Right</answer>",
+    "<think>a</think><think>b</think><answer>Right</answer>",
+    "< answer>Right</ answer>",
+]
 
 
 def test_a_reply_holds_one_action_or_none():
@@ -43,9 +63,10 @@ def test_a_reply_holds_one_action_or_none():
 
 
 HOSTILE = [
-    "<answer>", "</answer>", "<think>", "</think>", "<search>", "</search>", "<information>", "</information>",
-    "<answer", "<ANSWER>", "</", "<|im_end|>", "<|image_pad|>", "Up", "Left", " 7", "042", "nan", "1e999", "-", "6*7",
-    "\\boxed{", "}", "$", ",", ".", "\x00", "\n", " ", "\u202e", "\ud800", "é", "漢字", "𝟟", "٣", "🙂", "%s", "a" * 300,
+    "<answer>", "</answer>", "<think>", "</think>", "<search>", "</search>", "<information>",
+    "</information>", "<answer", "<ANSWER>", "</", "<|im_end|>", "<|image_pad|>", "Up", "Left",
+    " 7", "042", "nan", "1e999", "-", "6*7", "\\boxed{", "}", "$", ",", ".", "\x00", "\n", " ",
+    "\u202e", "\ud800", "é", "漢字", "𝟟", "٣", "🙂", "%s", "a" * 300,
 ]  # fmt: skip
 UNREADABLE = [
     "",
@@ -70,15 +91,17 @@ def test_gymnasium_accepts_it(name, style, monkeypatch):
 
 @every_environment
 def test_a_seed_reproduces_its_episode(name):
-    """Also what is shown and captioned on the way; different seeds differ, but for CliffWalking."""
+    """Also its observations and captions on the way. Seeds differ, except those of CliffWalking."""
 
     def record(seed):
-        env, rng, seen = CASES[name](), np.random.default_rng(1), []
-        end = play_out(
-            env, seed, lambda: seen.append((env.observe(), env.caption())) or env.random_reply(rng)
-        )
-        assert all(caption for _, caption in seen)
-        return repr((seen, end))
+        env, rng, shown = CASES[name](), np.random.default_rng(1), []
+
+        def reply():
+            assert env.caption()
+            shown.append((env.observe(), env.caption()))
+            return env.random_reply(rng)
+
+        return repr((play_out(env, seed, reply), shown))
 
     first = [record(seed) for seed in range(10)]
     assert first == [record(seed) for seed in range(10)]
@@ -88,24 +111,19 @@ def test_a_seed_reproduces_its_episode(name):
 @every_environment
 def test_unreadable_replies_cost_their_turn_and_the_penalty_and_change_nothing(name):
     for reply in UNREADABLE:
-        dear, free = (
-            CASES[name](format_penalty=0.5, max_turns=3),
-            CASES[name](format_penalty=0.0, max_turns=3),
-        )
-        before, unpunished = dear.reset(seed=1)[0], 0.0
-        free.reset(seed=1)
+        env = CASES[name](format_penalty=0.5, max_turns=3)
+        twin = CASES[name](format_penalty=0.0, max_turns=3)
+        before, _ = env.reset(seed=1)
+        twin.reset(seed=1)
+        unpunished = 0.0
         for turn in range(1, 4):
-            observation, reward, terminated, truncated, info = dear.step(reply)
-            unpunished += free.step(reply)[1]
+            observation, reward, terminated, truncated, info = env.step(reply)
+            unpunished += twin.step(reply)[1]
             assert reward == pytest.approx(unpunished / turn - 0.5)
             assert reward < 0
             assert info.get("metrics", {}).get("score", unpunished) == pytest.approx(unpunished)
-            assert (terminated, truncated, info["success"], info["valid"]) == (
-                False,
-                turn == 3,
-                False,
-                False,
-            )
+            assert not (terminated or info["success"] or info["valid"])
+            assert truncated == (turn == 3)
             assert repr(observation) == repr(before)
 
 
@@ -123,9 +141,8 @@ def test_arbitrary_replies_never_raise_and_are_never_rewarded_by_chance(name):
         assert reward < 0 or info["valid"]
         unreadable += not info["valid"]
         assert isinstance(observation.text, str)
-        assert all(
-            image.dtype == np.uint8 and image.shape[2:] == (3,) for image in observation.images
-        )
+        for image in observation.images:
+            assert (image.dtype, image.shape[2:]) == (np.uint8, (3,))
         if terminated or truncated:
             env.reset(seed=k)
     assert unreadable > 600
@@ -133,20 +150,19 @@ def test_arbitrary_replies_never_raise_and_are_never_rewarded_by_chance(name):
 
 @every_environment
 def test_baselines_are_what_the_policies_get(name):
-    """The random policy within four standard errors; the optimal one in every episode, or, on ice, likewise."""
-    n = {"nq_search": 40, "cliffwalking": 30, "sokoban_hard": 80, "frozenlake, slippery": 60}.get(
-        name, 200
-    )
+    """Within four standard errors. The optimal policy succeeds in every episode, but on ice."""
+    slow = {"nq_search": 40, "cliffwalking": 30, "sokoban_hard": 80, "frozenlake, slippery": 60}
+    n = slow.get(name, 200)
     env, rng = CASES[name](), np.random.default_rng(0)
-    known = [env.baselines(seed) for seed in range(n)]
-    policies = {"random": lambda: env.random_reply(rng), "optimal": env.optimal_reply}
-    for policy, reply in policies.items():
-        won = np.array([play_out(env, seed, reply)[2]["success"] for seed in range(n)])
-        p = np.array([values[policy] for values in known])
+    baselines = [env.baselines(seed) for seed in range(n)]
+    replies = {"random": partial(env.random_reply, rng), "optimal": env.optimal_reply}
+    for policy, reply in replies.items():
+        won = sum(play_out(env, seed, reply)[2]["success"] for seed in range(n))
+        p = np.array([values[policy] for values in baselines])
         exact = np.any((p > 0) & (p < 1))
         variance = (p * (1 - p)).sum() if exact else 2 * n * p.mean() * (1 - p.mean())
-        assert abs(won.sum() - p.sum()) <= 4 * np.sqrt(variance) + 1e-9
-    assert np.mean([values["optimal"] - values["random"] for values in known]) > 0.2
+        assert abs(won - p.sum()) <= 4 * np.sqrt(variance) + 1e-9
+    assert np.mean([values["optimal"] - values["random"] for values in baselines]) > 0.2
 
 
 class Guess(TextEnv):
@@ -158,7 +174,8 @@ class Guess(TextEnv):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.number, self.turn = str(self.np_random.integers(1, 9)), 0
+        self.number = str(self.np_random.integers(1, 9))
+        self.turn = 0
         return self.observe(), {"success": False}
 
     def step(self, reply):

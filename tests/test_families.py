@@ -1,6 +1,7 @@
 """Models that are not ours, with random weights: each is computed as its own forward pass does it,
 or is refused."""
 
+import dataclasses
 import json
 import re
 
@@ -73,7 +74,7 @@ def test_a_family_is_computed_right_or_refused(family, length):
     model_class = getattr(transformers, f"{name}ForCausalLM")
     model = model_class._from_config(config_class(**SIZES | changes), attn_implementation="sdpa")
     policy = Policy(model.eval(), TOKENIZER)
-    config = parse_args(["--max_tokens", str(length), "--backend", "hf+torch"])
+    config = parse_args(["--max_tokens", str(length), "--backend", "hf+torch"]).config
 
     episode = make_episode(np.random.default_rng(0), turns=1)
     episode.tokens = np.arange(length, dtype=np.int32) * 77 % 200
@@ -93,7 +94,7 @@ def test_a_family_is_computed_right_or_refused(family, length):
         reason = f"the embedded engine computes other logits than a {name}ForCausalLM"
         with pytest.raises(ValueError, match=reason):
             check(policy, config)
-        config.backend = "vllm+torch"
+        config = dataclasses.replace(config, backend="vllm+torch")
     else:
         np.testing.assert_allclose(logits, expected[-1], atol=1e-4)
     check(policy, config)
@@ -104,7 +105,8 @@ def test_a_family_of_another_build_is_refused_in_one_sentence(tmp_path):
         vocab_size=len(TOKENIZER), n_positions=512, n_embd=64, n_layer=1, n_head=4
     )
     Policy(transformers.GPT2LMHeadModel(config), TOKENIZER).save(str(tmp_path))
-    config = parse_args(["--model", str(tmp_path), "--max_tokens", "500", "--backend", "hf+torch"])
+    flags = ["--model", str(tmp_path), "--max_tokens", "500", "--backend", "hf+torch"]
+    config = parse_args(flags).config
     reason = "a chat model that can be computed: 'GPT2LMHeadModel' object has no"
     with pytest.raises(ValueError, match=reason):
         load(config, [0])
@@ -132,7 +134,7 @@ def test_a_chat_template_that_raises_or_never_ends_is_refused(
     text_policy.save(str(tmp_path))
     (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(ValueError, match=f"a chat model that can be {re.escape(reason)}"):
-        load(parse_args(["--model", str(tmp_path), "--backend", "hf+torch"]), [0])
+        load(parse_args(["--model", str(tmp_path), "--backend", "hf+torch"]).config, [0])
 
 
 def test_a_model_with_invalid_generation_settings_can_be_saved(text_policy, tmp_path):
@@ -140,9 +142,10 @@ def test_a_model_with_invalid_generation_settings_can_be_saved(text_policy, tmp_
     text_policy.save(str(tmp_path / "model"))
     path = tmp_path / "model/generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"temperature": 0.5}))
-    policy = load(parse_args(["--model", str(tmp_path / "model"), "--backend", "hf+torch"]), [0])
+    flags = ["--backend", "hf+torch", "--model"]
+    policy = load(parse_args([*flags, str(tmp_path / "model")]).config, [0]).policy
     policy.save(str(tmp_path / "saved"))
-    saved = load(parse_args(["--model", str(tmp_path / "saved"), "--backend", "hf+torch"]), [0])
+    saved = load(parse_args([*flags, str(tmp_path / "saved")]).config, [0]).policy
     assert saved.suppressed_ids == policy.suppressed_ids == text_policy.suppressed_ids
     assert saved.model.generation_config.temperature == 0.99
 

@@ -1,4 +1,5 @@
-"""FrozenLake and CliffWalking beside Gymnasium's own, Sokoban beside its rules written once more, and what is shown."""
+"""FrozenLake and CliffWalking beside Gymnasium's own, Sokoban beside its rules written once more,
+and the texts, images and captions of all three."""
 
 import re
 import sys
@@ -15,106 +16,115 @@ from envs.frozenlake import random_map, solve
 from envs.sokoban import random_room
 
 STEPS = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
+FOLDS = {"random": np.mean, "optimal": np.max}
+SIZES = {"sokoban_simple": (6, 1), "sokoban_hard": (8, 2)}
 
 
 def wander(env, seed):
     """Return every observation of an episode of random replies, with its caption."""
-    rng, seen = np.random.default_rng(seed), []
-    play_out(
-        env, seed, lambda: seen.append((env.observe(), env.caption())) or env.random_reply(rng)
-    )
+    rng = np.random.default_rng(seed)
+    seen = []
+
+    def reply():
+        seen.append((env.observe(), env.caption()))
+        return env.random_reply(rng)
+
+    play_out(env, seed, reply)
     return [*seen, (env.observe(), env.caption())]
 
 
-FOLDS = {"random": np.mean, "optimal": max}
-
-
 def value(transitions, start, horizon, fold):
-    """Expected sum of rewards by recursion over a table like Gymnasium's; `fold` combines the values of the actions."""
+    """Return the expected sum of rewards by recursion over a table like Gymnasium's.
+
+    `fold` combines the values of the actions.
+    """
 
     @cache
-    def of(state, left):
-        return (
-            fold([sum(outcome(left, *o) for o in way) for way in transitions[state].values()])
-            if left
-            else 0
-        )
+    def state_value(state, left):
+        if left == 0:
+            return 0
+        return fold([action_value(outcomes, left) for outcomes in transitions[state].values()])
 
-    def outcome(left, p, after, reward, end):
-        return p * (reward + (0 if end else of(after, left - 1)))
+    def action_value(outcomes, left):
+        total = 0
+        for p, after, reward, end in outcomes:
+            total += p * (reward if end else reward + state_value(after, left - 1))
+        return total
 
-    return of(start, horizon)
+    return state_value(start, horizon)
 
 
 @pytest.mark.parametrize("slippery", [False, True])
 def test_frozenlake_is_gymnasium_s_on_our_maps(slippery):
     """Every state and reward of random episodes, slips included."""
     for seed in range(40):
-        env, rng, desc = (
-            ENVS["frozenlake"](slippery=slippery),
-            np.random.default_rng(seed),
-            random_map(seed),
-        )
+        rng, desc = np.random.default_rng(seed), random_map(seed)
+        env = ENVS["frozenlake"](slippery=slippery)
+        env.reset(seed=seed)
         twin = gymnasium.make("FrozenLake-v1", desc=desc, is_slippery=slippery).unwrapped
         twin.reset(seed=seed)
-        env.reset(seed=seed)
+        symbols = "".join(desc.flat).translate(str.maketrans("SFH", "__O"))
+        cells = {divmod(k, 4): symbol for k, symbol in enumerate(symbols)}
+
         over = False
         while not over:
             k = int(rng.integers(4))
-            observation, reward, terminated, truncated, info = env.step(
-                f"so <answer> {list(STEPS)[k]} </answer>"
-            )
+            reply = f"so <answer> {list(STEPS)[k]} </answer>"
+            observation, reward, terminated, truncated, info = env.step(reply)
             state, expected, done, _, _ = twin.step(k)
-            shown = list("".join(desc).replace("S", "_").replace("F", "_").replace("H", "O"))
-            under = shown[state]
-            shown[state] = {"_": "P", "O": "X", "G": "√"}[under]
+            assert (reward, terminated, info["success"]) == (expected, done, symbols[state] == "G")
+
             grid, beside = observation.text.split("\n ")
-            assert grid.replace("\n", "") == "".join(shown)
-            at = {
-                divmod(k, 4): x
-                for k, x in enumerate("".join(desc).translate(str.maketrans("SFH", "__O")))
-            }
+            player = {"_": "P", "O": "X", "G": "√"}[symbols[state]]
+            assert grid.replace("\n", "") == symbols[:state] + player + symbols[state + 1 :]
             around = [(state // 4 + dr, state % 4 + dc) for dr, dc in STEPS.values()]
-            assert beside.split() == [at.get(cell, "#") for cell in around]
-            assert (reward, terminated, info["success"]) == (expected, done, under == "G")
+            assert beside.split() == [cells.get(cell, "#") for cell in around]
             over = terminated or truncated
 
 
 def test_frozenlake_maps_and_exact_bounds():
-    """Means over maps: 0.502 at best on slippery ice and 1 elsewhere, 0.217 at random; each by another recursion."""
-    maps = ["".join(random_map(seed)) for seed in range(600)]
+    """Means over maps: 0.502 at best on slippery ice and 1 elsewhere, and 0.217 at random.
+
+    Each is also computed by another recursion.
+    """
+    maps = ["".join(random_map(seed).flat) for seed in range(600)]
     assert len(set(maps)) > 580
     assert all(m.count("S") == m.count("G") == 1 for m in maps)
-    assert (
-        0.1 < np.mean([m.count("H") for m in maps]) / 14 < 0.2
-    )  # 0.2 before unsolvable maps are dropped
+    # It would be 0.2 if unsolvable maps stayed.
+    assert 0.1 < np.mean([m.count("H") for m in maps]) / 14 < 0.2
+
     for slippery, best in ((False, 1.0), (True, 0.502)):
         env = ENVS["frozenlake"](slippery=slippery)
-        known = [env.baselines(seed) for seed in range(300)]
-        assert np.mean([k["optimal"] for k in known]) == pytest.approx(best, abs=0.035)
-        assert np.mean([k["random"] for k in known]) == pytest.approx(0.217, abs=0.02)
+        baselines = [env.baselines(seed) for seed in range(300)]
+        assert np.mean([b["optimal"] for b in baselines]) == pytest.approx(best, abs=0.035)
+        assert np.mean([b["random"] for b in baselines]) == pytest.approx(0.217, abs=0.02)
         for seed in range(8):
             env.reset(seed=seed)
             exact = {name: value(env.lake.P, env.lake.s, 10, fold) for name, fold in FOLDS.items()}
-            assert known[seed] == pytest.approx(exact)
+            assert baselines[seed] == pytest.approx(exact)
 
 
 @pytest.mark.parametrize("name", ["frozenlake", "sokoban_simple", "sokoban_hard"])
 def test_held_out_maps_and_rooms_are_never_seen_in_training_or_warm_start(name):
-    """None shares holes and goal, or walls and targets, with a held-out one; training has at least 10,000 of them."""
+    """No map shares holes and goal, no room walls and targets, with a held-out one.
+
+    Training has at least 10,000 of them.
+    """
     env, grounds = ENVS[name](), {}
     movers = {"P": "_"} if name == "frozenlake" else {"P": "_", "X": "_", "S": "O"}
     for first in (0, EVAL_SEEDS, WARM_START_SEEDS):
         shown = (env.reset(seed=first + k)[0].text.split("\n ")[0] for k in range(1000))
         grounds[first] = {text.translate(str.maketrans(movers)) for text in shown}
-    seen, held_out = grounds[0] | grounds[WARM_START_SEEDS], grounds[EVAL_SEEDS]
-    assert (len(seen & held_out), len(held_out) > 300) == (0, True)
-    sampled = range(25_000) if name == "sokoban_simple" else range(12_000)
-    size = SIZES.get(name)
-    assert (
-        len({random_room(k, *size, 5)[:3] if size else "".join(random_map(k)) for k in sampled})
-        >= 10_000
-    )
+    held_out = grounds[EVAL_SEEDS]
+    assert not held_out & (grounds[0] | grounds[WARM_START_SEEDS])
+    assert len(held_out) > 300
+
+    if name == "frozenlake":
+        different = {random_map(seed).tobytes() for seed in range(12_000)}
+    else:
+        seeds = range(25_000 if name == "sokoban_simple" else 12_000)
+        different = {random_room(seed, *SIZES[name], 5) for seed in seeds}
+    assert len(different) >= 10_000
 
 
 def test_cliffwalking_is_gymnasium_s():
@@ -124,21 +134,21 @@ def test_cliffwalking_is_gymnasium_s():
     twin.reset(seed=0)
     env.reset(seed=0)
     assert env.caption() == "Up a3 Right X Down a4 Left a4"  # the neighbours
+    cells = cells_of([*["_" * 12] * 3, "_CCCCCCCCCCG"])
+
     rewards, terminated = [], False
     while not terminated and env.turn < 3000:
         k = int(rng.integers(4))
-        way = ("Up", "Right", "Down", "Left")[k]
-        observation, reward, terminated, _, info = env.step(f"so <answer> {way} </answer>")
+        action = ("Up", "Right", "Down", "Left")[k]
+        observation, reward, terminated, _, info = env.step(f"so <answer> {action} </answer>")
         state, expected, done, _, _ = twin.step(k)
-        row, col = divmod(int(state), 12)
-        rewards.append(expected)
         assert (reward, terminated) == (expected, done)
+        rewards.append(expected)
+
+        row, col = divmod(int(state), 12)
         around = ((row - 1, col), (row, col + 1), (row + 1, col), (row, col - 1))
-        marks = [
-            "CG"[c == 11] if r == 3 and 0 < c < 12 else "_" if 0 <= r < 4 and 0 <= c < 12 else "#"
-            for r, c in around
-        ]
-        assert observation.text == f" {'abcdefghijkl'[col]}{row + 1} {' '.join(marks)}"
+        marks = " ".join(cells.get(cell, "#") for cell in around)
+        assert observation.text == f" {'abcdefghijkl'[col]}{row + 1} {marks}"
         env.style = "full"
         assert f"You: row {row + 1}, column {col + 1}." in env.observe().text
         env.style = "terse"
@@ -151,48 +161,56 @@ def test_cliffwalking_is_gymnasium_s():
 
 
 def test_where_episodes_of_cliffwalking_start():
-    """Held-out ones at the start; training along the shortest way, if asked for; the warm start at every free cell."""
+    """Held-out ones start at the task's own start, training ones along the shortest way if the flag
+    says so, and those of the warm start in every free cell."""
     env = ENVS["cliffwalking"](along_the_way=True)
-    way = ["a4", *(f"{column}3" for column in "abcdefghijkl")]
-    for first, cells in ((0, way), (EVAL_SEEDS, way[:1]), (WARM_START_SEEDS, None)):
-        found = {env.reset(seed=first + k)[0].text.split()[0] for k in range(500)}
-        assert found == set(
-            cells or [f"{column}{row}" for column in "abcdefghijkl" for row in (1, 2, 3)] + ["a4"]
-        )
+    way = {"a4", *(f"{column}3" for column in "abcdefghijkl")}
+    free = {"a4", *(f"{column}{row}" for column in "abcdefghijkl" for row in (1, 2, 3))}
+    for first, cells in ((0, way), (EVAL_SEEDS, {"a4"}), (WARM_START_SEEDS, free)):
+        assert {env.reset(seed=first + k)[0].text.split()[0] for k in range(500)} == cells
     assert ENVS["cliffwalking"]().reset(seed=0)[0].text == " a4 _ C # #"
 
 
 def test_cliffwalking_s_exact_bounds():
-    """By another recursion; and the optimal policy earns the best of them, in as many turns."""
+    """By another recursion. The optimal policy earns the best of them."""
     sys.setrecursionlimit(5000)
     env = ENVS["cliffwalking"](max_turns=200)
     env.reset(seed=0)
-    best, random = solve(env.cliff.P, 200)[:, 36]
-    found = {"random": random.mean(), "optimal": best.max()}
-    assert found == pytest.approx(
-        {name: value(env.cliff.P, 36, 200, fold) for name, fold in FOLDS.items()}
-    )
-    assert play_out(env, 0, env.optimal_reply)[0] == best.max() == -13
-    assert round(random.mean()) == -2079  # as the module says
+    exact = {}
+    for name, fold in FOLDS.items():
+        exact[name] = fold(solve(env.cliff.P, 200, fold)[36])
+        assert exact[name] == pytest.approx(value(env.cliff.P, 36, 200, fold))
+    assert play_out(env, 0, env.optimal_reply)[0] == exact["optimal"] == -13
+    assert round(exact["random"]) == -2079  # as the module says
 
 
-SIZES = {"sokoban_simple": (6, 1), "sokoban_hard": (8, 2)}
 ROOMS = {  # of seed 7, made once and written down
     "sokoban_simple": "____\nO#__\nP_X_\n____",
     "sokoban_hard": "#_____\n__#X_P\n#__O__\n_#_X__\n##_O#_\n_____#",
 }
 
 
+def cells_of(rows):
+    """Return {(row, column): symbol} of rows of symbols."""
+    return {(r, c): symbol for r, row in enumerate(rows) for c, symbol in enumerate(row)}
+
+
+def rows_of(env):
+    """Return the grid of a Sokoban as rows of symbols, (str, ...)."""
+    return tuple("".join(row) for row in env.grid())
+
+
 def reference_step(rows, action):
-    """The rules once more, on rows of symbols: (str, ...) -> (str, ...)."""
-    cells = {(r, c): x for r, row in enumerate(rows) for c, x in enumerate(row)}
+    """Follow the rules once more, on rows of symbols: (str, ...) -> (str, ...)."""
+    cells = cells_of(rows)
     boxes = {cell for cell, x in cells.items() if x in "X√"}
     r, c = next(cell for cell, x in cells.items() if x in "PS")
     dr, dc = STEPS[action]
     ahead, beyond = (r + dr, c + dc), (r + 2 * dr, c + 2 * dc)
     if cells[ahead] == "#" or (ahead in boxes and (cells[beyond] == "#" or beyond in boxes)):
         return rows
-    boxes = boxes - {ahead} | {beyond} if ahead in boxes else boxes
+    if ahead in boxes:
+        boxes = boxes - {ahead} | {beyond}
 
     def shown(cell):
         ground = {"O": "O", "√": "O", "S": "O", "#": "#"}.get(cells[cell], "_")
@@ -200,7 +218,8 @@ def reference_step(rows, action):
             return {"O": "S", "_": "P"}[ground]
         return {"O": "√", "_": "X"}[ground] if cell in boxes else ground
 
-    return tuple("".join(shown((i, j)) for j in range(len(row))) for i, row in enumerate(rows))
+    text, side = "".join(map(shown, cells)), len(rows)
+    return tuple(text[k : k + side] for k in range(0, side**2, side))
 
 
 def solved(rows):
@@ -211,71 +230,77 @@ class Moves(dict):
     """The table of a room in Gymnasium's form, filled by `reference_step` as it is read."""
 
     def __missing__(self, rows):
-        after = [reference_step(rows, action) for action in STEPS]
-        self[rows] = {
-            k: [(1.0, state, float(solved(state)), solved(state))] for k, state in enumerate(after)
-        }
+        self[rows] = {}
+        for action in STEPS:
+            after = reference_step(rows, action)
+            self[rows][action] = [(1.0, after, float(solved(after)), solved(after))]
         return self[rows]
 
 
 @pytest.mark.parametrize("name", list(SIZES))
 def test_sokoban_follows_the_rules(name):
-    """Random episodes; state and text as the reference sees them, rewards counted from its symbols."""
-    env, rng, seen = ENVS[name](max_turns=60, style="full"), np.random.default_rng(0), Counter()
+    """State and text of random episodes follow the reference, and rewards count its symbols."""
+    env, rng, events = ENVS[name](max_turns=60, style="full"), np.random.default_rng(0), Counter()
     for seed in range(60):
         env.reset(seed=seed)
-        rows, score, over = tuple(env.grid()), 0.0, False
+        rows, score, over = rows_of(env), 0.0, False
         while not over:
             action = list(STEPS)[rng.integers(4)]
             after = reference_step(rows, action)
-            (text, _), reward, terminated, truncated, info = env.step(
-                f"so <answer> {action} </answer>"
-            )
+            reply = f"so <answer> {action} </answer>"
+            (text, _), reward, terminated, truncated, info = env.step(reply)
             shown = text.replace(" ", "").split("State:\n")[1].split("\n")[: env.side]
-            assert tuple(env.grid()) == after == tuple(shown)
-            before, now = ("".join(r).count("√") for r in (rows, after))
-            assert reward == pytest.approx(-0.1 + now - before + 10 * solved(after))
+            assert rows_of(env) == after == tuple(shown)
+            assert info["success"] == terminated == solved(after)
+            assert info["valid"]
+
+            in_place_before = "".join(rows).count("√")
+            in_place = "".join(after).count("√")
+            assert reward == pytest.approx(-0.1 + in_place - in_place_before + 10 * solved(after))
             score += reward
             assert info["metrics"]["score"] == pytest.approx(score)
-            assert (info["success"], terminated, info["valid"]) == (
-                solved(after),
-                solved(after),
-                True,
-            )
-            seen.update(on=now > before, off=now < before, blocked=rows == after)
+            events["on"] += in_place > in_place_before
+            events["off"] += in_place < in_place_before
+            events["blocked"] += rows == after
             rows, over = after, terminated or truncated
-    assert min(seen["on"], seen["blocked"]) > 3
-    assert seen["off"] > 0 or name == "sokoban_simple"  # one box in place is the end of the episode
+
+    assert min(events["on"], events["blocked"]) > 3
+    # With one box, a box in place is the end of the episode.
+    assert events["off"] > 0 or name == "sokoban_simple"
 
 
 @pytest.mark.parametrize(("name", "n"), [("sokoban_simple", 100), ("sokoban_hard", 6)])
 def test_sokoban_s_rooms_need_the_turns_they_were_made_for(name, n):
-    """By another search. Walls around, no box on a target, and the optimal policy solves it in as many turns."""
+    """By another search. Walls are around and no box is on a target. The optimal policy solves the
+    room in as many turns."""
     assert ENVS[name]().reset(seed=7)[0].text == ROOMS[name]
-    (side, boxes), lengths, moves = SIZES[name], [], Moves()
+    side, boxes = SIZES[name]
+    env, lengths, moves = ENVS[name](), [], Moves()
     for seed in range(EVAL_SEEDS, EVAL_SEEDS + n):
-        env = ENVS[name]()
         env.reset(seed=seed)
-        rows, text = tuple(env.grid()), "".join(tuple(env.grid()))
+        rows = rows_of(env)
+        text = "".join(rows)
         assert [len(text), text.count("√"), text.count("X")] == [side**2, 0, boxes]
         assert [text.count("O") + text.count("S"), text.count("P") + text.count("S")] == [boxes, 1]
-        assert set(rows[0] + rows[-1] + "".join(row[0] + row[-1] for row in rows)) == {"#"}
-        lengths.append(next(turns for turns in range(1, 11) if value(moves, rows, turns, max)))
-        assert lengths[-1] == env.shortest
+        assert set(rows[0] + rows[-1] + text[::side] + text[side - 1 :: side]) == {"#"}
+
+        length = next(turns for turns in range(1, 11) if value(moves, rows, turns, max))
+        assert length == np.random.default_rng(seed).integers(boxes, 11)  # as `random_room` draws
         assert env.baselines(seed)["optimal"] == 1
         total, turns, _ = play_out(env, seed, env.optimal_reply)
-        assert (turns, total) == (lengths[-1], pytest.approx(10 + boxes - lengths[-1] / 10))
+        assert (turns, total) == (length, pytest.approx(10 + boxes - length / 10))
+        lengths.append(length)
+
     assert set(lengths) <= set(range(boxes, 11))
     assert name == "sokoban_hard" or set(lengths) == set(range(1, 11))
 
 
 def cells_in(caption):
-    """What a caption says of each cell: {mark: {(row, column)}}."""
-    named = re.findall(r"(\S)((?: [a-l]\d)+)", caption)
-    return {
-        mark: {(int(cell[1]) - 1, ord(cell[0]) - ord("a")) for cell in cells.split()}
-        for mark, cells in named
-    }
+    """Return the cells that a caption names, {mark: {(row, column)}}."""
+    cells = {}
+    for mark, names in re.findall(r"(\S)((?: [a-l]\d)+)", caption):
+        cells[mark] = {(int(name[1]) - 1, ord(name[0]) - ord("a")) for name in names.split()}
+    return cells
 
 
 @pytest.mark.parametrize("name", ["frozenlake", *SIZES])
@@ -285,51 +310,42 @@ def test_captions_name_the_cells(name):
     env = ENVS[name]()
     for seed in range(30):
         for observation, caption in wander(env, seed):
-            shown = {
-                (r, c): x
-                for r, row in enumerate(observation.text.split("\n ")[0].split("\n"))
-                for c, x in enumerate(row)
-            }
-            expected = {
-                mark: {cell for cell, x in shown.items() if x in symbols}
-                for mark, symbols in marks.items()
-            }
-            assert cells_in(caption) == {mark: cells for mark, cells in expected.items() if cells}
+            shown = cells_of(observation.text.split("\n ")[0].split("\n"))
+            named = cells_in(caption)
+            assert all(named.values())
+            for mark, symbols in marks.items():
+                expected = {cell for cell, symbol in shown.items() if symbol in symbols}
+                assert named.pop(mark, set()) == expected
+            assert not named
 
 
 @pytest.mark.parametrize(("style", "size"), [("terse", 14), ("full", 56)])
 def test_images_show_the_state(style, size):
-    """Red only in the player's cell, green on the goal, dark blue in holes, grey beyond the edge, else plain ice."""
+    """Red only in the player's cell, green on the goal, dark blue in holes, grey beyond the edge,
+    else plain ice."""
+    env, text_env = ENVS["frozenlake_vlm"](style=style), ENVS["frozenlake"]()
     for seed in range(20):
-        env, text = ENVS["frozenlake_vlm"](style=style), ENVS["frozenlake"]()
-        for (observation, caption), (twin, same) in zip(
-            wander(env, seed), wander(text, seed), strict=True
-        ):
-            assert (
-                style == "full" or observation.text == ""
-            )  # the image alone says where things are
-            grid, beside = twin.text.split("\n ")
-            assert caption == f"{same} {beside}"
-            image, rows = (
-                observation.images[0].astype(int),
-                grid.split("\n") + [beside.replace(" ", "")],
-            )
-            rows = rows if style == "terse" else rows[:4]
+        shown = zip(wander(env, seed), wander(text_env, seed), strict=True)
+        for (observation, caption), (text_observation, text_caption) in shown:
+            grid, beside = text_observation.text.split("\n ")
+            assert caption == f"{text_caption} {beside}"
+            rows = grid.split("\n")
+            if style == "terse":
+                assert observation.text == ""  # the image alone says where things are
+                rows.append(beside.replace(" ", ""))
+
+            image = observation.images[0].astype(int)
             assert image.shape == (len(rows) * size, 4 * size, 3)
-            for at, symbol in enumerate("".join(rows)):
-                row, col = divmod(at, 4)
+            for (row, col), symbol in cells_of(rows).items():
                 cell = image[size * row : size * (row + 1), size * col : size * (col + 1)]
                 cell = cell[2 * size // 7 : -1, 2 * size // 7 : -1].reshape(-1, 3)
                 r, g, b = cell.T
-                red, green, dark = (
-                    (r > 150) & (g < 100),
-                    (g > 130) & (r < 60),
-                    (b > 60) & (r < 60) & (g < 80),
-                )
-                assert (red.mean() > 0.1) == (symbol in "PX√")
-                assert symbol == "√" or (green.mean() > 0.1) == (
-                    symbol == "G"
-                )  # the player hides the flag
-                assert (dark.mean() > 0.2) == (symbol in "OX")
+                red = np.mean((r > 150) & (g < 100))
+                green = np.mean((g > 130) & (r < 60))
+                dark = np.mean((b > 60) & (r < 60) & (g < 80))
+                assert (red > 0.1) == (symbol in "PX√")
+                # The player hides the flag.
+                assert symbol == "√" or (green > 0.1) == (symbol == "G")
+                assert (dark > 0.2) == (symbol in "OX")
                 assert (np.ptp(cell, axis=1).max() < 5) == (symbol == "#")
                 assert symbol != "_" or np.ptp(cell, axis=0).max() < 90

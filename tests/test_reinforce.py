@@ -1,8 +1,8 @@
-"""From episodes to the IS-weighted loss, against a slow float64 loop written from the equations, token by token."""
+"""From episodes to the IS-weighted loss, against a slow float64 loop written from the equations."""
 
 import dataclasses
 import math
-from types import SimpleNamespace
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -12,82 +12,86 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freshper.config import Config
-from freshper.episode import PADDING, alike, collate
-from freshper.reinforce import WINDOW, Baseline, kl_k3, policy_loss, training_batch, whiten
-from freshper.trainer import TorchTrainer
+from freshper.episode import PADDING, collate, group_by_length
+from freshper.priority import base_priorities
+from freshper.reinforce import (
+    WINDOW,
+    Baseline,
+    advantages,
+    kl_k3,
+    policy_loss,
+    training_batch,
+    whiten,
+)
 
 
 def bounded(x, limit):
     return max(-limit, min(limit, x))
 
 
-def slow_returns(episode, kl_coef=0.0):
-    """G_t of each action token: what its turn and later ones earn, minus the KL penalty of this and later tokens."""
-    returns = []
+def slow_turns(episode):
+    """The number of the turn of each action token."""
     actions = np.flatnonzero(episode.action_mask).tolist()
-    turn = {t: sum(1 for s in actions if s < t and s + 1 not in actions) for t in actions}
-    for t in actions:
-        total = sum(float(r) for r in episode.turn_rewards[turn[t] :])
-        if kl_coef:
-            difference = {
-                s: float(episode.behavior_logprobs[s]) - float(episode.ref_logprobs[s])
-                for s in actions
-            }
-            total -= kl_coef * sum(bounded(difference[s], 10) for s in actions if s >= t)
+    ends = [t for t in actions if t + 1 not in actions]
+    return [sum(end < t for end in ends) for t in actions]
+
+
+def slow_returns(episode, kl_coef):
+    """G_t of each action token: rewards of its turn and later ones, minus the KL penalty of this
+    and later tokens."""
+    actions = np.flatnonzero(episode.action_mask).tolist()
+    returns = []
+    for t, turn in zip(actions, slow_turns(episode), strict=True):
+        total = sum(episode.turn_rewards[turn:].tolist())
+        for s in actions:
+            if kl_coef and s >= t:
+                k1 = float(episode.behavior_logprobs[s]) - float(episode.ref_logprobs[s])
+                total -= kl_coef * bounded(k1, 10)
         returns.append(total)
     return returns
 
 
-def turns_of(episode):
-    """The number of the turn of each action token."""
-    return [int((episode.turn_ends() < t).sum()) for t in np.flatnonzero(episode.action_mask)]
-
-
 def slow_statistics(collected, kl_coef, by_turn):
-    """The mean of each turn (or of all turns) and the std of all deviations from it, over action tokens."""
-    table = [(turn if by_turn else 0, g) for e in collected
-             for turn, g in zip(turns_of(e), slow_returns(e, kl_coef), strict=True)]  # fmt: skip
-    means = [
-        np.mean([g for t, g in table if t == turn]) for turn in range(1 + max(t for t, _ in table))
-    ]
-    return means, math.sqrt(np.mean([(g - means[t]) ** 2 for t, g in table]))
+    """The mean of each turn (or of all) and the std of deviations from it, over action tokens."""
+    returns = defaultdict(list)
+    for e in collected:
+        for turn, g in zip(slow_turns(e), slow_returns(e, kl_coef), strict=True):
+            returns[turn if by_turn else 0].append(g)
+
+    means = [np.mean(returns[turn]) for turn in range(len(returns))]
+    squares = [(g - means[turn]) ** 2 for turn, values in returns.items() for g in values]
+    return means, math.sqrt(np.mean(squares))
 
 
 def slow_advantages(episodes, config, collected=None):
-    """A_t of each action token of each episode against `collected`, or against these episodes; the mean of the last
-    turn also counts for later ones."""
+    """A_t of each action token of each episode against `collected`, or against these episodes. The
+    mean of the last turn also counts for later ones."""
     kl_coef = config.kl_reward_coef
     means, std = slow_statistics(collected or episodes, kl_coef, config.baseline == "turn")
-    found = []
+    advantages = []
     for e in episodes:
-        expected = [means[min(turn, len(means) - 1)] for turn in turns_of(e)]
-        row = [
-            (g - mean) / (std + 1e-8)
-            for g, mean in zip(slow_returns(e, kl_coef), expected, strict=True)
-        ]
-        found.append([bounded(a, config.advantage_clip) for a in row])
+        row = []
+        for turn, g in zip(slow_turns(e), slow_returns(e, kl_coef), strict=True):
+            mean = means[min(turn, len(means) - 1)]
+            row.append(bounded((g - mean) / (std + 1e-8), config.advantage_clip))
         if e.engine_weights is not None:
-            found[-1] = [
-                a * float(w)
-                for a, w in zip(found[-1], e.engine_weights[e.action_mask], strict=True)
-            ]
-    return found
+            row = (np.array(row) * e.engine_weights[e.action_mask]).tolist()
+        advantages.append(row)
+    return advantages
 
 
-def slow_loss(episodes, logprobs, entropies, weights, config, collected=None):
+def slow_loss(episodes, advantages, logprobs, entropies, weights, config):
     """1/B sum_i w_i l_i of eq. 16, with l_i divided by the mean number of action tokens."""
-    scale = sum(int(e.action_mask.sum()) for e in episodes) / len(episodes)
+    scale = sum(len(row) for row in advantages) / len(episodes)
     total = 0.0
-    for n, (e, row) in enumerate(
-        zip(episodes, slow_advantages(episodes, config, collected), strict=True)
-    ):
-        for a, t in zip(row, np.flatnonzero(e.action_mask), strict=True):
+    for n, e in enumerate(episodes):
+        for a, t in zip(advantages[n], np.flatnonzero(e.action_mask), strict=True):
             rho = math.exp(bounded(logprobs[n][t] - float(e.behavior_logprobs[t]), 20))
-            objective = min(
-                rho * a, max(1 - config.ratio_clip, min(1 + config.ratio_clip, rho)) * a
-            )
+            clipped = max(1 - config.ratio_clip, min(1 + config.ratio_clip, rho))
+            objective = min(rho * a, clipped * a)
             if config.dual_clip and a < 0:
                 objective = max(objective, config.dual_clip * a)
+
             loss = -objective - config.entropy_coef * entropies[n][t]
             if config.kl_loss_coef:
                 log_ratio = bounded(float(e.ref_logprobs[t]) - logprobs[n][t], 20)
@@ -101,132 +105,155 @@ CASES = {
     "Config A": {"advantage_clip": 0.2},
     "dual clip": {"dual_clip": 1.5},
     "KL and entropy": {"kl_reward_coef": 0.1, "kl_loss_coef": 0.05, "entropy_coef": 0.01},
-    "replayed": {"replayed": True},
+    "replayed": {},
     "baseline by turn": {"baseline": "turn"},
-    "replayed, by turn": {"baseline": "turn", "replayed": True, "kl_reward_coef": 0.1},
-    "replayed, recomputed": {"baseline": "recompute", "replayed": True},
-    "truncated IS": {"engine": True, "ratio_clip": 0.1},
+    "replayed, by turn": {"baseline": "turn", "kl_reward_coef": 0.1},
+    "replayed, recomputed": {"baseline": "recompute"},
+    "truncated IS": {"ratio_clip": 0.1},
 }
+
+
+def random_episodes(rng, case, seed):
+    """Episodes to train on, and the collected ones, which are the same unless they are replayed."""
+    episodes = [make_episode(rng, turns=int(rng.integers(2, 5))) for _ in range(1 + seed % 6)]
+    collected = episodes
+    if "replayed" in case:
+        collected = [make_episode(rng, turns=int(rng.integers(1, 4))) for _ in range(5)]
+    for e in {id(e): e for e in episodes + collected}.values():
+        away = rng.standard_cauchy(len(e.tokens)) * e.action_mask / 3
+        e.ref_logprobs = (e.behavior_logprobs + away).astype(np.float32)
+        if case == "truncated IS":
+            e.engine_weights = (2 * rng.random(len(e.tokens))).astype(np.float32)
+    return episodes, collected
+
+
+def slow_sums(log_rho, advantages, config):
+    """The statistics of a row: sums over its action tokens."""
+    rho = np.exp(log_rho)
+    most = config.dual_clip or np.inf
+    too_high = rho > 1 + config.ratio_clip
+    too_low = (rho < 1 - config.ratio_clip) | (rho > most)
+    clipped = np.where(advantages > 0, too_high, too_low) & (advantages != 0)
+    return {
+        "log_ratio": log_rho.sum(),
+        "ratio": rho.sum(),
+        "ratio_sq": (rho**2).sum(),
+        "kl": (rho - 1 - log_rho).sum(),
+        "clipped": clipped.sum(),
+    }
 
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradient_are_those_of_the_slow_loop(case, seed):
-    """The gradient against central differences of the slow loop; whole, and in micro-batches that add up."""
-    settings = CASES[case].copy()
-    replayed, engine = settings.pop("replayed", False), settings.pop("engine", False)
-    config = Config(**{"advantage_clip": 20.0} | settings)
+    """Micro-batches add up to the whole. The slow gradient comes from central differences."""
+    config = Config(**{"advantage_clip": 20.0} | CASES[case])
     rng = np.random.default_rng(seed)
-    episodes = [make_episode(rng, turns=int(rng.integers(2, 5))) for _ in range(1 + seed % 6)]
-    collected = (
-        [make_episode(rng, turns=int(rng.integers(1, 4))) for _ in range(5)]
-        if replayed
-        else episodes
-    )
-    for e in {id(e): e for e in episodes + collected}.values():
-        away = rng.standard_cauchy(len(e.tokens)) * e.action_mask / 3
-        e.ref_logprobs = (e.behavior_logprobs + away).astype(np.float32)
-        e.engine_weights = (2 * rng.random(len(e.tokens))).astype(np.float32) if engine else None
+    episodes, collected = random_episodes(rng, case, seed)
     weights = rng.random(len(episodes)) + 0.1
-    (baseline := Baseline(config.baseline, config.kl_reward_coef)).observe(collected)
-    collected = episodes if config.baseline == "recompute" else collected
-    batch = training_batch(episodes, config, baseline.advantages(episodes), weights)
-    expected = slow_advantages(episodes, config, collected)
-    np.testing.assert_allclose(
-        batch.advantages[batch.action_mask], sum(expected, []), rtol=1e-4, atol=1e-4
-    )
-    assert (batch.advantages[~batch.action_mask] == 0).all()
-    logprobs = batch.behavior_logprobs.double() + torch.from_numpy(
-        rng.normal(0, 0.3, batch.tokens.shape)
-    )
-    logprobs.requires_grad_()
-    entropies, total, counted = torch.from_numpy(rng.random(batch.tokens.shape)), 0.0, 0
+
+    baseline = Baseline(config.baseline, config.kl_reward_coef)
+    baseline.observe(collected)
+    advantages = baseline.advantages(episodes)
+    batch = training_batch(episodes, advantages, weights, config.advantage_clip)
+    mask = batch.action_mask
+    recomputed = config.baseline == "recompute"
+    expected = slow_advantages(episodes, config, episodes if recomputed else collected)
+    np.testing.assert_allclose(batch.advantages[mask], sum(expected, []), rtol=1e-4, atol=1e-4)
+    assert (batch.advantages[~mask] == 0).all()
+
+    noise = torch.from_numpy(rng.normal(0, 0.3, mask.shape))
+    logprobs = (batch.behavior_logprobs.double() + noise).requires_grad_()
+    log_rho = (logprobs - batch.behavior_logprobs).detach()
+    entropies = torch.from_numpy(rng.random(mask.shape))
+    total, rows_seen = 0.0, 0
     for rows, part in batch.micro_batches(1 + seed % 3):
         width = part.tokens.shape[1]
         loss, stats = policy_loss(
-            logprobs[rows, :width], part.behavior_logprobs, part.advantages, part.action_mask, part.weights,
-            ratio_clip=config.ratio_clip, dual_clip=config.dual_clip, entropies=entropies[rows, :width],
-            entropy_coef=config.entropy_coef, ref_logprobs=part.ref_logprobs, kl_coef=config.kl_loss_coef,
-            batch_size=len(episodes), scale=int(batch.action_mask.sum()) / len(episodes),
-        )  # fmt: skip
-        total, counted = total + loss, counted + len(rows)
-        for row, n in enumerate(rows):  # the statistics: sums over the action tokens of a row
-            log_rho = (logprobs - batch.behavior_logprobs)[n][batch.action_mask[n]].detach().numpy()
-            rho, a = np.exp(log_rho), batch.advantages[n][batch.action_mask[n]].numpy()
-            least, most = 1 - config.ratio_clip, config.dual_clip or np.inf
-            clipped = np.where(a > 0, rho > 1 + config.ratio_clip, (rho < least) | (rho > most)) & (
-                a != 0
-            )
-            sums = {
-                "log_ratio": log_rho,
-                "ratio": rho,
-                "ratio_sq": rho**2,
-                "kl": rho - 1 - log_rho,
-                "clipped": clipped,
-            }
-            found = {name: value[row].item() for name, value in stats.items()}
-            assert found == pytest.approx({name: value.sum() for name, value in sums.items()})
+            logprobs[rows, :width],
+            part.behavior_logprobs,
+            part.advantages,
+            part.action_mask,
+            part.weights,
+            ratio_clip=config.ratio_clip,
+            dual_clip=config.dual_clip,
+            entropies=entropies[rows, :width],
+            entropy_coef=config.entropy_coef,
+            ref_logprobs=part.ref_logprobs,
+            kl_coef=config.kl_loss_coef,
+            batch_size=len(episodes),
+            scale=int(mask.sum()) / len(episodes),
+        )
+        total += loss
+        rows_seen += len(rows)
+        for k, n in enumerate(rows):
+            a = batch.advantages[n][mask[n]].numpy()
+            sums = slow_sums(log_rho[n][mask[n]].numpy(), a, config)
+            assert {name: x[k].item() for name, x in stats.items()} == pytest.approx(sums)
     total.backward()
 
     def slow(values):
-        return slow_loss(episodes, values.tolist(), entropies.tolist(), weights, config, collected)
+        return slow_loss(episodes, expected, values.tolist(), entropies.tolist(), weights, config)
 
-    assert counted == len(episodes)
+    assert rows_seen == len(episodes)
     assert total.item() == pytest.approx(slow(logprobs), rel=1e-4, abs=1e-5)
-    for n, t in batch.action_mask.nonzero().tolist()[:: 1 + seed]:
+    for n, t in mask.nonzero().tolist()[:: 1 + seed]:
         step = torch.zeros_like(logprobs)
         step[n, t] = 1e-5
         difference = (slow(logprobs + step) - slow(logprobs - step)) / 2e-5
         assert logprobs.grad[n, t].item() == pytest.approx(difference, rel=1e-3, abs=1e-5)
-    assert (logprobs.grad[~batch.action_mask] == 0).all()
+    assert (logprobs.grad[~mask] == 0).all()
 
 
 @pytest.mark.parametrize("log_ratio", [88.8, 1000.0, -1000.0])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_extreme_ratios_leave_loss_and_gradient_finite(log_ratio, advantage):
-    """From 88.8 on exp overflows in float32, and 0 times infinity is NaN. The log ratio is bounded by 20."""
-    logprobs, one = torch.full((1, 1), log_ratio, requires_grad=True), torch.ones(1, 1)
+    """From 88.8 on exp overflows in float32, and 0 times infinity is NaN. The bound is 20."""
+    logprobs = torch.full((1, 1), log_ratio, requires_grad=True)
+    one = torch.ones(1, 1)
     loss, stats = policy_loss(logprobs, torch.zeros(1, 1), advantage * one, one.bool())
     loss.backward()
     rho = math.exp(bounded(log_ratio, 20.0))
-    assert loss.item() == pytest.approx(-min(rho * advantage, max(0.8, min(1.2, rho)) * advantage))
+    clipped = max(0.8, min(1.2, rho))
+    assert loss.item() == pytest.approx(-min(rho * advantage, clipped * advantage))
     assert logprobs.grad.item() == 0.0
-    assert stats["log_ratio"].item() == pytest.approx(
-        log_ratio
-    )  # of the trajectory, for the diagnostics
+    # The diagnostics get the log ratio of the trajectory without a bound.
+    assert stats["log_ratio"].item() == pytest.approx(log_ratio)
 
 
 @pytest.mark.parametrize("x", [-100.0, -3.0, 0.0, 0.5, 2.0, 8.0, 100.0])
 def test_k3_and_its_gradient_are_bounded(x):
-    """e^x - x - 1 with x = log pi_ref - log pi, and its derivative, or 10 and 0 where that is larger."""
+    """With x = log pi_ref - log pi: e^x - x - 1 and its derivative, or 10 and 0 if it is larger."""
     logprob = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     k3 = kl_k3(logprob, torch.full((1,), x))
     k3.backward()
     exact = math.exp(x) - x - 1
-    assert (k3.item(), logprob.grad.item()) == pytest.approx(
-        (exact, 1 - math.exp(x)) if exact < 10 else (10.0, 0.0)
-    )
+    expected = (exact, 1 - math.exp(x)) if exact < 10 else (10.0, 0.0)
+    assert (k3.item(), logprob.grad.item()) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("kind", ["batch", "turn", "recompute"])
 def test_a_fresh_and_a_replayed_episode_have_one_measure(kind):
-    """Lines 5 and 10: equal statistics give an episode equal A_t, whatever stands beside it in the batch. One-turn
-    successes and three-turn failures, half and half, were +1.73 and -0.58 in line 5 and +1 and -1 in line 10."""
-    episodes = [make_episode(np.random.default_rng(k), turns=1 + 2 * (k % 2)) for k in range(8)]
-    for k, e in enumerate(episodes):
-        e.turn_rewards = np.array([0.0, 0.0, 0.0] if k % 2 else [1.0], dtype=np.float32)
-    (baseline := Baseline(kind, 0.0)).observe(episodes)
+    """Lines 5 and 10: equal statistics give an episode equal A_t, whatever else the batch holds.
+    One-turn successes and three-turn failures, half and half, were +1.73 and -0.58 in line 5 and
+    +1 and -1 in line 10."""
+    episodes = []
+    for k in range(8):
+        rewards = np.float32([0.0, 0.0, 0.0] if k % 2 else [1.0])
+        episode = make_episode(np.random.default_rng(k), turns=len(rewards))
+        episodes.append(dataclasses.replace(episode, turn_rewards=rewards))
+    baseline = Baseline(kind, 0.0)
+    baseline.observe(episodes)
     fresh = baseline.advantages(episodes)
+
     drawn = episodes if kind == "recompute" else episodes[3:6]
-    replayed = baseline.advantages(drawn)
-    for e, row in zip(drawn, replayed, strict=True):
-        np.testing.assert_array_equal(
-            row[: len(e.tokens)], fresh[episodes.index(e), : len(e.tokens)]
-        )
+    for e, replayed in zip(drawn, baseline.advantages(drawn), strict=True):
+        n = len(e.tokens)
+        np.testing.assert_array_equal(replayed[:n], fresh[episodes.index(e), :n])
     if kind != "turn":  # REINFORCE++'s own measure
-        torch.testing.assert_close(
-            fresh, training_batch(episodes, Config(advantage_clip=20.0)).advantages
-        )
+        batch = collate(episodes)
+        whitened = advantages(batch.rewards, batch.action_mask, clip=20.0)
+        torch.testing.assert_close(fresh, whitened)
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
@@ -235,53 +262,56 @@ def test_the_baseline_is_of_the_newest_batch_or_of_the_window(kind, kl_coef):
     rng = np.random.default_rng(0)
     collected = [make_episode(rng, turns=1 + k % 4) for k in range(WINDOW + 44)]
     for e in collected:
-        e.ref_logprobs = (e.behavior_logprobs - rng.random(len(e.tokens)) * e.action_mask).astype(
-            np.float32
-        )
-    baseline, restored = Baseline(kind, kl_coef), Baseline(kind, kl_coef)
+        away = rng.random(len(e.tokens)) * e.action_mask
+        e.ref_logprobs = (e.behavior_logprobs - away).astype(np.float32)
+    baseline = Baseline(kind, kl_coef)
     for k in range(0, len(collected), 100):
         baseline.observe(collected[k : k + 100])
+    restored = Baseline(kind, kl_coef)
+    restored.load_state_dict(baseline.state_dict())
+
     latest = collected[-WINDOW:] if kind == "turn" else collected[-100:]
     config = Config(kl_reward_coef=kl_coef, baseline=kind, advantage_clip=1e9)
-    restored.load_state_dict(baseline.state_dict())
-    expected = sum(slow_advantages(collected[:9], config, latest), [])
+    drawn = collected[:9]
+    mask = collate(drawn).action_mask
+    expected = sum(slow_advantages(drawn, config, latest), [])
     for each in (baseline, restored):
-        batch = training_batch(collected[:9], config, each.advantages(collected[:9]))
-        np.testing.assert_allclose(
-            batch.advantages[batch.action_mask], expected, rtol=1e-4, atol=1e-5
-        )
+        replayed = each.advantages(drawn)[mask]
+        np.testing.assert_allclose(replayed, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["batch", "turn", "recompute"])
 def test_equal_failures_successes_and_rounding_under_each_baseline(kind):
     baseline = Baseline(kind, 0.0)
 
-    def advantages(collected, drawn):
-        """Of the action tokens of a fresh batch, and of a replay batch after it."""
-        baseline.observe(collected)
-        return [
-            baseline.advantages(batch)[collate(batch).action_mask] for batch in (collected, drawn)
-        ]
+    def of_actions(episodes):
+        return baseline.advantages(episodes)[collate(episodes).action_mask]
 
     def episodes(turn_rewards, n):
-        rewards = np.asarray(turn_rewards, dtype=np.float32)
+        rewards = np.float32(turn_rewards)
         made = [make_episode(np.random.default_rng(k), turns=len(rewards)) for k in range(n)]
         return [dataclasses.replace(e, turn_rewards=rewards) for e in made]
 
-    failures, successes = episodes(4 * [-0.1], 6), episodes([1.0], 4)
-    fresh, replayed = advantages(failures, successes)
+    failures = episodes(4 * [-0.1], 6)
+    successes = episodes([1.0], 4)
+    baseline.observe(failures)
     if kind != "recompute":  # returns-to-go differ by turn alone, and that is no reason to train
-        assert fresh.abs().max() < 1e-6
-    _, replayed = advantages(successes + episodes([0.0], 4), successes)
+        assert of_actions(failures).abs().max() < 1e-6
+
+    baseline.observe(successes + episodes([0.0], 4))
+    replayed = of_actions(successes)
     assert (replayed == 0).all() if kind == "recompute" else (replayed > 0.5).all()
-    if kind == "batch":  # the newest batch has no spread: the std before it stays
-        _, replayed = advantages(failures, successes)
+
+    if kind == "batch":
+        # The newest batch has no spread: the std before it stays.
+        baseline.observe(failures)
+        replayed = of_actions(successes)
         assert ((replayed > 0.5) & (replayed < 5.0)).all()
-    rounded = episodes([10.0], 32) + episodes(
-        [np.nextafter(np.float32(10.0), np.float32(11.0))], 32
-    )
-    if kind == "batch":  # equal returns, summed in another order
-        assert max(found.abs().max() for found in advantages(rounded, rounded)) < 1e-2
+        # Equal returns, summed in another order.
+        above = np.nextafter(np.float32(10.0), np.float32(11.0))
+        rounded = episodes([10.0], 32) + episodes([above], 32)
+        baseline.observe(rounded)
+        assert of_actions(rounded).abs().max() < 1e-2
 
 
 @pytest.mark.parametrize("equal", [1.0, 0.1, -0.85])
@@ -300,25 +330,21 @@ def test_a_base_priority_is_of_the_return_or_of_the_unclipped_advantage(kind):
     for drawn in (episodes, episodes[:2], episodes[:1]):
         means = [np.mean(row) for row in slow_advantages(drawn, unclipped, episodes)]
         for source, expected in (("advantage", means), ("reward", [e.reward for e in drawn])):
-            trainer = SimpleNamespace(config=dataclasses.replace(config, base_priority=source))
-            priorities = TorchTrainer.base_priorities(trainer, drawn, baseline)
+            priorities = base_priorities(drawn, baseline, source, epsilon=0.1)
             np.testing.assert_allclose(priorities, np.abs(expected) + 0.1, rtol=1e-4)
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=200), st.integers(1, 40))
 def test_rows_stand_once_in_groups_of_little_padding(lengths, most):
-    groups = alike(lengths, most)
+    groups = group_by_length(lengths, most)
     assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
     for group in groups:
-        own = [lengths[row] for row in group]
-        assert own == sorted(own)
-        assert len(own) <= most
-        assert sum(own) > (1 - PADDING) * max(own) * len(own)
-    assert [len(group) for group in alike([7] * 10, 4)] == [
-        2,
-        4,
-        4,
-    ]  # equal lengths fill every group but one
+        grouped = [lengths[row] for row in group]
+        assert grouped == sorted(grouped)
+        assert len(grouped) <= most
+        assert sum(grouped) > (1 - PADDING) * max(grouped) * len(grouped)
+    # Equal lengths fill every group but one.
+    assert [len(group) for group in group_by_length([7] * 10, 4)] == [2, 4, 4]
 
 
 def test_an_episode_whose_fields_do_not_fit_together_is_refused():

@@ -1,4 +1,5 @@
-"""What a run prints and writes: the tables against each other and a brute-force ESS, the pages against the episodes."""
+"""What a run prints and writes: tables against each other and a brute-force ESS, pages against the
+episodes."""
 
 import base64
 import html
@@ -15,12 +16,13 @@ from envs import ENVS
 from freshper.config import Config
 from freshper.diagnostics import read
 from freshper.errors import NonFiniteError
-from freshper.report import COLUMNS, REPLAY_COLUMNS, Report, episodes_page
+from freshper.pages import episodes_page
+from freshper.report import COLUMNS, REPLAY_COLUMNS, Report
 from freshper.rollout import rollout
 from freshper.tiny import RandomEngine
 
-FLAGS = """--model tiny --iterations 5 --eval_every 2 --rollout_batch_size 8 --batch_size 4 --eval_episodes 8
---max_turns 3 --ppo_epochs 2 --tau auto --seed 3""".split()
+FLAGS = """--model tiny --iterations 5 --eval_every 2 --rollout_batch_size 8 --batch_size 4
+--eval_episodes 8 --max_turns 3 --ppo_epochs 2 --tau auto --seed 3""".split()
 
 
 @pytest.fixture(scope="module")
@@ -34,25 +36,15 @@ def run(tmp_path_factory):
 
 
 def test_low_ess_of_ten_iterations_is_said_once_every_ten(tmp_path, monkeypatch):
-    lines, flags = (
-        [],
-        [
-            "--model",
-            "tiny",
-            *"--seed 1 --iterations 12 --rollout_batch_size 4 --batch_size 4".split(),
-        ],
-    )
+    lines = []
+    flags = """--model tiny --seed 1 --iterations 12 --rollout_batch_size 4 --batch_size 4
+    --max_turns 2 --eval_episodes 2""".split()
     monkeypatch.setattr(Report, "say", staticmethod(lines.append))
     monkeypatch.setattr("freshper.report.LEAST_ESS", 1.0)  # healthy batches are just below it
-    assert (
-        train.main(
-            [*flags, "--max_turns", "2", "--eval_episodes", "2", "--out", str(tmp_path / "run")]
-        )
-        == 0
-    )
+    assert train.main([*flags, "--out", str(tmp_path / "run")]) == 0
     ess = read(tmp_path / "run", "metrics.csv")["ess_token"][1:11].mean()
-    (said,) = [line for line in lines if "ESS" in line]
-    assert said.startswith(f"ESS / n of replayed tokens is {ess:.2f},")
+    (warning,) = [line for line in lines if "ESS" in line]
+    assert warning.startswith(f"ESS / n of replayed tokens is {ess:.2f},")
 
 
 def test_metrics_agree_with_the_trajectories_that_were_replayed(run):
@@ -74,29 +66,24 @@ def test_metrics_agree_with_the_trajectories_that_were_replayed(run):
         batches = np.flatnonzero(replayed["iteration"] == k).reshape(2, 4)  # K, B
         rho = np.exp(replayed["log_ratio"][batches])
         ess = rho.sum(1) ** 2 / (4 * (rho**2).sum(1))
-        ratio, ratio_sq, tokens = (
-            replayed[name][batches].sum(1) for name in ("ratio", "ratio_sq", "tokens")
-        )
+        ratio = replayed["ratio"][batches].sum(1)
+        tokens = replayed["tokens"][batches].sum(1)
+        ess_token = ratio**2 / tokens / replayed["ratio_sq"][batches].sum(1)
         assert metrics["ess"][k] == pytest.approx(ess.mean(), rel=1e-4)
-        assert metrics["ess_token"][k] == pytest.approx(
-            (ratio**2 / tokens / ratio_sq).mean(), rel=1e-4
-        )
+        assert metrics["ess_token"][k] == pytest.approx(ess_token.mean(), rel=1e-4)
         assert metrics["max_age"][k] == replayed["age"][batches].max()
         assert metrics["replay_age"][k] == pytest.approx(replayed["age"][batches].mean())
 
 
 def test_what_is_printed(run):
     folder, lines = run
-    last, env = (
-        read(folder, "metrics.csv")["eval_success"][[2, 4, 5]].mean(),
-        ENVS["frozenlake"](max_turns=3),
-    )
-    random, optimal = (
-        np.mean([env.baselines(10**9 + k)[name] for k in range(8)])
-        for name in ("random", "optimal")
-    )
-    known = f"(random policy {random:.2f}, optimal policy {optimal:.2f})"
-    assert f"held-out success, mean of the last 3 evaluations: {last:.2f} {known}" in lines
+    last = read(folder, "metrics.csv")["eval_success"][[2, 4, 5]].mean()
+    env = ENVS["frozenlake"](max_turns=3)
+    success = [env.baselines(10**9 + k) for k in range(8)]
+    random = np.mean([of_seed["random"] for of_seed in success])
+    optimal = np.mean([of_seed["optimal"] for of_seed in success])
+    baselines = f"(random policy {random:.2f}, optimal policy {optimal:.2f})"
+    assert f"held-out success, mean of the last 3 evaluations: {last:.2f} {baselines}" in lines
     assert re.fullmatch(r"Qwen2ForCausalLM, [\d,]+ parameters", lines[1])
     assert lines[-1].startswith(f"written to {folder}: checkpoint")
     assert {"curve.png", "diagnostics.png", "episodes.html", "config.json"} <= set(
@@ -105,11 +92,11 @@ def test_what_is_printed(run):
 
 
 def test_each_image_stands_beside_its_own_turn(vision_policy):
-    """Play the replies of the page again: every turn must show the image that the environment shows then."""
+    """Play the replies of the page again: every turn must show the image that the environment shows
+    then."""
     envs = [ENVS["frozenlake_vlm"](max_turns=4) for _ in range(3)]
-    episodes = rollout(
-        RandomEngine(vision_policy, envs, [0, 1, 2]), vision_policy, envs, [0, 1, 2], 512, 6
-    )
+    engine = RandomEngine(vision_policy, envs, [0, 1, 2])
+    episodes = rollout(engine, vision_policy, envs, [0, 1, 2], 512, 6)
     for episode in episodes:
         episode.behavior_logprobs -= np.arange(len(episode.tokens), dtype=np.float32)
     page = episodes_page(episodes, vision_policy, "a < title")
@@ -124,9 +111,8 @@ def test_each_image_stands_beside_its_own_turn(vision_policy):
             np.testing.assert_array_equal(np.array(shown), observation.images[0])
             tokens = re.findall(r"<ruby>(.*?)<rt>(.*?)</rt>", section)
             logprobs += [float(x) for _, x in tokens]
-            reply = html.unescape("".join(text for text, _ in tokens)).removesuffix(
-                vision_policy.tokenizer.eos_token
-            )
+            reply = html.unescape("".join(text for text, _ in tokens))
+            reply = reply.removesuffix(vision_policy.tokenizer.eos_token)
             observation, again, *_ = envs[0].step(reply)
             assert again == pytest.approx(reward)
         assert logprobs == episode.behavior_logprobs[episode.action_mask].tolist()
@@ -137,16 +123,16 @@ def test_a_run_that_stops_says_why_and_how_to_go_on(tmp_path, text_policy, monke
     lines = []
     monkeypatch.setattr(Report, "say", staticmethod(lines.append))
     config = Config(model="tiny", eval_episodes=2, out=str(tmp_path / "run"))
-    with pytest.raises(NonFiniteError), Report(config, text_policy):
+    with pytest.raises(NonFiniteError), Report(config, text_policy, config.make_env):
         raise NonFiniteError("the rollout met a reward nan")
     assert "stopped after iteration 0: the rollout met a reward nan" in lines
     assert lines[-1] == f"continue with: python train.py --resume {tmp_path / 'run'}"
     again = Config(model="tiny", eval_episodes=2, resume=str(tmp_path / "run"))
     with (
-        Report(again, text_policy),
+        Report(again, text_policy, again.make_env),
         pytest.raises(ValueError, match=r"/run, but .*: another process is writing to it"),
     ):
-        Report(again, text_policy)
+        Report(again, text_policy, again.make_env)
 
 
 def test_plots_that_cannot_be_written_fail_the_run(tmp_path, monkeypatch, capsys):

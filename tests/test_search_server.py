@@ -1,4 +1,5 @@
-"""The retrieval server and its client: FAISS and tf-idf against slow oracles, the protocol, failures."""
+"""The retrieval server and its client: FAISS and tf-idf against slow oracles, the protocol,
+failures."""
 
 import http.client
 import json
@@ -33,33 +34,34 @@ CORPUS = [{"id": str(k), "contents": text} for k, text in enumerate(TEXTS)]
 
 @pytest.mark.parametrize("n", [1, 2500])
 def test_faiss_finds_what_brute_force_finds(n):
-    """Passages and scores of the index, built in several batches, against a float64 sort of all inner products."""
-    rng, encoder = np.random.default_rng(n), LocalEncoder(TEXTS, dimension=64)
+    """Passages and scores of the index, built in several batches, against a float64 sort of all
+    inner products."""
+    rng = np.random.default_rng(n)
+    encoder = LocalEncoder(TEXTS, dimension=64)
     texts = [" ".join(map(str, rng.integers(1000, size=9))) for _ in range(n)]
-    asked = texts[:: max(1, n // 40)]
-    products = (
-        encoder.encode(asked).astype(np.float64)
-        @ encoder.encode(texts, passages=True).astype(np.float64).T
-    )
+    queries = texts[:: max(1, n // 40)]
+    vectors = encoder.encode(texts, passages=True).astype(np.float64)
+    products = encoder.encode(queries).astype(np.float64) @ vectors.T
     best = np.argsort(-products, axis=1)[:, :7]
-    for row, hits in enumerate(Retriever(texts, encoder).search(asked, topk=7)):
-        assert [text for text, _ in hits] == [texts[k] for k in best[row]]
-        np.testing.assert_allclose(
-            [score for _, score in hits], products[row, best[row]], atol=1e-5
-        )
+
+    for row, hits in enumerate(Retriever(texts, encoder).search(queries, topk=7)):
+        passages, scores = zip(*hits, strict=True)
+        assert list(passages) == [texts[k] for k in best[row]]
+        np.testing.assert_allclose(scores, products[row, best[row]], atol=1e-5)
 
 
 def test_the_local_encoder_is_tf_idf(monkeypatch):
     """Cosines against counts of words, without hashing. With 2^18 places none collide."""
     monkeypatch.setattr(search_server, "TRIGRAM", 0.0)
     texts = [re.findall(r"\w+", text.lower()) for text in TEXTS]
-    words = sorted({word for text in texts for word in text})
-    counts = np.array([[text.count(word) for word in words] for text in texts])
+    words = sorted(set(sum(texts, [])))
+    counts = np.array([list(map(text.count, words)) for text in texts])
     vectors = counts * (np.log(7 / (1 + (counts > 0).sum(0))) + 1)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    found = LocalEncoder(TEXTS, dimension=1 << 18).encode([*TEXTS, "?"])
-    np.testing.assert_allclose(found[:-1] @ found[:-1].T, vectors @ vectors.T, atol=1e-5)
-    assert not found[-1].any()  # no words: zeros, not NaN
+
+    *hashed, without_words = LocalEncoder(TEXTS, dimension=1 << 18).encode([*TEXTS, "?"])
+    np.testing.assert_allclose(np.inner(hashed, hashed), vectors @ vectors.T, atol=1e-5)
+    assert not without_words.any()
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +73,11 @@ def server():
 
 
 def post(server, body, **headers):
+    """Return the status of an answer and its JSON."""
+    if not isinstance(body, bytes):
+        body = json.dumps(body).encode()
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
-    connection.request(
-        "POST", "/retrieve", body if isinstance(body, bytes) else json.dumps(body).encode(), headers
-    )
+    connection.request("POST", "/retrieve", body, headers)
     response = connection.getresponse()
     return response.status, json.loads(response.read())
 
@@ -83,17 +86,13 @@ def test_the_protocol(server):
     queries = ["largest planet", "Mars", "水星"]
     status, answer = post(server, {"queries": queries, "return_scores": True})
     assert (status, set(answer)) == (200, {"result"})
-    assert [row[0]["document"]["contents"] for row in answer["result"]] == [
-        TEXTS[3],
-        TEXTS[5],
-        TEXTS[4],
-    ]
-    for row, found in zip(
-        answer["result"], server.retriever.search(queries, 3), strict=True
-    ):  # 3 is the default
-        assert [(hit["document"]["contents"], hit["score"]) for hit in row] == found
+    # Without "topk" the server returns three passages.
+    for row, hits in zip(answer["result"], server.retriever.search(queries, 3), strict=True):
+        assert [(hit["document"]["contents"], hit["score"]) for hit in row] == hits
+
+    best = [[TEXTS[3]], [TEXTS[5]], [TEXTS[4]]]
+    assert retrieve(server.url, queries * 500, 1) == best * 500
     assert len(retrieve(server.url, ["sun"], 100)[0]) == len(TEXTS)
-    assert retrieve(server.url, queries * 500, 1) == [[TEXTS[3]], [TEXTS[5]], [TEXTS[4]]] * 500
 
 
 def test_bad_requests_get_one_sentence_and_the_server_lives_on(server):
@@ -107,6 +106,7 @@ def test_bad_requests_get_one_sentence_and_the_server_lives_on(server):
         {},
     ]
     bodies += [{"queries": queries} for queries in ("planet", ["a", 3], [], ["a"] * 1025)]
+
     for body in bodies:
         status, answer = post(server, body)
         assert (status, list(answer)) == (400, ["error"])
@@ -144,9 +144,11 @@ def test_two_hundred_clients_at_once_and_slow_ones_besides(server):
     """The slow ones keep their connections open and send nothing."""
     address = ("127.0.0.1", server.server_port)
     slow = [socket.create_connection(address) for _ in range(20)]
+    queries = [TEXTS[k % 6] for k in range(200)]
+
     with ThreadPoolExecutor(200) as pool:
-        found = list(pool.map(lambda k: retrieve(server.url, [TEXTS[k % 6]], 1), range(200)))
-    assert found == [[[TEXTS[k % 6]]] for k in range(200)]
+        answers = list(pool.map(lambda query: retrieve(server.url, [query], 1), queries))
+    assert answers == [[[query]] for query in queries]
     for connection in slow:
         connection.close()
 
@@ -159,23 +161,30 @@ def test_a_long_query_takes_time_in_proportion():
 
 
 GOOD = b'{"result": [[{"document": {"contents": "Title\\ntext"}, "score": 0.5}]]}'
-FAILURES = {  # status and body of an answer
-    "error": (500, b""), "redirect": (307, b""), "silent": (200, None), "no json": (200, b"<html>"),
-    "null": (200, b"null"), "too few": (200, b'{"result": []}'), "cut short": (200, GOOD[:-9]),
-    "a byte at a time": (200, GOOD), "deep": (200, b"[" * 100_000), "two rows": (200, b'{"result": [[], []]}'),
-    **{kind: (200, GOOD.replace(b'"Title\\ntext"', kind.encode())) for kind in ("7", "null", '["a"]')},
-}  # fmt: skip
+# Status and body of an answer.
+FAILURES = {
+    "error": (500, b""),
+    "redirect": (307, b""),
+    "silent": (200, None),
+    "no json": (200, b"<html>"),
+    "null": (200, b"null"),
+    "too few": (200, b'{"result": []}'),
+    "two rows": (200, b'{"result": [[], []]}'),
+    "cut short": (200, GOOD[:-9]),
+    "a byte at a time": (200, GOOD),
+    "deep": (200, b"[" * 100_000),
+}
+for contents in ("7", "null", '["a"]'):
+    FAILURES[f"contents {contents}"] = (200, GOOD.replace(b'"Title\\ntext"', contents.encode()))
 
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_request_that_fails_is_sent_again_and_given_up_after_three_attempts(failure, monkeypatch):
     monkeypatch.setattr(search_server, "PAUSE", 0.01)
     monkeypatch.setattr(search_server, "TIMEOUT", 0.3)
-    answers, requests, released = (
-        [FAILURES[failure], (200, GOOD), *[FAILURES[failure]] * 3],
-        [],
-        threading.Event(),
-    )
+    answers = [FAILURES[failure], (200, GOOD), *[FAILURES[failure]] * 3]
+    requests = []
+    released = threading.Event()
 
     class Failing(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -184,23 +193,24 @@ def test_a_request_that_fails_is_sent_again_and_given_up_after_three_attempts(fa
             if body is None:
                 released.wait(5)
                 return
+
+            length = len(GOOD) if failure == "cut short" else len(body)
             self.send_response(status)
-            self.send_header(
-                "Content-Length", str(len(GOOD) if failure == "cut short" else len(body))
-            )
+            self.send_header("Content-Length", str(length))
             self.end_headers()
-            trickles = failure == "a byte at a time" and len(requests) != 2
-            for part in [bytes([byte]) for byte in body] if trickles else [body]:
-                self.wfile.write(part)
-                released.wait(0.01 * trickles)
+            if failure == "a byte at a time" and len(requests) != 2:
+                for byte in body:
+                    self.wfile.write(bytes([byte]))
+                    released.wait(0.01)
+            else:
+                self.wfile.write(body)
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Failing) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/retrieve"
         assert retrieve(url, ["a"], 3) == [["Title\ntext"]]
-        with pytest.raises(
-            ConnectionError, match=r"failed 3 times, for up to 0.3 s each, at last with .{9}"
-        ):
+        sentence = r"failed 3 times, for up to 0.3 s each, at last with .{9}"
+        with pytest.raises(ConnectionError, match=sentence):
             retrieve(url, ["a"], 3)
         assert requests == [{"queries": ["a"], "topk": 3, "return_scores": True}] * 5
         released.set()
@@ -208,23 +218,16 @@ def test_a_request_that_fails_is_sent_again_and_given_up_after_three_attempts(fa
 
 
 def test_build_and_serve_from_the_command_line(tmp_path):
-    files = [
-        "--corpus",
-        write_rows(tmp_path / "c.jsonl", CORPUS),
-        "--index",
-        str(tmp_path / "c.faiss"),
-    ]
+    corpus = write_rows(tmp_path / "c.jsonl", CORPUS)
+    files = ["--corpus", corpus, "--index", str(tmp_path / "c.faiss")]
     search_server.main(["--build", *files])
     command = [sys.executable, "-m", "envs.search_server", *files, "--port", "0"]
-    heeding = partial(
-        signal.signal, signal.SIGINT, signal.SIG_DFL
-    )  # a shell's background jobs ignore Ctrl-C
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, preexec_fn=heeding
-    ) as process:
-        url = re.fullmatch(
-            r"6 documents at (http://127\.0\.0\.1:\d+/retrieve)\n", process.stdout.readline()
-        )[1]
+    # A shell's background jobs ignore Ctrl-C: the server must not inherit that.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipe = {"stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipe, preexec_fn=heed) as process:
+        line = process.stdout.readline()
+        url = re.fullmatch(r"6 documents at (http://127\.0\.0\.1:\d+/retrieve)\n", line)[1]
         assert retrieve(url, TEXTS[:2], 1) == [[TEXTS[0]], [TEXTS[1]]]
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=20) == 0
@@ -241,13 +244,14 @@ REFUSED = {  # arguments: a part of the sentence
 
 def test_what_cannot_be_served_is_said_in_one_sentence(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    search_server.main(
-        ["--build", "--corpus", write_rows(tmp_path / "c.jsonl", CORPUS), "--index", "c.faiss"]
-    )
+    write_rows(tmp_path / "c.jsonl", CORPUS)
     write_rows(tmp_path / "d.jsonl", CORPUS[:4])
     (tmp_path / "bad.faiss").write_bytes(b"no index at all")
     write_rows(tmp_path / "bad.jsonl", [{"contents": "fine"}, {"text": "x"}])
+    files = ["--corpus", "c.jsonl", "--index", "c.faiss"]
+    search_server.main(["--build", *files])
+
     for arguments, sentence in REFUSED.items():
         with pytest.raises(SystemExit, match="2"):
-            search_server.main(["--corpus", "c.jsonl", "--index", "c.faiss", *arguments.split()])
+            search_server.main([*files, *arguments.split()])
         assert sentence in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The sum tree against cumulative sums: exact on integers, and at adversarial magnitudes, draws in their proportion."""
+"""The sum tree against cumulative sums: on integers, at adversarial magnitudes, in its draws."""
 
 import math
 
@@ -8,30 +8,27 @@ import pytest
 from sumtree import SumTree
 
 
-@pytest.mark.parametrize(
-    "capacity", [1, 2, 3, 7, 512, 513, 1000, 5000]
-)  # the top nine levels are one step
+@pytest.mark.parametrize("capacity", [1, 2, 3, 7, 512, 513, 1000, 5000])
 def test_find_is_exact_on_integers(capacity):
-    """Integers are summed exactly in float64 in any order: the cumulative sums must agree to the last bit."""
+    """Integers are summed exactly in float64 in any order, so the sums agree to the last bit."""
     rng = np.random.default_rng(capacity)
     values = rng.integers(1, 2**40, capacity) * (rng.random(capacity) < 0.7).astype(float)
     values[rng.integers(capacity)] = 5.0  # not all zero
     tree, sums = SumTree(capacity), np.cumsum(values)
     tree.fill(values)
-    edges = np.unique(
-        np.concatenate([[0.0], sums, sums - 1])
-    )  # the first and the last mass of every leaf
-    masses = np.append(
-        edges[(edges >= 0) & (edges < sums[-1])], np.floor(rng.random(1000) * sums[-1])
-    )
     assert tree.total() == sums[-1]
+
+    edges = np.concatenate([[0.0], sums, sums - 1])  # the first and the last mass of every leaf
+    edges = edges[(edges >= 0) & (edges < sums[-1])]
+    masses = np.append(edges, np.floor(rng.random(1000) * sums[-1]))
     np.testing.assert_array_equal(tree.find(masses), np.searchsorted(sums, masses, "right"))
 
 
 def test_writes_of_all_kinds_leave_the_values_and_no_drift():
-    """`set` with repeated indices (the last one counts) and `fill` against a plain array, over 12 powers of ten."""
+    """`set` with equal indices (the last counts) and `fill` against an array, over 12 decades."""
     rng = np.random.default_rng(0)
-    tree, values = SumTree(1000), np.zeros(1000)
+    tree = SumTree(1000)
+    values = np.zeros(1000)
     for k in range(2000):
         new = 10.0 ** rng.uniform(-6, 6, 16)
         if k % 300 == 299:
@@ -42,6 +39,7 @@ def test_writes_of_all_kinds_leave_the_values_and_no_drift():
             tree.set(indices, new)
             for i, value in zip(indices, new, strict=True):
                 values[i] = value
+
     np.testing.assert_array_equal(tree[np.arange(1000)], values)
     fresh = SumTree(1000)
     fresh.fill(values)
@@ -58,43 +56,42 @@ def test_zero_leaves_are_never_drawn_whatever_the_magnitudes():
             tree = SumTree(size)
             tree.fill(values)
             assert (values[tree.stratified_sample(5000, rng)] > 0).all()
-    tree, ulp = SumTree(2048), np.spacing(1.5)
-    tree.set(
-        np.array([0, 2, 4]), np.array([1.5 * ulp, 1.5, 1.0])
-    )  # on leaf 2 the mass is rounded up to its end
+
+    # On leaf 2 the mass is rounded up to its end.
+    tree = SumTree(2048)
+    ulp = np.spacing(1.5)
+    tree.set(np.array([0, 2, 4]), np.array([1.5 * ulp, 1.5, 1.0]))
     assert tree.find(np.array([np.nextafter(1.5 * ulp + 1.5, 0.0)])) == 2
 
 
 def test_stratification_draws_every_entry_its_whole_share():
-    """Whole segments in every batch, and the last one, a quarter of leaf 2 and the rest leaf 3, uniformly."""
-    tree, rng = SumTree(4), np.random.default_rng(2)
+    """Whole segments in every batch; the last, a quarter leaf 2 and the rest leaf 3, uniformly."""
+    rng = np.random.default_rng(2)
+    tree = SumTree(4)
     tree.fill(np.array([2.0, 5.0, 2.25, 0.75]))
-    seen = np.array(
-        [np.bincount(tree.stratified_sample(10, rng), minlength=4) for _ in range(4000)]
-    )
-    assert (seen[:, :2] == [2, 5]).all()
-    assert set(map(tuple, seen[:, 2:])) == {(2, 1), (3, 0)}
-    assert seen[:, 2].mean() == pytest.approx(2.25, abs=0.03)
+    batches = [tree.stratified_sample(10, rng) for _ in range(4000)]
+    counts = np.array([np.bincount(batch, minlength=4) for batch in batches])
+    assert (counts[:, :2] == [2, 5]).all()
+    assert set(map(tuple, counts[:, 2:])) == {(2, 1), (3, 0)}
+    assert counts[:, 2].mean() == pytest.approx(2.25, abs=0.03)
 
 
 def test_bad_input_is_refused_and_changes_nothing():
-    tree, one = SumTree(5), np.ones(1)
+    tree = SumTree(5)
     with pytest.raises(ValueError, match="total"):
         tree.stratified_sample(2, np.random.default_rng(0))
     tree.fill(np.ones(5))
     bad = [
         (SumTree, 0),
-        (tree.set, [5], one),
+        (tree.set, [5], [1.0]),
         (tree.__getitem__, -1),
         (tree.fill, np.ones(6)),
-        (tree.find, 5.0 * one),
+        (tree.find, [5.0]),
     ]
     for value in (-1.0, np.nan, np.inf):
-        bad += [
-            (tree.set, np.array([1, 2]), [3.0, value]),
-            (tree.fill, [3.0, value]),
-            (tree.find, [value]),
-        ]
+        bad.append((tree.set, np.array([1, 2]), [3.0, value]))
+        bad.append((tree.fill, [3.0, value]))
+        bad.append((tree.find, [value]))
     for call, *values in bad:
         with pytest.raises(ValueError):
             call(*values)

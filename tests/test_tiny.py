@@ -15,9 +15,9 @@ from envs.base import EVAL_SEEDS, WARM_START_SEEDS, play_out
 from freshper import tiny
 from freshper.engine_hf import HFEngine, Sampling
 from freshper.episode import collate
+from freshper.evaluation import summarize
 from freshper.models import load_policy
 from freshper.presets import defaults
-from freshper.report import summarize
 from freshper.rollout import rollout
 from freshper.tiny import (
     SPECIAL,

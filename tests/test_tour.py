@@ -1,4 +1,5 @@
-"""docs/tour.py runs from its first cell to its last solution, and docs/tour.md is the page made of it."""
+"""docs/tour.py runs from its first cell to its last solution, and docs/tour.md is the page made of
+it."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The real train.py, end to end on a CPU: Algorithm 1 in its order, every method and option, and how it fails."""
+"""The real train.py on a CPU: Algorithm 1 in its order, every method and option, how it fails."""
 
 import re
 import shutil
@@ -21,6 +21,7 @@ from freshper.episode import collate
 from freshper.errors import watched
 from freshper.flags import parse_args
 from freshper.models import load_policy
+from freshper.priority import FixedDecay
 from freshper.rollout import rollout
 from freshper.tiny import tiny_model
 from freshper.trainer import TorchTrainer
@@ -28,14 +29,10 @@ from freshper.trainer import TorchTrainer
 
 def flags(text, out):
     """The flags of a short run."""
-    short = "--model tiny --seed 2 --iterations 2 --rollout_batch_size 4 --eval_episodes 4".split()
-    return [
-        *short,
-        *text.split(),
-        *([] if "on_policy" in text else ["--batch_size", "4"]),
-        "--out",
-        str(out),
-    ]
+    short = "--model tiny --seed 2 --iterations 2 --rollout_batch_size 4 --eval_episodes 4"
+    if "on_policy" not in text:
+        short += " --batch_size 4"
+    return [*short.split(), *text.split(), "--out", str(out)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,16 +44,19 @@ def no_plots():
 
 
 def test_algorithm_1_line_by_line(tmp_path, monkeypatch):
-    """The calls of a run on its real trainer, buffer and engine, in their order, and what each is given and returns.
+    """The calls of a run on its real trainer, buffer and engine: order, arguments, results.
+
     Line 6 starts before line 5 and runs beside it."""
-    calls, noted, refreshed = [], {"pi_mu": []}, []
+    calls = []
+    noted = {"pi_mu": []}
+    refreshed = []
 
     def record(owner, name, note):
         original = getattr(owner, name)
 
-        def wrapper(*given, **named):
-            result = original(*given, **named)
-            note(result, *given, **named)
+        def wrapper(*arguments, **named):
+            result = original(*arguments, **named)
+            note(result, *arguments, **named)
             return result
 
         monkeypatch.setattr(owner, name, wrapper)
@@ -67,10 +67,9 @@ def test_algorithm_1_line_by_line(tmp_path, monkeypatch):
 
     def line_3(_, trainer, episodes):
         calls.append("3 log-probs")
-        for e, row in zip(episodes, trainer.logprobs(collate(episodes)).numpy(), strict=True):
-            np.testing.assert_array_equal(
-                e.behavior_logprobs, row[: len(e.tokens)]
-            )  # before training
+        before_training = trainer.logprobs(collate(episodes)).numpy()
+        for e, row in zip(episodes, before_training, strict=True):
+            np.testing.assert_array_equal(e.behavior_logprobs, row[: len(e.tokens)])
             noted["pi_mu"].append((e, e.behavior_logprobs.copy()))
 
     def line_4(_, buffer, episodes, priorities, step):
@@ -84,6 +83,7 @@ def test_algorithm_1_line_by_line(tmp_path, monkeypatch):
 
     def lines_5_and_10(update, trainer, episodes, advantages, weights=None):
         calls.append("5 train" if weights is None else "10 replay")
+        noted["update"] = update
         if weights is not None:
             assert (episodes, weights) == (noted["drawn"].episodes, noted["weights"])
         elif calls[-2] == "6 refresh":  # the first update is on-policy: rho = 1
@@ -91,24 +91,36 @@ def test_algorithm_1_line_by_line(tmp_path, monkeypatch):
 
     def line_8(replay, buffer, batch_size, step):
         calls.append("8 sample")
-        noted["drawn"], steps = replay, np.array([e.step for e in buffer.episodes])
-        p = (
-            buffer.base_priorities[: len(steps)] * np.exp(-(refreshed[-1] - steps) / 20.0)
-        ) ** 0.6  # eq. 14
-        np.testing.assert_allclose(replay.probabilities, (p / p.sum())[replay.indices], rtol=1e-9)
+        noted["drawn"] = replay
+        steps = np.array([e.step for e in buffer.episodes])
+        ages = refreshed[-1] - steps
+        p = buffer.base_priorities[: len(steps)] * np.exp(-ages / 20.0)  # eq. 14
+        leaves = p**0.6
+        expected = leaves[replay.indices] / leaves.sum()
+        np.testing.assert_allclose(replay.probabilities, expected, rtol=1e-9)
         np.testing.assert_array_equal(replay.ages, step - steps[replay.indices])
 
     def line_9(weights, probabilities, size, beta):
         calls.append("9 weights")
         assert probabilities is noted["drawn"].probabilities
-        assert beta == pytest.approx(
-            0.4 + 0.3 * (calls.count("2 rollout") - 1)
-        )  # rises to 1 in three iterations
+        done = calls.count("2 rollout") - 1
+        assert beta == pytest.approx(0.4 + 0.3 * done)  # rises to 1 in three iterations
         noted["weights"] = weights
+
+    def drift(_, decay, ages, kl):
+        calls.append("drift")
+        assert ages is noted["drawn"].ages
+        turns = [len(e.turn_rewards) for e in noted["drawn"].episodes]
+        np.testing.assert_allclose(kl * turns, noted["update"].drift["kl"])
+        noted["observed"] = kl
 
     def returns(_, baseline, episodes):
         calls.append("returns")
         assert episodes is noted["collected"]
+
+    def line_12(_, engine, trainer=None):
+        if trainer:
+            calls.append("12 sync")
 
     record(train, "rollout", line_2)
     record(TorchTrainer, "record_behavior_logprobs", line_3)
@@ -118,26 +130,17 @@ def test_algorithm_1_line_by_line(tmp_path, monkeypatch):
     record(TorchTrainer, "update", lines_5_and_10)
     record(ReplayBuffer, "sample", line_8)
     record(train, "importance_weights", line_9)
+    record(FixedDecay, "observe", drift)
     record(train.Baseline, "observe", returns)
-    record(
-        HFEngine,
-        "sync",
-        lambda _, engine, trainer=None: calls.append("12 sync") if trainer else None,
-    )
-    assert (
-        train.main(
-            flags("--iterations 3 --replay_ratio 2 --ppo_epochs 2 --beta 0.4", tmp_path / "run")
-        )
-        == 0
-    )
-    replay = ["8 sample", "9 weights", "10 replay"]
+    record(HFEngine, "sync", line_12)
+    text = "--iterations 3 --replay_ratio 2 --ppo_epochs 2 --beta 0.4"
+    assert train.main(flags(text, tmp_path / "run")) == 0
+
+    replay = ["8 sample", "9 weights", "10 replay", "drift"]
     collect = ["2 rollout", "3 log-probs", "returns", "4 add"]
     assert calls == 3 * [*collect, "6 refresh", "5 train", "5 train", *replay, *replay, "12 sync"]
-    assert refreshed == [
-        2,
-        6,
-        10,
-    ]  # as of the end of line 5: two updates after the start of each iteration
+    # As of the end of line 5: two updates after the start of each iteration.
+    assert refreshed == [2, 6, 10]
     for e, before in noted["pi_mu"]:  # replay measures against log pi_mu as it was recorded
         np.testing.assert_array_equal(e.behavior_logprobs, before)
 
@@ -147,13 +150,10 @@ def test_evaluations_do_not_change_training(env, tmp_path):
     """An evaluation draws no random number of training's, and computes no image feature for it."""
     tables = []
     for every in (1, 3):
-        assert (
-            train.main(
-                flags(f"--env {env} --iterations 3 --eval_every {every}", tmp_path / str(every))
-            )
-            == 0
-        )
-        tables.append(read(tmp_path / str(every), "metrics.csv"))
+        out = tmp_path / str(every)
+        text = f"--env {env} --iterations 3 --eval_every {every}"
+        assert train.main(flags(text, out)) == 0
+        tables.append(read(out, "metrics.csv"))
     often, seldom = tables
     assert np.isnan(seldom["eval_success"]).sum() == 2
     for name in often:
@@ -165,35 +165,33 @@ def test_evaluations_do_not_change_training(env, tmp_path):
     "text", ["--method freshper --env frozenlake_vlm", "--method per", "--method on_policy"]
 )
 def test_every_method_runs_and_engine_and_trainer_agree(text, tmp_path):
-    out, name, k = (
-        tmp_path / "run",
-        "frozenlake_vlm" if "vlm" in text else "frozenlake",
-        0 if "on_" in text else 2,
-    )
+    out = tmp_path / "run"
+    name = "frozenlake_vlm" if "vlm" in text else "frozenlake"
+    k = 0 if "on_policy" in text else 2
     assert train.main(flags(text, out)) == 0
     table = read(out, "metrics.csv")
     assert table["step"].tolist() == [0, 1 + k, 2 + 2 * k]
     assert table["episodes"].tolist() == [0, 4, 8]
-    assert table["buffer_size"][1:].tolist() == (
-        [4, 8] if k else [0, 0]
-    )  # on-policy training keeps no episodes
+    # On-policy training keeps no episodes.
+    assert table["buffer_size"][1:].tolist() == ([4, 8] if k else [0, 0])
     assert np.isnan(table["eval_success"]).tolist() == [False, True, False]
     assert (np.isnan(table["replay_loss"][1:]) == (k == 0)).all()
     assert (table["mismatch"][1:] < 1e-4).all()
-    policy, before = (
-        load_policy(str(f), "cpu", torch.float32) for f in (out / "checkpoint", tiny_model(name))
-    )
-    pairs = zip(policy.model.named_parameters(), before.model.parameters(), strict=True)
+
+    after = load_policy(str(out / "checkpoint"), "cpu", torch.float32)
+    before = load_policy(str(tiny_model(name)), "cpu", torch.float32)
+    pairs = zip(after.model.named_parameters(), before.model.parameters(), strict=True)
     changed = {n for (n, p), q in pairs if not torch.equal(p, q)}
     assert any("embed_tokens" in n for n in changed)
     assert not any("visual" in n for n in changed)  # a tiny vision tower is frozen
 
 
 OPTIONS = {
-    "groups and the rest": """--slippery --format_penalty 0.3 --max_turns 4 --capacity 6 --eviction lowest_priority
-    --alpha 0.3 --epsilon 0.01 --base_priority advantage --decay polynomial --tau 7 --beta 0.4 --group_size 2
-    --baseline recompute --replay_ratio 1 --ppo_epochs 2 --dual_clip 2 --advantage_clip 0.2 --kl_loss_coef 0.05
-    --kl_reward_coef 0.1 --entropy_coef 0.01 --micro_batch_size 2 --truncated_is 2 --temperature 0.8 --top_k 0 --top_p 1
+    "groups and the rest": """--slippery --format_penalty 0.3 --max_turns 4 --capacity 6
+    --eviction lowest_priority --alpha 0.3 --epsilon 0.01 --base_priority advantage
+    --decay polynomial --tau 7 --beta 0.4 --group_size 2 --baseline recompute --replay_ratio 1
+    --ppo_epochs 2 --dual_clip 2 --advantage_clip 0.2 --kl_loss_coef 0.05 --kl_reward_coef 0.1
+    --entropy_coef 0.01 --micro_batch_size 2 --truncated_is 2 --temperature 0.8 --top_k 0 --top_p 1
     --max_tokens 400 --max_new_tokens 5""",
     "mixed precision": "--dtype bfloat16 --tau auto --env frozenlake_vlm --truncated_is 2",
 }
@@ -201,38 +199,39 @@ OPTIONS = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_together(name, tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(train, "rollout", lambda *given: seen.append(rollout(*given)) or seen[-1])
+    episodes = []
+
+    def recorded(*arguments):
+        collected = rollout(*arguments)
+        episodes.extend(collected)
+        return collected
+
+    monkeypatch.setattr(train, "rollout", recorded)
     assert train.main(flags(OPTIONS[name], tmp_path / "run")) == 0
-    table, episodes = (
-        read(tmp_path / "run", "metrics.csv"),
-        [e for collected in seen for e in collected],
-    )
+    table = read(tmp_path / "run", "metrics.csv")
     assert not any(np.isinf(column).any() for column in table.values())
     assert all(e.engine_weights.max() <= 2.0 for e in episodes)
     weights = load_file(tmp_path / "run/checkpoint/model.safetensors").values()
     assert {w.dtype for w in weights} == {torch.float32}
     if name == "mixed precision":
         assert all(3 <= tau <= 15 for tau in table["tau"][1:])  # one to five iterations
-        policy, batch = (
-            load_policy(str(tiny_model("frozenlake_vlm")), "cpu", torch.float32),
-            collate(seen[0]),
-        )
-        trainer = TorchTrainer(policy, parse_args([]), total_updates=1)
+        policy = load_policy(str(tiny_model("frozenlake_vlm")), "cpu", torch.float32)
+        batch = collate(episodes[:4])
+        trainer = TorchTrainer(policy, parse_args([]).config, total_updates=1)
         exact = trainer.logprobs(batch)
         policy.mixed = True
         rounding = (trainer.logprobs(batch) - exact).abs().mean()
         assert (batch.behavior_logprobs - exact).abs().mean() == pytest.approx(rounding, rel=0.5)
         assert rounding > 1e-5
         return
-    assert (table["step"].tolist(), table["buffer_size"][1:].tolist()) == ([0, 3, 6], [4, 6])
+
+    assert table["step"].tolist() == [0, 3, 6]
+    assert table["buffer_size"][1:].tolist() == [4, 6]
     assert all(e.ref_logprobs is not None and len(e.turn_rewards) <= 4 for e in episodes)
     for one, two in (episodes[:2], episodes[2:4]):  # a group: the same instance of the task
         start = int(np.argmax(one.action_mask))
         np.testing.assert_array_equal(one.tokens[:start], two.tokens[:start])
-    assert [e.seed for e in episodes[:4]] == [
-        e.seed for e in (episodes[0], episodes[0], episodes[2], episodes[2])
-    ]
+        assert one.seed == two.seed
 
 
 OUT_OF_MEMORY = "the GPU's memory ran out in"
@@ -240,17 +239,20 @@ OUT_OF_MEMORY = "the GPU's memory ran out in"
 
 @pytest.mark.parametrize(
     ("kind", "sentence"),
-    [("learning rate", "update met numbers that are not finite: loss nan"), ("model", "and a reply of log-prob nan"),
-     ("reward", "the rollout met a reward nan"), ("rollout", f"{OUT_OF_MEMORY} rollout; lower --rollout_batch_size"),
-     ("update", f"{OUT_OF_MEMORY} training; lower --micro_batch_size"),
-     ("update with DeepSpeed", f"{OUT_OF_MEMORY} training; lower --micro_batch_size")],
-)  # fmt: skip
+    [
+        ("learning rate", "update met numbers that are not finite: loss nan"),
+        ("model", "and a reply of log-prob nan"),
+        ("reward", "the rollout met a reward nan"),
+        ("rollout", f"{OUT_OF_MEMORY} rollout; lower --rollout_batch_size"),
+        ("update", f"{OUT_OF_MEMORY} training; lower --micro_batch_size"),
+        ("update with DeepSpeed", f"{OUT_OF_MEMORY} training; lower --micro_batch_size"),
+    ],
+)
 def test_numbers_that_stop_being_finite_and_a_full_gpu_end_the_run(
     kind, sentence, tmp_path, monkeypatch, capsys
 ):
-    full = Mock(
-        side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    )
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    full = Mock(side_effect=error)
     if kind == "rollout":
         monkeypatch.setattr(HFEngine, "generate", full)
     if kind == "update":
@@ -270,10 +272,10 @@ def test_numbers_that_stop_being_finite_and_a_full_gpu_end_the_run(
         monkeypatch.setattr("freshper.backends.tiny_model", lambda env: tmp_path / "broken")
     if kind == "reward":
         ending = float("nan"), True, False, {"success": False, "valid": True}
-        monkeypatch.setattr(
-            "envs.frozenlake.FrozenLake.step", lambda env, reply: (env.observe(), *ending)
-        )
-    assert train.main(flags("--lr 1e30" if kind == "learning rate" else "", tmp_path / "run")) == 1
+        monkeypatch.setattr(FrozenLake, "step", lambda env, reply: (env.observe(), *ending))
+    text = "--lr 1e30" if kind == "learning rate" else ""
+
+    assert train.main(flags(text, tmp_path / "run")) == 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("stopped")]
     assert sentence in line
     assert ("episode seed" in line) is (OUT_OF_MEMORY not in line)
@@ -282,42 +284,47 @@ def test_numbers_that_stop_being_finite_and_a_full_gpu_end_the_run(
 def test_a_first_batch_without_a_readable_reply_is_announced_and_cut_replies_are_marked(
     tmp_path, monkeypatch, capsys
 ):
-    seen, step_many = [], FrozenLake.step_many
-    monkeypatch.setattr(
-        FrozenLake, "step_many", lambda envs, texts: seen.extend(texts) or step_many(envs, texts)
-    )
+    replies = []
+    step_many = FrozenLake.step_many
+
+    def recorded(envs, texts):
+        replies.extend(texts)
+        return step_many(envs, texts)
+
+    monkeypatch.setattr(FrozenLake, "step_many", recorded)
     assert train.main(flags("--max_new_tokens 1", tmp_path / "run")) == 0  # too short for a reply
     out = capsys.readouterr().out
-    _, *told, end = out.split("no reply of the first batch could be read")
-    assert len(told) == 1  # at once, and again in the end
-    assert "written to" not in told[0]
+    _, middle, end = out.split("no reply of the first batch could be read")
+    assert "written to" not in middle  # at once, and again in the end
     assert "written to" in end
     cut = read(tmp_path / "run", "metrics.csv")["cut"][1]
     assert cut > 0.9
-    assert all(reply.endswith("…") for reply in seen if reply)  # one token, or none and the end
+    assert all(reply.endswith("…") for reply in replies if reply)  # one token, or none and the end
     assert f"{cut:.0%} were cut by --max_new_tokens" in out
-    seen.clear()
+
+    replies.clear()
     assert train.main(flags("", tmp_path / "whole")) == 0
-    assert any(reply.endswith("</answer>") for reply in seen)
+    assert any(reply.endswith("</answer>") for reply in replies)
 
 
 @pytest.mark.parametrize("family", ["text", "vision"])
 def test_activations_that_are_computed_again_give_the_same_update(
     family, model_folder, monkeypatch
 ):
-    found = []
+    runs = []
     for most in (2**40, 0):
         monkeypatch.setattr("freshper.trainer.ACTIVATIONS", most)
         policy = load_policy(model_folder[family], "cpu", torch.float32)
-        trainer = TorchTrainer(policy, parse_args([]), total_updates=20)
+        trainer = TorchTrainer(policy, parse_args([]).config, total_updates=20)
         calls = []
-        layers = (
-            policy.model.model.language_model if family == "vision" else policy.model.model
-        ).layers
-        layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        decoder = policy.model.model
+        if family == "vision":
+            decoder = decoder.language_model
+        decoder.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         trainer.update(speakable_episodes(policy, 4))
-        found.append((len(calls), [parameter.grad for parameter in policy.model.parameters()]))
-    (once, gradients), (again, same) = found
+        runs.append((len(calls), [parameter.grad for parameter in policy.model.parameters()]))
+
+    (once, gradients), (again, same) = runs
     assert again == 2 * once
     assert all(torch.equal(*pair) for pair in zip(gradients, same, strict=True))
     assert all(gradient.abs().max() > 0 for gradient in gradients)
@@ -325,7 +332,9 @@ def test_activations_that_are_computed_again_give_the_same_update(
 
 INDEX = b'{"metadata": {}, "weight_map": {"lm_head.weight": "model-2.safetensors"}}'
 QUANTIZED = b'"quantization_config": {"quant_method": "gptq", "bits": 4}, '
-MODELS = {  # what is wrong with a model folder: file, what becomes of it (None: it is deleted), part of the sentence
+# What is wrong with a model folder: a file, its new content (None: it is deleted; a pair: what is
+# replaced, by what), and a part of the sentence.
+MODELS = {
     "no image processor": ("preprocessor_config.json", None, "Can't load image processor"),
     "no chat template": (
         "chat_template.jinja",
@@ -367,9 +376,8 @@ def refusal(capsys, text):
     before = sorted(Path().rglob("*"))
     assert train.main([*text.split(), *"--iterations 1 --eval_episodes 1 --out run".split()]) == 2
     assert sorted(Path().rglob("*")) == before
-    (line,) = [
-        x for x in re.split("[\r\n]+", capsys.readouterr().err) if x and "Loading weights" not in x
-    ]
+    lines = re.split("[\r\n]+", capsys.readouterr().err)
+    (line,) = [line for line in lines if line and "Loading weights" not in line]
     return line.removeprefix("train.py: error: ")
 
 
@@ -377,7 +385,8 @@ def refusal(capsys, text):
 def test_a_model_folder_that_cannot_be_used(kind, model_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     name, content, reason = MODELS[kind]
-    shutil.copytree(model_folder["vision" if kind == "no image processor" else "text"], "model")
+    family = "vision" if kind == "no image processor" else "text"
+    shutil.copytree(model_folder[family], "model")
     file = Path("model") / name
     if kind == "pickled weights":  # good ones, in the format that can carry code
         torch.save(load_file(file), "model/pytorch_model.bin")
@@ -385,23 +394,23 @@ def test_a_model_folder_that_cannot_be_used(kind, model_folder, tmp_path, monkey
         file.with_name("model.safetensors").rename("model/model-1.safetensors")
     if content is None:
         file.unlink()
+    elif isinstance(content, tuple):
+        file.write_bytes(file.read_bytes().replace(*content))
     else:
-        file.write_bytes(
-            file.read_bytes().replace(*content) if isinstance(content, tuple) else content
-        )
-    sentence = refusal(
-        capsys, "--model model" + " --env frozenlake_vlm" * (kind == "no image processor")
-    )
+        file.write_bytes(content)
+
+    env = "frozenlake_vlm" if family == "vision" else "frozenlake"
+    sentence = refusal(capsys, f"--model model --env {env}")
     assert sentence.startswith("--model is model, but must be a chat model that can be loaded: ")
     assert reason.lower() in sentence.lower()
 
 
 def test_a_model_that_does_not_fit_the_task(model_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    text, vision = model_folder["text"], f"{model_folder['vision']} --env frozenlake_vlm"
+    text = model_folder["text"]
+    vision = f"{model_folder['vision']} --env frozenlake_vlm"
     sentence = f"--model is {text}, which reads text only, but --env frozenlake_vlm shows images"
     assert refusal(capsys, f"--model {text} --env frozenlake_vlm") == sentence
     for model in (text, vision):
-        assert "--max_tokens is 20, but must be at least " in refusal(
-            capsys, f"--model {model} --max_tokens 20"
-        )
+        sentence = refusal(capsys, f"--model {model} --max_tokens 20")
+        assert "--max_tokens is 20, but must be at least " in sentence

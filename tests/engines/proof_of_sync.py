@@ -42,13 +42,13 @@ def main(blocks, *flags):
     start = vllm.LLM
     changes = {"num_gpu_blocks_override": int(blocks), "disable_log_stats": False}
     vllm.LLM = lambda **options: start(**options | changes)
-    config = parse_args(list(flags))
+    config = parse_args(list(flags)).config
     torch.set_num_threads(1)
-    seeds = training_seeds(config, 0)
-    policy = load(config, seeds)
+    seeds = training_seeds(config.seed, 0, config.rollout_batch_size, config.group_size)
+    policy, make_env, _ = load(config, seeds)
     policy.freeze_vision = False  # else the trainer keeps features of the images
-    with backends(policy, config) as (trainer, engine):
-        envs = [config.make_env() for _ in seeds]
+    with backends(policy, config, make_env()) as (trainer, engine):
+        envs = [make_env() for _ in seeds]
         episodes = rollout(engine, policy, envs, seeds, config.max_tokens, config.max_new_tokens)
         counts = {metric.name: metric for metric in engine.llm.get_metrics()}
         preempted = counts["vllm:num_preemptions"].value
@@ -71,8 +71,8 @@ def main(blocks, *flags):
         class Tied:
             logprobs = trainer.logprobs
 
-            def weights(self):
-                return (pair for pair in trainer.weights() if pair[0] != "lm_head.weight")
+            def parameters(self):
+                return (pair for pair in trainer.parameters() if pair[0] != "lm_head.weight")
 
         embedding = policy.model.get_input_embeddings().weight
         embedding += 0.3 * torch.randn_like(embedding)
