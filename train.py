@@ -89,8 +89,9 @@ def train(
             # 8: sample batch S from B with P(i) ~ p_i^alpha, stratified
             drawn = buffer.sample(config.batch_size, trainer.step)
             # 9: compute IS weights w_i (beta = 0: all 1)
-            beta = config.beta_at(iteration)
-            weights = importance_weights(drawn.probabilities, len(buffer), beta)
+            weights = importance_weights(
+                drawn.probabilities, len(buffer), config.beta_at(iteration)
+            )
             # 10: train pi_theta on S with the IS-weighted policy gradient
             advantages = baseline.advantages(drawn.episodes)
             replayed = trainer.update(drawn.episodes, advantages, weights)

@@ -121,7 +121,7 @@ class Game:
 
     def __init__(self, policy, engine, style, images):
         # The rounds show the same images again.
-        policy._features.clear()
+        policy.features.clear()
         self.engine = engine
         self.turns = []
         self.lengths = []

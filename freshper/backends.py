@@ -236,7 +236,7 @@ def check(policy: Policy, config: Config) -> None:
     tokens = torch.tensor([text], device=policy.device)
     expected = policy.model(input_ids=tokens, logits_to_keep=1).logits[0, -1].float()  # [V]
 
-    positions = torch.from_numpy(policy.positions(np.array(text), []))[:, None]
+    positions = policy.positions(text, [])[:, None]
     hidden = policy.hidden(tokens, positions, [])[:, -1]
     computed = {"the trainer": policy.logits(hidden)[0]}
     if config.engine == "hf":

@@ -134,7 +134,7 @@ class RunState:
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
         for key, features in state["features"].items():
-            self.policy._features[key] = features.to(self.policy.device)
+            self.policy.features[key] = features.to(self.policy.device)
 
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
@@ -182,7 +182,7 @@ class RunState:
 
         state: dict[str, Any] = {
             # their last bit can depend on the batch in which a frozen vision tower computed them
-            "features": self.policy._features,
+            "features": self.policy.features,
             "python": random.getstate(),
             "numpy": np.random.get_state(legacy=False),
             "torch": torch.get_rng_state(),
@@ -204,8 +204,8 @@ class RunState:
 
 
 def find_saved(config: Config, given: tuple[str, ...]) -> Saved | None:
-    """Return the checkpoint to go on from, if there is one. Raises ValueError as `newest` does, if a
-    setting may not change, or if the run has done --iterations already."""
+    """Return the checkpoint to go on from, if there is one. Raises ValueError as `newest` does, if
+    a setting may not change, or if the run has done --iterations already."""
     saved = newest(Path(config.resume))
     if not saved:
         return None

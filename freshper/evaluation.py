@@ -30,12 +30,12 @@ def evaluate(
     the policy's."""
     seeds = [EVAL_SEEDS + k for k in range(config.eval_episodes)]
     engine_state = engine.state_dict()
-    training_features = policy._features
+    training_features = policy.features
 
-    policy._features = features
+    policy.features = features
     episodes = rollout(engine, policy, envs, seeds, config.max_tokens, config.max_new_tokens)
 
-    policy._features = training_features
+    policy.features = training_features
     engine.load_state_dict(engine_state)
     return episodes
 

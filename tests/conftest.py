@@ -1,13 +1,12 @@
-"""Shared set-up: one torch thread, tiny policies with random weights, and episodes of random tokens."""
+"""Shared set-up: one torch thread, tiny policies with random weights, episodes of random tokens."""
 
 import json
 import os
 import runpy
 from pathlib import Path
 
-SHIM = (
-    Path(__file__).parent / "engines/torchvision_shim"
-)  # for this process, and for those that tests start
+# For this process, and for those that tests start.
+SHIM = Path(__file__).parent / "engines/torchvision_shim"
 runpy.run_path(str(SHIM / "sitecustomize.py"))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SHIM), os.environ.get("PYTHONPATH")]))
 
@@ -22,9 +21,8 @@ from freshper.episode import Episode
 from freshper.tiny import build_policy
 
 torch.set_num_threads(1)
-hypothesis.settings.register_profile(
-    "repeatable", derandomize=True
-)  # the same examples on every machine
+# The same examples on every machine.
+hypothesis.settings.register_profile("repeatable", derandomize=True)
 hypothesis.settings.load_profile("repeatable")
 
 
@@ -49,13 +47,15 @@ def model_folder(tmp_path_factory, text_policy, vision_policy):
 
 
 def make_episode(rng, turns=3, prompt=0, vocabulary=200, **fields):
-    """Return an episode of random tokens: turns of 1 to 5 action tokens between bridges of 1 to 6."""
+    """Return an episode of random tokens: turns of 1 to 5 action tokens between bridges of 1 to
+    6."""
     mask = [False] * (prompt or int(rng.integers(2, 8)))
     for turn in range(turns):
         mask += [True] * int(rng.integers(1, 6))
         if turn < turns - 1:
             mask += [False] * int(rng.integers(1, 7))
     mask = np.array(mask)
+
     turn_rewards = rng.normal(size=turns).astype(np.float32)
     return Episode(
         tokens=rng.choice(vocabulary, len(mask)).astype(np.int32),
@@ -67,19 +67,24 @@ def make_episode(rng, turns=3, prompt=0, vocabulary=200, **fields):
     )
 
 
+def random_image(seed, height=56, width=56):
+    """Return an image of random pixels."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 255, (height, width, 3), dtype=np.uint8)
+
+
 def speakable_episodes(policy, n):
-    """Return n episodes of 1, 3, 5 or 7 turns of tokens that the policy can sample, with an image if it takes any."""
-    rng, words = (
-        np.random.default_rng(0),
-        np.setdiff1d(np.arange(len(policy.tokenizer)), policy.suppressed_ids),
-    )
-    episodes = [
-        make_episode(rng, turns=1 + 2 * (k % 4), prompt=20, vocabulary=words, seed=k)
-        for k in range(n)
-    ]
-    for k, e in enumerate(episodes if policy.image_processor else ()):
-        e.images = [np.random.default_rng(k % 3).integers(0, 255, (56, 56, 3), dtype=np.uint8)]
-        e.tokens[:16] = policy.image_token_id
+    """Return n episodes of 1, 3, 5 or 7 turns of tokens that the policy can sample, with an image
+    if it takes any."""
+    rng = np.random.default_rng(0)
+    ids = np.setdiff1d(np.arange(len(policy.tokenizer)), policy.suppressed_ids)
+    episodes = []
+    for k in range(n):
+        e = make_episode(rng, turns=1 + 2 * (k % 4), prompt=20, vocabulary=ids, seed=k)
+        if policy.image_processor:
+            e.images = [random_image(k % 3)]
+            e.tokens[:16] = policy.image_token_id
+        episodes.append(e)
     return episodes
 
 

@@ -268,7 +268,7 @@ def stand_in(out, done, best=0):
     )
     report.folder, report.evaluations, report.done = out, lambda: {best: 1.0}, done
     config = Config(resume=str(out), save_every=1, iterations=100)
-    policy = SimpleNamespace(device="cpu", _features={})
+    policy = SimpleNamespace(device="cpu", features={})
     run = RunState(
         config, policy, report, StopSignals(), newest(out), trainer=trainer, buffer=buffer
     )

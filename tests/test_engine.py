@@ -1,4 +1,5 @@
-"""Engine, model and trainer against transformers' own full pass, generation, logits processors and rope index."""
+"""Engine, model and trainer against transformers' own full pass, generation, logits processors and
+rope index."""
 
 import copy
 import dataclasses
@@ -7,7 +8,7 @@ import gc
 import numpy as np
 import pytest
 import torch
-from conftest import make_episode, speakable_episodes
+from conftest import make_episode, random_image, speakable_episodes
 from PIL import Image
 from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,12 +35,12 @@ def policy(request, text_policy, vision_policy):
     return {"text": text_policy, "vision": vision_policy}[request.param]
 
 
-def own_copy(policy, **changes):
+def copy_of(policy, **changes):
     return dataclasses.replace(policy, model=copy.deepcopy(policy.model), **changes)
 
 
 def stock_inputs(policy, tokens, images):
-    tokens = torch.as_tensor(np.asarray(tokens, dtype=np.int64))[None]
+    tokens = torch.tensor(tokens, dtype=torch.long)[None]
     inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     if images:
         inputs |= policy.image_processor([Image.fromarray(i) for i in images], return_tensors="pt")
@@ -48,29 +49,30 @@ def stock_inputs(policy, tokens, images):
 
 
 def stock_logits(policy, episode):
-    """The model's own forward pass over one whole conversation; what is never sampled has no probability."""
-    logits = policy.model(**stock_inputs(policy, episode.tokens, episode.images)).logits[0] / 0.99
+    """The model's own forward pass over one whole conversation, [T, V]. What is never sampled has
+    no probability."""
+    inputs = stock_inputs(policy, episode.tokens, episode.images)
+    logits = policy.model(**inputs).logits[0] / 0.99
     return logits.index_fill(1, torch.tensor(policy.suppressed_ids), -torch.inf)
 
 
 def stock_logprobs(policy, episode):
     """log pi of the action tokens, [T], 0 elsewhere."""
-    found = stock_logits(policy, episode).log_softmax(-1)[:-1]
-    chosen = found.gather(1, torch.from_numpy(episode.tokens[1:].astype(np.int64))[:, None])[:, 0]
-    return torch.where(
-        torch.from_numpy(episode.action_mask), torch.cat([torch.zeros(1), chosen]), 0.0
-    )
+    logprobs = stock_logits(policy, episode).log_softmax(-1)[:-1]  # [T - 1, V]
+    tokens = torch.from_numpy(episode.tokens[1:]).long()
+    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+    mask = torch.from_numpy(episode.action_mask)
+    return torch.where(mask, torch.cat([torch.zeros(1), chosen]), 0.0)
 
 
 def play(policy, n=12, max_tokens=3000, **sampling):
-    """Episodes of 1 to 5 turns, with long and short prompts in one batch; random weights sample any token."""
-    name = "frozenlake_vlm" if policy.image_processor else "frozenlake"
-    envs = [
-        ENVS[name](style="full" if k % 4 == 0 else "terse", max_turns=1 + k % 5) for k in range(n)
-    ]
-    return rollout(
-        HFEngine(policy, Sampling(**sampling), seed=3), policy, envs, list(range(n)), max_tokens, 5
-    )
+    """Episodes of 1 to 5 turns, with long and short prompts in one batch. Random weights sample any
+    token."""
+    make_env = ENVS["frozenlake_vlm" if policy.image_processor else "frozenlake"]
+    styles = ("full", "terse", "terse", "terse")
+    envs = [make_env(style=styles[k % 4], max_turns=1 + k % 5) for k in range(n)]
+    engine = HFEngine(policy, Sampling(**sampling), seed=3)
+    return rollout(engine, policy, envs, list(range(n)), max_tokens, 5)
 
 
 def replies(episode):
@@ -79,57 +81,55 @@ def replies(episode):
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
+@torch.no_grad()
 def test_log_probs_of_engine_and_trainer_equal_one_full_pass(policy):
     """For ragged rows, turns and micro-batches; and the entropies."""
     episodes = play(policy, temperature=0.99, top_k=0, top_p=1.0)
     assert len({len(e.tokens) for e in episodes}) > 5  # ragged
     assert {len(e.turn_rewards) for e in episodes} == {1, 2, 3, 4, 5}  # early finishers
     assert {e.tokens[t] == policy.eos_id for e in episodes for t in e.turn_ends()} == {True, False}
+
     batch = collate(episodes)
-    trained, (_, entropies) = (
-        trainer_for(policy).logprobs(batch),
-        action_logprobs(policy, batch, 0.99, entropy=True),
-    )
+    trained = trainer_for(policy).logprobs(batch)
+    _, entropies = action_logprobs(policy, batch, 0.99, entropy=True)
     for row, e in enumerate(episodes):
-        with torch.no_grad():
-            logits, expected, mask = (
-                stock_logits(policy, e),
-                stock_logprobs(policy, e),
-                e.action_mask,
-            )
-            np.testing.assert_allclose(e.behavior_logprobs, expected, atol=1e-4)
-            np.testing.assert_allclose(trained[row, : len(mask)], expected, atol=1e-4)
-            entropy = torch.distributions.Categorical(
-                logits=logits[np.flatnonzero(mask) - 1]
-            ).entropy()
-            np.testing.assert_allclose(entropies[row, : len(mask)][mask], entropy, atol=1e-4)
-        assert (trained[row, len(mask) :] == 0).all()
+        n = len(e.tokens)
+        expected = stock_logprobs(policy, e)
+        logits = stock_logits(policy, e)[np.flatnonzero(e.action_mask) - 1]
+        entropy = torch.distributions.Categorical(logits=logits).entropy()
+        np.testing.assert_allclose(e.behavior_logprobs, expected, atol=1e-4)
+        np.testing.assert_allclose(trained[row, :n], expected, atol=1e-4)
+        np.testing.assert_allclose(entropies[row, :n][e.action_mask], entropy, atol=1e-4)
+        assert (trained[row, n:] == 0).all()
 
 
 def test_greedy_replies_are_those_of_generate(policy):
-    """Every reply of every turn, although ours come from one cache for ragged rows and all turns."""
+    """Every reply of every turn, although ours come from one cache for ragged rows and all
+    turns."""
     for e in play(policy, n=4, top_k=1):
         for start, end in replies(e):
             shown = np.count_nonzero(np.diff(e.tokens[:start] == policy.image_token_id)) // 2
             stock = policy.model.generate(
-                **stock_inputs(policy, e.tokens[:start], e.images[:shown]), max_new_tokens=5, do_sample=False,
-                suppress_tokens=policy.suppressed_ids, eos_token_id=policy.eos_id,
-            )  # fmt: skip
+                **stock_inputs(policy, e.tokens[:start], e.images[:shown]),
+                max_new_tokens=5,
+                do_sample=False,
+                suppress_tokens=policy.suppressed_ids,
+                eos_token_id=policy.eos_id,
+            )
             np.testing.assert_array_equal(stock[0, start:], e.tokens[start:end])
 
 
 def test_sampling_follows_temperature_top_k_and_top_p(text_policy):
-    """Frequencies of 20,000 tokens against transformers' logits processors, and log-probs before truncation."""
+    """Frequencies of 20,000 tokens against transformers' logits processors, and log-probs before
+    truncation."""
     engine = HFEngine(text_policy, Sampling(temperature=0.8, top_k=20, top_p=0.9), 0)
-    logits = (
-        torch.randn(1, len(text_policy.tokenizer), generator=torch.Generator().manual_seed(0)) * 2
-    )
-    warpers = LogitsProcessorList(
-        [TemperatureLogitsWarper(0.8), TopKLogitsWarper(20), TopPLogitsWarper(0.9)]
-    )
-    p = warpers(None, logits.double())[0].softmax(-1).numpy()
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(1, len(text_policy.tokenizer), generator=generator)
+    warpers = [TemperatureLogitsWarper(0.8), TopKLogitsWarper(20), TopPLogitsWarper(0.9)]
+    p = LogitsProcessorList(warpers)(None, logits.double())[0].softmax(-1).numpy()
     assert 5 < (p > 0).sum() < 20
-    tokens, logprobs = engine._sample(logits.expand(20_000, -1))
+
+    tokens, logprobs = engine.sample(logits.expand(20_000, -1))
     seen = np.bincount(tokens, minlength=logits.shape[1])
     assert not seen[p == 0].any()
     assert stats.chisquare(seen[p > 0], 20_000 * p[p > 0]).pvalue > 1e-4
@@ -139,10 +139,8 @@ def test_sampling_follows_temperature_top_k_and_top_p(text_policy):
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.99, 1.0])
 @pytest.mark.parametrize("top_k", [0, 1, 3, 12, 500])
 def test_truncation_keeps_what_transformers_keeps(top_k, top_p):
-    p = (
-        torch.rand(100, 40, generator=torch.Generator().manual_seed(top_k), dtype=torch.float64)
-        ** 4
-    )
+    generator = torch.Generator().manual_seed(top_k)
+    p = torch.rand(100, 40, generator=generator, dtype=torch.float64) ** 4
     p /= p.sum(-1, keepdim=True)
     scores = TopKLogitsWarper(top_k)(None, p.log()) if top_k else p.log()
     kept = TopPLogitsWarper(top_p)(None, scores) > -torch.inf
@@ -150,21 +148,24 @@ def test_truncation_keeps_what_transformers_keeps(top_k, top_p):
 
 
 def test_a_long_observation_and_new_weights(text_policy):
-    """A chunk longer than the cache's buffers are when they double; after a sync no key of older weights is left."""
-    own, rng = own_copy(text_policy), np.random.default_rng(0)
-    engine, conversation = HFEngine(own, Sampling(top_k=0, top_p=1.0), 0), Conversation([5, 6, 7])
+    """A chunk longer than the cache's buffers are when they double. After a sync no key of older
+    weights is left."""
+    policy = copy_of(text_policy)
+    rng = np.random.default_rng(0)
+    engine = HFEngine(policy, Sampling(top_k=0, top_p=1.0), 0)
+    conversation = Conversation([5, 6, 7])
     for longer in (2, 1000, 30):
-        conversation.tokens += [
-            *engine.generate([conversation], 2)[0].tokens,
-            *rng.integers(0, 200, longer).tolist(),
-        ]
+        conversation.tokens += engine.generate([conversation], 2)[0].tokens
+        conversation.tokens += rng.integers(0, 200, longer).tolist()
         reply = engine.generate([conversation], 1)[0]
+
         e = make_episode(rng)
         e.tokens = np.array([*conversation.tokens, *reply.tokens], dtype=np.int32)
         e.action_mask = np.arange(len(e.tokens)) == len(e.tokens) - 1
         with torch.no_grad():
-            assert reply.logprobs[0] == pytest.approx(stock_logprobs(own, e)[-1].item(), abs=1e-4)
-            own.model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+            expected = stock_logprobs(policy, e)[-1].item()
+            policy.model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+        assert reply.logprobs[0] == pytest.approx(expected, abs=1e-4)
         engine.sync()
 
 
@@ -178,7 +179,8 @@ def test_the_cache_ends_with_its_conversations(text_policy):
             held.append(allocated())
             return super().step(reply)
 
-    held, engine = [], HFEngine(text_policy, Sampling(), 0)
+    held = []
+    engine = HFEngine(text_policy, Sampling(), 0)
     rollout(engine, text_policy, [Lake(max_turns=2)], [0], 3000, 5)
     assert min(held) > 0
     assert allocated() == 0
@@ -191,7 +193,7 @@ def test_in_bfloat16_a_weight_is_cast_once_for_all_tokens(text_policy):
                 cast.append(names[id(args[0])])
             return function(*args, **(kwargs or {}))
 
-    mixed = own_copy(text_policy, mixed=True)
+    mixed = copy_of(text_policy, mixed=True)
     mixed.suppressed_ids = [*mixed.suppressed_ids, mixed.eos_id]
     names = {id(parameter): name for name, parameter in mixed.model.named_parameters()}
     for n in (1, 10):
@@ -210,18 +212,24 @@ def test_a_conversation_that_would_grow_too_long_is_truncated(text_policy):
 
 
 def test_training_seeds_come_in_groups_and_do_not_repeat():
-    iterations = [training_seeds(42, i, 6, 3) for i in range(100)]
-    assert all(a[:3] == [a[0]] * 3 and a[3:] == [a[3]] * 3 for a in iterations)
-    seeds = {seed for iteration in iterations for seed in iteration}
+    seeds = set()
+    for i in range(100):
+        first, second, third, fourth, *others = training_seeds(42, i, 6, 3)
+        assert first == second == third
+        assert [fourth] * 2 == others
+        seeds |= {first, fourth}
     assert len(seeds) == 200
     for seed in (43, 942, 1042, 2**31):  # 42 and 942 had the same instances
-        assert not seeds & {s for i in range(100) for s in training_seeds(seed, i, 6, 1)}
+        for i in range(100):
+            assert seeds.isdisjoint(training_seeds(seed, i, 6, 1))
 
 
 def test_conversations_equal_the_chat_template(policy):
-    """Prompt, replies and bridges, put together piece by piece, are what the template writes in one go."""
-    images = (np.zeros((56, 56, 3), dtype=np.uint8),) if policy.image_processor else ()
-    tokens, messages = [], []
+    """Prompt, replies and bridges, put together piece by piece, are what the template writes in one
+    go."""
+    images = (random_image(0),) if policy.image_processor else ()
+    tokens = []
+    messages = []
     for k, text in enumerate(("first", "", "a <b> {c}")):
         observation = Observation(text, images)
         tokens += policy.bridge(observation, closed=k == 2) if k else policy.user_turn(observation)
@@ -236,100 +244,104 @@ def test_conversations_equal_the_chat_template(policy):
     assert policy.tokenizer.decode(tokens).replace("<|image_pad|>" * 16, "<|image_pad|>") == whole
 
 
-@pytest.mark.parametrize(
-    "sizes", [[(56, 56)], [(28, 70), (56, 56), (14, 14)], [(200, 90), (31, 45)]]
-)
+SIZES = [[(56, 56)], [(28, 70), (56, 56), (14, 14)], [(200, 90), (31, 45)]]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
 def test_positions_equal_the_stock_m_rope(vision_policy, sizes):
-    images = [
-        np.random.default_rng(h).integers(0, 255, (h, w, 3), dtype=np.uint8) for h, w in sizes
-    ]
+    images = [random_image(0, height, width) for height, width in sizes]
     tokens = [5, 6, 7]
     for image in images:
-        tokens += [vision_policy.image_token_id] * int(np.prod(vision_policy.grid(image))) + [8, 9]
+        rows, columns = vision_policy.grid(image)
+        tokens += [vision_policy.image_token_id] * (rows * columns) + [8, 9]
     inputs = stock_inputs(vision_policy, tokens, images)
     inputs = [inputs[name] for name in ("input_ids", "mm_token_type_ids", "image_grid_thw")]
     stock, _ = vision_policy.model.model.get_rope_index(*inputs)
-    np.testing.assert_array_equal(
-        vision_policy.positions(np.array(tokens), images, start=7), stock[:, 0] + 7
-    )
+    positions = vision_policy.positions(tokens, images, start=7)
+    np.testing.assert_array_equal(positions, stock[:, 0] + 7)
     with pytest.raises(ValueError):
-        vision_policy.positions(np.array(tokens), 2 * images)
+        vision_policy.positions(tokens, 2 * images)
 
 
 def test_frozen_vision_reuses_features_and_changes_nothing(vision_policy):
-    frozen = own_copy(vision_policy, freeze_vision=True, _features={})
-    images = [
-        np.random.default_rng(k % 3).integers(0, 255, (56, 56, 3), dtype=np.uint8) for k in range(6)
-    ]
+    frozen = copy_of(vision_policy, freeze_vision=True, features={})
+    images = [random_image(k % 3) for k in range(6)]
     expected = vision_policy.image_features(images)
     torch.testing.assert_close(frozen.image_features(images[:2]), expected[:32])
     torch.testing.assert_close(frozen.image_features(images), expected)
-    assert len(frozen._features) == 3
+    assert len(frozen.features) == 3
     assert not any(p.requires_grad for p in frozen.model.model.visual.parameters())
 
 
 def trainer_for(policy, **changes):
     settings = {"advantage_clip": 20.0, "micro_batch_size": 4, "lr": 1e-3} | changes
-    return TorchTrainer(own_copy(policy), Config(**settings), total_updates=14)
+    return TorchTrainer(copy_of(policy), Config(**settings), total_updates=14)
 
 
 def gradient(model):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize(
-    "at_once", [2**27, 700]
-)  # all logits in one piece, and two tokens at a time
-@pytest.mark.parametrize(
-    "terms", [{}, {"entropy_coef": 0.01, "kl_loss_coef": 0.05, "kl_reward_coef": 0.1}]
-)
+TERMS = {"entropy_coef": 0.01, "kl_loss_coef": 0.05, "kl_reward_coef": 0.1}
+
+
+# All logits in one piece, and two tokens at a time.
+@pytest.mark.parametrize("at_once", [2**27, 700])
+@pytest.mark.parametrize("terms", [{}, TERMS])
 def test_the_gradient_is_that_of_the_stock_pass_whatever_the_micro_batches(
     text_policy, monkeypatch, terms, at_once
 ):
     """Reference: one unpadded episode after the other through transformers' own forward pass."""
     monkeypatch.setattr("freshper.trainer.MAX_GRAD_NORM", 1e9)
     monkeypatch.setattr("freshper.trainer.LOGITS_AT_ONCE", at_once)
-    episodes, weights = speakable_episodes(text_policy, 8), np.linspace(0.2, 1.0, 8)
-    reference, noise = trainer_for(text_policy, **terms), np.random.default_rng(0)
+    episodes = speakable_episodes(text_policy, 8)
+    weights = np.linspace(0.2, 1.0, 8)
+    reference = trainer_for(text_policy, **terms)
+    noise = np.random.default_rng(0)
     reference.record_behavior_logprobs(episodes)
     for e in episodes:  # off-policy, and away from pi_ref
         for values in (e.behavior_logprobs, e.ref_logprobs) if terms else (e.behavior_logprobs,):
             values += (noise.normal(0, 0.2, len(e.tokens)) * e.action_mask).astype(np.float32)
+
     advantages = Baseline("recompute", reference.config.kl_reward_coef).advantages(episodes)
-    clip = reference.config.advantage_clip
-    batch, own, total = (
-        training_batch(episodes, advantages, weights, clip),
-        reference.policy,
-        0.0,
-    )
+    batch = training_batch(episodes, advantages, weights, reference.config.advantage_clip)
+    total = 0.0
     for row, e in enumerate(episodes):
         one = batch.rows([row])
-        entropies = torch.distributions.Categorical(logits=stock_logits(own, e)).entropy().roll(1)
+        logits = stock_logits(reference.policy, e)
+        entropies = torch.distributions.Categorical(logits=logits).entropy().roll(1)
         loss, _ = policy_loss(
-            stock_logprobs(own, e)[None], one.behavior_logprobs, one.advantages, one.action_mask, one.weights,
-            entropies=entropies[None], entropy_coef=terms.get("entropy_coef", 0.0), ref_logprobs=one.ref_logprobs,
-            kl_coef=terms.get("kl_loss_coef", 0.0), batch_size=8, scale=int(batch.action_mask.sum()) / 8,
-        )  # fmt: skip
+            stock_logprobs(reference.policy, e)[None],
+            one.behavior_logprobs,
+            one.advantages,
+            one.action_mask,
+            one.weights,
+            entropies=entropies[None],
+            entropy_coef=terms.get("entropy_coef", 0.0),
+            ref_logprobs=one.ref_logprobs,
+            kl_coef=terms.get("kl_loss_coef", 0.0),
+            batch_size=8,
+            scale=int(batch.action_mask.sum()) / 8,
+        )
         loss.backward()
         total += loss.item()
-    expected = gradient(own.model)
+    expected = gradient(reference.policy.model)
     assert expected.abs().max() > 1e-3
+
     for size in (1, 3, 8):
         trainer = trainer_for(text_policy, micro_batch_size=size, **terms)
         stats = trainer.update(episodes, weights=weights).stats
-        assert (stats["loss"], stats["grad_norm"]) == pytest.approx(
-            (total, expected.norm().item()), rel=1e-4
-        )
+        assert stats["loss"] == pytest.approx(total, rel=1e-4)
+        assert stats["grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-4)
         torch.testing.assert_close(gradient(trainer.policy.model), expected, rtol=1e-3, atol=1e-5)
         assert 0.0 < stats["clip_fraction"] < 1.0
 
 
 def test_updates_follow_the_schedule_and_move_log_probs_with_the_advantage(text_policy):
-    """Ten warm-up steps to --lr, then a cosine to 0 (appendix F); log rho of the drift is the whole trajectory's."""
-    trainer, episodes = (
-        trainer_for(text_policy, kl_loss_coef=1e-9),
-        speakable_episodes(text_policy, 8),
-    )
+    """Ten warm-up steps to --lr, then a cosine to 0 (appendix F). log rho of the drift is the whole
+    trajectory's."""
+    trainer = trainer_for(text_policy, kl_loss_coef=1e-9)
+    episodes = speakable_episodes(text_policy, 8)
     trainer.record_behavior_logprobs(episodes)
     for k in range(14):
         trainer.update(episodes)
@@ -339,27 +351,28 @@ def test_updates_follow_the_schedule_and_move_log_probs_with_the_advantage(text_
     batch, advantages = collate(episodes), Baseline("recompute", 0.0).advantages(episodes)
     change = trainer.logprobs(batch) - batch.behavior_logprobs
     assert (change * advantages).sum() > 1.0
-    np.testing.assert_allclose(
-        trainer.update(episodes).drift["log_ratio"], change.sum(-1), atol=1e-3
-    )
+    drift = trainer.update(episodes).drift
+    np.testing.assert_allclose(drift["log_ratio"], change.sum(-1), atol=1e-3)
+
     trainer.record_behavior_logprobs(episodes)
     with torch.no_grad():  # pi_ref is still the initial policy
-        np.testing.assert_allclose(
-            episodes[0].ref_logprobs, stock_logprobs(text_policy, episodes[0]), atol=1e-4
-        )
+        initial = stock_logprobs(text_policy, episodes[0])
+    np.testing.assert_allclose(episodes[0].ref_logprobs, initial, atol=1e-4)
 
 
 def test_what_the_engine_sampled_otherwise_is_logged_and_weighed(text_policy):
-    """An engine that is off by known amounts: the logged numbers, and min(pi_trainer / pi_engine, cap) per token."""
-    trainer, episodes = (
-        trainer_for(text_policy, truncated_is=2.0),
-        speakable_episodes(text_policy, 5),
-    )
-    right, off, rng = trainer.logprobs(collate(episodes)).numpy(), [], np.random.default_rng(0)
+    """An engine that is off by known amounts: the logged numbers, and min(pi_trainer / pi_engine,
+    cap) per token."""
+    trainer = trainer_for(text_policy, truncated_is=2.0)
+    episodes = speakable_episodes(text_policy, 5)
+    right = trainer.logprobs(collate(episodes)).numpy()
+    off = []
+    rng = np.random.default_rng(0)
     for e, row in zip(episodes, right, strict=True):
         off.append(rng.normal(0, 0.7, len(e.tokens)) * e.action_mask)
-        e.behavior_logprobs = (row[: len(e.tokens)] - off[-1]).astype(np.float32)
+        e.behavior_logprobs = np.float32(row[: len(e.tokens)] - off[-1])
     stats = trainer.record_behavior_logprobs(episodes)
+
     of_actions = np.concatenate([d[e.action_mask] for d, e in zip(off, episodes, strict=True)])
     assert stats["mismatch"] == pytest.approx(np.abs(of_actions).mean(), rel=1e-4)
     low, high = np.exp(np.quantile(of_actions, [0.01, 0.99]))
@@ -371,16 +384,16 @@ def test_what_the_engine_sampled_otherwise_is_logged_and_weighed(text_policy):
 
 @pytest.mark.parametrize("phase", ["record", "update"])
 def test_numbers_that_are_not_finite_name_an_episode_and_touch_no_weight(text_policy, phase):
-    trainer, episodes = trainer_for(text_policy), speakable_episodes(text_policy, 4)
+    trainer = trainer_for(text_policy)
+    episodes = speakable_episodes(text_policy, 4)
     trainer.record_behavior_logprobs(episodes)
     episodes[2].tokens[0] = 250  # in no other episode: it cannot be sampled
     with torch.no_grad():
         trainer.policy.model.model.embed_tokens.weight[250] = torch.nan
     before = [p.clone() for p in trainer.policy.model.parameters()]
+    call = trainer.record_behavior_logprobs if phase == "record" else trainer.update
     with pytest.raises(NonFiniteError, match=r"not finite.* episode seeds? \[?2\b"):
-        trainer.record_behavior_logprobs(episodes) if phase == "record" else trainer.update(
-            episodes
-        )
+        call(episodes)
     assert trainer.step == 0
     for p, old in zip(trainer.policy.model.parameters(), before, strict=True):
         assert torch.equal(p.nan_to_num(), old.nan_to_num())

@@ -1,4 +1,5 @@
-"""Models that are not ours, with random weights: each is computed as its own forward pass does it, or is refused."""
+"""Models that are not ours, with random weights: each is computed as its own forward pass does it,
+or is refused."""
 
 import dataclasses
 import json
@@ -27,21 +28,18 @@ SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 3,
-}
-SIZES |= {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 512,
-}
-SIZES |= {
     "pad_token_id": 0,
     "bos_token_id": None,
     "eos_token_id": 1,
-    "initializer_range": 0.2,
-}  # for large logits
+    "initializer_range": 0.2,  # for large logits
+}
 WINDOW = {"sliding_window": 32}  # tokens that attention looks back
-FAMILIES = {  # class, its own settings, and whether it has a window, which the embedded engine does not know
+# Class, its own settings, and whether it has a window, which the embedded engine does not know.
+FAMILIES = {
     "Llama": ("Llama", {}, False),
     "Qwen2": ("Qwen2", {}, False),
     "Qwen2 with a window": (
@@ -68,40 +66,33 @@ FAMILIES = {  # class, its own settings, and whether it has a window, which the 
 @pytest.mark.parametrize("length", [24, 128])  # in the window, and beyond
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_computed_right_or_refused(family, length):
-    name, own, window = FAMILIES[family]
+    name, changes, window = FAMILIES[family]
     torch.manual_seed(0)
-    settings = getattr(transformers, name + "Text" * (name == "Gemma3") + "Config")(**SIZES | own)
-    model = (
-        getattr(transformers, f"{name}ForCausalLM")
-        ._from_config(settings, attn_implementation="sdpa")
-        .eval()
+    config_class = getattr(
+        transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
     )
-    policy, config = (
-        Policy(model, TOKENIZER),
-        parse_args(["--max_tokens", str(length), "--backend", "hf+torch"]).config,
-    )
+    model_class = getattr(transformers, f"{name}ForCausalLM")
+    model = model_class._from_config(config_class(**SIZES | changes), attn_implementation="sdpa")
+    policy = Policy(model.eval(), TOKENIZER)
+    config = parse_args(["--max_tokens", str(length), "--backend", "hf+torch"]).config
+
     episode = make_episode(np.random.default_rng(0), turns=1)
-    episode.tokens, episode.action_mask = (
-        np.arange(length, dtype=np.int32) * 77 % 200,
-        np.arange(length) > 0,
-    )
+    episode.tokens = np.arange(length, dtype=np.int32) * 77 % 200
+    episode.action_mask = np.arange(length) > 0
     episode.behavior_logprobs = np.zeros(length, dtype=np.float32)
     tokens = torch.from_numpy(episode.tokens).long()
-    expected = (
-        model(input_ids=tokens[None])
-        .logits[0]
-        .index_fill(1, torch.tensor(policy.suppressed_ids), -torch.inf)
-    )
+    expected = model(input_ids=tokens[None]).logits[0]
+    expected[:, policy.suppressed_ids] = -torch.inf
     chosen = (expected[:-1] / 0.7).log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
     assert chosen.std() > 0.3  # logits that matter
     trained, _ = action_logprobs(policy, collate([episode]), temperature=0.7)
     np.testing.assert_allclose(trained[0, 1:], chosen, atol=1e-4)
+
     logits = HFEngine(policy, Sampling(), seed=0).logits(Conversation(tokens.tolist()))
     if window and length == 128:
         assert (logits - expected[-1]).nan_to_num().abs().max() > 0.1
-        with pytest.raises(
-            ValueError, match=f"the embedded engine computes other logits than a {name}ForCausalLM"
-        ):
+        reason = f"the embedded engine computes other logits than a {name}ForCausalLM"
+        with pytest.raises(ValueError, match=reason):
             check(policy, config)
         config = dataclasses.replace(config, backend="vllm+torch")
     else:
@@ -114,15 +105,12 @@ def test_a_family_of_another_build_is_refused_in_one_sentence(tmp_path):
         vocab_size=len(TOKENIZER), n_positions=512, n_embd=64, n_layer=1, n_head=4
     )
     Policy(transformers.GPT2LMHeadModel(config), TOKENIZER).save(str(tmp_path))
-    with pytest.raises(
-        ValueError, match="a chat model that can be computed: 'GPT2LMHeadModel' object has no"
-    ):
-        load(
-            parse_args(
-                ["--model", str(tmp_path), "--max_tokens", "500", "--backend", "hf+torch"]
-            ).config,
-            [0],
-        )
+    config = parse_args(
+        ["--model", str(tmp_path), "--max_tokens", "500", "--backend", "hf+torch"]
+    ).config
+    reason = "a chat model that can be computed: 'GPT2LMHeadModel' object has no"
+    with pytest.raises(ValueError, match=reason):
+        load(config, [0])
 
 
 @pytest.mark.parametrize(
@@ -147,7 +135,7 @@ def test_a_chat_template_that_raises_or_never_ends_is_refused(
     text_policy.save(str(tmp_path))
     (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(ValueError, match=f"a chat model that can be {re.escape(reason)}"):
-        load(parse_args(["--model", str(tmp_path), "--backend", "hf+torch"]).config, [0])
+        load(parse_args(["--model", str(tmp_path), "--backend", "hf+torch"]).config.config, [0])
 
 
 def test_a_model_with_invalid_generation_settings_can_be_saved(text_policy, tmp_path):
@@ -171,7 +159,6 @@ def test_the_end_of_a_turn_is_the_template_s_whatever_the_tokenizer_s_eos(text_p
     assert policy.eos_id not in policy.suppressed_ids
     assert tokenizer.eos_token_id in policy.suppressed_ids
     tokenizer.chat_template = tokenizer.chat_template.replace("<|im_", "<im_")
-    with pytest.raises(
-        ValueError, match="closes a reply with no special token, so no reply could end"
-    ):
+    reason = "closes a reply with no special token, so no reply could end"
+    with pytest.raises(ValueError, match=reason):
         Policy(text_policy.model, tokenizer)

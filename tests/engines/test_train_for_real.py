@@ -1,7 +1,8 @@
 """train.py with real vLLM and DeepSpeed, without a GPU, on one rank and on two.
 
-Every run is a subprocess in a session of its own, so that what it leaves behind can be counted: nothing, also if a rank
-or vLLM is killed. Starting vLLM takes most of the time, so a run serves several purposes.
+Every run is a subprocess in a session of its own, so that what it leaves behind can be counted:
+nothing, also if a rank or vLLM is killed. Starting vLLM takes most of the time, so a run serves
+several purposes.
 """
 
 import json
@@ -23,20 +24,21 @@ from freshper.models import load_policy
 from freshper.tiny import build_policy
 
 ROOT = Path(__file__).parents[2]
-SHORT = """--rollout_batch_size 4 --batch_size 5 --micro_batch_size 2 --eval_episodes 4 --eval_every 2 --max_turns 2
---max_tokens 1600 --max_new_tokens 16 --dtype float32 --lr 0.01 --save_every 1 --truncated_is 2""".split()
-SHORT += ["--entropy_coef", "0.01"]  # failures that are alike train, too
+# With the entropy bonus failures that are alike train, too.
+SHORT = """--rollout_batch_size 4 --batch_size 5 --micro_batch_size 2 --eval_episodes 4
+--eval_every 2 --max_turns 2 --max_tokens 1600 --max_new_tokens 16 --dtype float32 --lr 0.01
+--save_every 1 --truncated_is 2 --entropy_coef 0.01""".split()
 FOREVER = ["--iterations", "100000"]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Folders of models with random weights and tied output layers, as those of Qwen2.5-0.5B and VL-3B are."""
+    """Folders of models with random weights and tied output layers, as those of Qwen2.5-0.5B and
+    VL-3B are."""
     folders = {}
     for name in ("frozenlake", "frozenlake_vlm"):
-        policy = build_policy(
-            ENVS[name](), heads=2
-        )  # of 32 numbers, the fewest that vLLM's CPU attention knows
+        # Heads of 32 numbers, the fewest that vLLM's CPU attention knows.
+        policy = build_policy(ENVS[name](), heads=2)
         for config in (policy.model.config, policy.model.config.get_text_config()):
             config.tie_word_embeddings = True
         policy.model.tie_weights()
@@ -58,21 +60,18 @@ def nothing_stays():
 
 
 def start(out, ranks, *flags, script=("train.py",), timeout=1800):
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        if ranks > 1
-        else []
-    )
-    variables = os.environ | {"OMP_NUM_THREADS": "1", "FRESHPER_TIMEOUT": str(timeout)}
+    command = [sys.executable]
+    if ranks > 1:
+        command += "-m torch.distributed.run --standalone --nproc_per_node".split() + [str(ranks)]
     with open(f"{out}.log", "a") as log:
-        options = {
-            "cwd": ROOT,
-            "env": variables,
-            "stdout": log,
-            "stderr": log,
-            "start_new_session": True,
-        }
-        process = subprocess.Popen([sys.executable, *launcher, *script, *flags], **options)
+        process = subprocess.Popen(
+            [*command, *script, *flags],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "FRESHPER_TIMEOUT": str(timeout)},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
     process.sessions = {str(process.pid)}
     STARTED.append(process)
     process.in_memory = in_memory()
@@ -84,17 +83,17 @@ def in_memory():
 
 
 def session(process):
-    """{pid: command} of every process that is left of a run. torchrun gives its workers sessions of their own, which
-    are known from the first look on, so that nothing is lost when a parent dies."""
-    listing = subprocess.run(
-        ["ps", "-eo", "pid=,ppid=,sid=,stat=,args="], capture_output=True, text=True, check=True
-    )
-    table = [line.split(maxsplit=4) for line in listing.stdout.splitlines()]
+    """{pid: command} of every process that is left of a run. torchrun gives its workers sessions of
+    their own, which are known from the first look on, so that nothing is lost when a parent
+    dies."""
+    listing = subprocess.check_output(["ps", "-eo", "pid=,ppid=,sid=,stat=,args="], text=True)
+    table = [line.split(maxsplit=4) for line in listing.splitlines()]
     sids = process.sessions
-    while (
-        new := {row[2] for row in table if row[1] in {r[0] for r in table if r[2] in sids}} - sids
-    ):
-        sids |= new
+    before = 0
+    while len(sids) > before:
+        before = len(sids)
+        parents = {pid for pid, _, sid, *_ in table if sid in sids}
+        sids |= {sid for _, ppid, sid, *_ in table if ppid in parents}
     return {int(pid): args for pid, _, sid, stat, args in table if sid in sids and "Z" not in stat}
 
 
@@ -114,12 +113,13 @@ def finish(process, out, timeout=600):
 
 def wait_for_rows(process, out, n):
     """Of metrics.csv, after its header and the evaluation before training."""
-    table, log = out / "metrics.csv", Path(f"{out}.log")
-    wait_until(
-        lambda: not session(process) or (table.exists() and table.read_text().count("\n") > n + 1),
-        500,
-        log,
-    )
+    table = out / "metrics.csv"
+    log = Path(f"{out}.log")
+
+    def arrived():
+        return table.exists() and table.read_text().count("\n") > n + 1
+
+    wait_until(lambda: arrived() or not session(process), 500, log)
     assert session(process), log.read_text()
 
 
@@ -140,9 +140,8 @@ def ends_in_one_sentence(process, out):
 def trained_and_agreed(out):
     """Both updates ran in each iteration, and vLLM had the trainer's weights."""
     table = read(out, "metrics.csv")
-    assert table["step"].tolist() == [
-        3 * k for k in range(len(table["step"]))
-    ]  # one fresh, two replayed
+    # One fresh, two replayed.
+    assert table["step"].tolist() == [3 * k for k in range(len(table["step"]))]
     assert np.isfinite(table["replay_loss"][1:]).all()
     assert (table["sync_error"][1:] < 1e-3).all()
     assert (table["mismatch"][1:] < 1e-3).all()  # what vLLM sampled has the log-probs it said
@@ -154,23 +153,14 @@ def trained_and_agreed(out):
 def test_text_on_two_ranks_resumed_until_vllm_is_killed(models, tmp_path):
     """Two iterations; --resume goes on; then vLLM's core is killed in mid-run."""
     out = tmp_path / "run"
-    flags = [
-        *SHORT,
-        "--backend",
-        "vllm+deepspeed",
-        "--zero_stage",
-        "2",
-        "--model",
-        models["frozenlake"],
-    ]
+    flags = [*SHORT, *"--backend vllm+deepspeed --zero_stage 2 --model".split()]
+    flags.append(models["frozenlake"])
     status, output = finish(start(out, 2, *flags, "--iterations", "2", "--out", str(out)), out)
     assert status == 0, output
     trained_and_agreed(out)
     process = start(out, 2, "--resume", str(out), *FOREVER)
     wait_for_rows(process, out, 5)
-    cores = [
-        pid for pid, command in session(process).items() if command.startswith("VLLM::EngineCore")
-    ]
+    cores = [pid for pid, args in session(process).items() if args.startswith("VLLM::EngineCore")]
     os.kill(min(cores), signal.SIGKILL)
     assert re.search(r"vLLM \(process \d+\) died in ", ends_in_one_sentence(process, out))
     trained_and_agreed(out)
@@ -178,13 +168,13 @@ def test_text_on_two_ranks_resumed_until_vllm_is_killed(models, tmp_path):
 
 def test_images_on_two_ranks_until_one_is_killed(models, tmp_path):
     out = tmp_path / "run"
-    flags = [*SHORT, "--backend", "vllm+deepspeed", "--zero_stage", "3", "--env", "frozenlake_vlm"]
-    process = start(
-        out, 2, *flags, *FOREVER, "--model", models["frozenlake_vlm"], "--out", str(out)
-    )
+    flags = "--backend vllm+deepspeed --zero_stage 3 --env frozenlake_vlm --model".split()
+    flags += [models["frozenlake_vlm"], *SHORT, *FOREVER, "--out", str(out)]
+    process = start(out, 2, *flags)
     wait_for_rows(process, out, 3)
     os.kill(rank_1(process), signal.SIGKILL)
-    sentence = r"(rank 1|vLLM) \(process \d+\) died in "  # torchrun ends vLLM as well, and rank 0 may see that first
+    # torchrun ends vLLM as well, and rank 0 may see that first.
+    sentence = r"(rank 1|vLLM) \(process \d+\) died in "
     assert re.search(sentence, ends_in_one_sentence(process, out))
     trained_and_agreed(out)
 
@@ -192,61 +182,45 @@ def test_images_on_two_ranks_until_one_is_killed(models, tmp_path):
 def test_a_rank_that_does_not_answer_ends_the_run(models, tmp_path):
     """With the embedded engine; when it has trained, one rank is stopped."""
     out = tmp_path / "run"
-    flags = [
-        *SHORT,
-        "--backend",
-        "hf+deepspeed",
-        "--zero_stage",
-        "1",
-        "--model",
-        models["frozenlake"],
-    ]
-    process = start(out, 2, *flags, *FOREVER, "--out", str(out), timeout=20)
+    flags = "--backend hf+deepspeed --zero_stage 1 --model".split()
+    flags += [models["frozenlake"], *SHORT, *FOREVER, "--out", str(out)]
+    process = start(out, 2, *flags, timeout=20)
     wait_for_rows(process, out, 2)
     stopped = rank_1(process)
     os.kill(stopped, signal.SIGSTOP)
     log = Path(f"{out}.log")
-    wait_until(
-        lambda: "stopped" in log.read_text(), 120, log
-    )  # torchrun would give the stopped rank half a minute
+    # torchrun would give the stopped rank half a minute.
+    wait_until(lambda: "stopped" in log.read_text(), 120, log)
     os.kill(stopped, signal.SIGKILL)
     sentence = r"`\w+` on 2 ranks of DeepSpeed (failed: |took longer than FRESHPER_TIMEOUT, 20 s)"
     assert re.search(sentence, ends_in_one_sentence(process, out))
 
 
 def test_the_proof_finds_each_wrong_parameter(models, tmp_path):
-    """With a KV cache of a few prompts vLLM takes blocks away from conversations and computes them again, which changes
-    no log-prob. Then each parameter of the trainer in turn is changed behind vLLM's back, all are, and vLLM gets a new
-    embedding without the output layer that is tied to it. In the end the trainer is killed in a rollout."""
-    flags = "--rollout_batch_size 16 --batch_size 16 --max_turns 4 --max_tokens 190 --max_new_tokens 32".split()
-    script = (
-        "tests/engines/proof_of_sync.py",
-        "7",
-        "--env",
-        "frozenlake_vlm",
-        "--backend",
-        "vllm+torch",
-    )
-    process = start(tmp_path, 1, *SHORT, "--model", models["frozenlake_vlm"], *flags, script=script)
+    """With a KV cache of a few prompts vLLM takes blocks away from conversations and computes them
+    again, which changes no log-prob. Then each parameter of the trainer in turn is changed behind
+    vLLM's back, all are, and vLLM gets a new embedding without the output layer that is tied to it.
+    In the end the trainer is killed in a rollout."""
+    flags = """--env frozenlake_vlm --backend vllm+torch --rollout_batch_size 16 --batch_size 16
+    --max_turns 4 --max_tokens 190 --max_new_tokens 32 --model""".split()
+    flags = [*SHORT, *flags, models["frozenlake_vlm"]]
+    process = start(tmp_path, 1, *flags, script=("tests/engines/proof_of_sync.py", "7"))
     status, output = finish(process, tmp_path)
     played, *proofs = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     assert status == -signal.SIGKILL, output
     assert played["preempted"] > 0
     assert played["mismatch"] < 1e-3
-    names = [
-        name
-        for name, _ in load_policy(
-            models["frozenlake_vlm"], "cpu", torch.float32
-        ).model.named_parameters()
-    ]
+
+    policy = load_policy(models["frozenlake_vlm"], "cpu", torch.float32)
+    names = [name for name, _ in policy.model.named_parameters()]
     assert len(names) > 40
-    assert [line["name"] for line in proofs if "said" in line] == [
-        *names,
-        "all",
-        "tied output layer",
-    ]
-    for line in proofs:
-        pattern = r"vLLM does not compute with the trainer's weights: .* by up to (\S+), allowed is 0\.001"
-        assert "error" in line or float(re.fullmatch(pattern, line["said"])[1]) > 1e-3, line
+    refused = [line for line in proofs if "refusal" in line]
+    assert [line["name"] for line in refused] == [*names, "all", "tied output layer"]
+    pattern = (
+        r"vLLM does not compute with the trainer's weights: .* by up to (\S+), allowed is 0\.001"
+    )
+    for line in refused:
+        assert float(re.fullmatch(pattern, line["refusal"])[1]) > 1e-3, line
+
     agreed = {line["name"]: line["error"] < 1e-3 for line in proofs if "error" in line}
     assert agreed == dict.fromkeys(("the same", "all, synced", "tied output layer, synced"), True)
