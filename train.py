@@ -62,7 +62,6 @@ def train(
     run = RunState(config, policy, report, signals, saved, **parts)
     run.restore()
     report.evaluate_if_due(engine, policy, envs)
-
     for iteration in report.iterations():  # Algorithm 1, line 1
         # 2: roll out pi_mu in E to collect episodes {e_j} with rewards {r_j}
         seeds = training_seeds(config.seed, iteration, config.rollout_batch_size, config.group_size)
@@ -71,7 +70,6 @@ def train(
         # 3: compute behavior log-probs log pi_mu(e_j), before training
         mismatch = trainer.record_behavior_logprobs(episodes)
         baseline.observe(episodes)
-
         if config.replay_ratio:  # on-policy training keeps no episodes
             # 4: store each e_j into B with base priority p_j^base and log pi_mu
             priorities = base_priorities(episodes, baseline, config.base_priority, epsilon)

@@ -59,7 +59,9 @@ def main() -> None:
     envs = [config.make_env() for _ in range(max(2 * BATCH, config.eval_episodes))]
     held_out = [EVAL_SEEDS + k for k in range(config.eval_episodes)]
 
-    bounds = {name: round(value, 3) for name, value in baselines(envs[0], config.eval_episodes).items()}
+    bounds = {}
+    for name, value in baselines(envs[0], config.eval_episodes).items():
+        bounds[name] = round(value, 3)
     print(f"{config.task()}: {bounds}")
     print("| batches | held-out success | seconds |\n|---|---|---|", flush=True)
     start = time.perf_counter()

@@ -204,8 +204,8 @@ class RunState:
 
 
 def find_saved(config: Config, given: tuple[str, ...]) -> Saved | None:
-    """Return the checkpoint to go on from, if there is one. Raises ValueError as `newest` does, if a
-    setting may not change, or if the run has done --iterations already."""
+    """Return the checkpoint to go on from, if there is one. Raises ValueError as `newest` does, if
+    a setting may not change, or if the run has done --iterations already."""
     saved = newest(Path(config.resume))
     if not saved:
         return None

@@ -303,9 +303,8 @@ def test_the_gradient_is_that_of_the_stock_pass_whatever_the_micro_batches(
         for values in (e.behavior_logprobs, e.ref_logprobs) if terms else (e.behavior_logprobs,):
             values += (noise.normal(0, 0.2, len(e.tokens)) * e.action_mask).astype(np.float32)
 
-    config = reference.config
-    advantages = Baseline("recompute", config.kl_reward_coef).advantages(episodes)
-    batch = training_batch(episodes, advantages, weights, config.advantage_clip)
+    advantages = Baseline("recompute", reference.config.kl_reward_coef).advantages(episodes)
+    batch = training_batch(episodes, advantages, weights, reference.config.advantage_clip)
     total = 0.0
     for row, e in enumerate(episodes):
         one = batch.rows([row])

@@ -105,8 +105,9 @@ def test_a_family_of_another_build_is_refused_in_one_sentence(tmp_path):
         vocab_size=len(TOKENIZER), n_positions=512, n_embd=64, n_layer=1, n_head=4
     )
     Policy(transformers.GPT2LMHeadModel(config), TOKENIZER).save(str(tmp_path))
-    flags = ["--model", str(tmp_path), "--max_tokens", "500", "--backend", "hf+torch"]
-    config = parse_args(flags).config
+    config = parse_args(
+        ["--model", str(tmp_path), "--max_tokens", "500", "--backend", "hf+torch"]
+    ).config
     reason = "a chat model that can be computed: 'GPT2LMHeadModel' object has no"
     with pytest.raises(ValueError, match=reason):
         load(config, [0])

@@ -1,8 +1,10 @@
-"""Test set-up: lets torchvision's Python be imported beside a CPU build of torch. Put this folder on PYTHONPATH.
+"""Let torchvision's Python be imported beside a CPU build of torch. For tests: put this folder on
+PYTHONPATH.
 
-PyPI's torchvision is a CUDA build. Beside a CPU torch its compiled ops cannot be loaded, its import dies with
-"operator torchvision::nms does not exist", and transformers' image processors and vLLM die with it. Nothing here
-uses those ops, so declaring them by name, just before torchvision is first imported, is enough.
+PyPI's torchvision is a CUDA build. Beside a CPU torch its compiled ops cannot be loaded. Its import
+dies with "operator torchvision::nms does not exist", and transformers' image processors and vLLM
+die with it. Nothing here uses those ops. So it is enough to declare them by name, just before
+torchvision is first imported.
 """
 
 import importlib.abc
@@ -10,7 +12,8 @@ import sys
 
 OPS = """
 nms roi_align _roi_align_backward ps_roi_align _ps_roi_align_backward roi_pool _roi_pool_backward
-ps_roi_pool _ps_roi_pool_backward qnms qroi_align deform_conv2d _deform_conv2d_backward _cuda_version
+ps_roi_pool _ps_roi_pool_backward qnms qroi_align deform_conv2d _deform_conv2d_backward
+_cuda_version
 """
 
 
