@@ -348,7 +348,8 @@ def test_updates_follow_the_schedule_and_move_log_probs_with_the_advantage(text_
         expected = k / 10 if k < 10 else 0.5 * (1 + np.cos(np.pi * (k - 10) / 4))
         assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * expected)
     assert trainer.step == 14
-    batch, advantages = collate(episodes), Baseline("recompute", 0.0).advantages(episodes)
+    batch = collate(episodes)
+    advantages = Baseline("recompute", 0.0).advantages(episodes)
     change = trainer.logprobs(batch) - batch.behavior_logprobs
     assert (change * advantages).sum() > 1.0
     drift = trainer.update(episodes).drift

@@ -135,7 +135,7 @@ def test_a_chat_template_that_raises_or_never_ends_is_refused(
     text_policy.save(str(tmp_path))
     (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(ValueError, match=f"a chat model that can be {re.escape(reason)}"):
-        load(parse_args(["--model", str(tmp_path), "--backend", "hf+torch"]).config.config, [0])
+        load(parse_args(["--model", str(tmp_path), "--backend", "hf+torch"]).config, [0])
 
 
 def test_a_model_with_invalid_generation_settings_can_be_saved(text_policy, tmp_path):
