@@ -24,7 +24,7 @@ class SumTree:
     """Hold `capacity` non-negative float64 leaves, all zero at first.
 
     Raises ValueError on an index out of range, on values that are negative, NaN or infinite, and on
-    a draw if the total is zero or not finite."""
+    a draw if the total is zero."""
 
     def __init__(self, capacity: int):
         if capacity < 1:
@@ -37,19 +37,19 @@ class SumTree:
 
     def __getitem__(self, i: int | np.ndarray) -> np.ndarray:
         """Return the value of leaf i, or of an array of leaves."""
-        return self.leaves[self._in_range(i)]
+        return self.leaves[_in_range(i, self.capacity, "indices")]
 
     def total(self) -> float:
         """Return S, the sum over all leaves."""
-        return float(self.nodes[1])
+        return self.nodes[1]
 
     def set(self, indices: np.ndarray, values: np.ndarray) -> None:
         """Write leaves [n] and recompute their paths to the root: O(n log N).
 
         Of equal indices the last one counts."""
         nodes = self.nodes
-        node = self.size + self._in_range(indices)
-        nodes[node] = _checked(values)
+        node = self.size + _in_range(indices, self.capacity, "indices")
+        nodes[node] = _in_range(values, np.inf, "values")
         for _ in range(self.depth):
             # Siblings give the same parent twice, which costs less than np.unique.
             node = node // 2
@@ -58,7 +58,7 @@ class SumTree:
 
     def fill(self, values: np.ndarray) -> None:
         """Write leaves 0..len-1, zero the rest, and recompute every sum: O(N), level by level."""
-        values = _checked(values)
+        values = _in_range(values, np.inf, "values")
         if len(values) > self.capacity:
             raise ValueError(f"{len(values)} values do not fit a capacity of {self.capacity}")
 
@@ -68,7 +68,7 @@ class SumTree:
         while len(children) > 1:
             first = len(children) // 2
             parents = self.nodes[first : 2 * first]
-            parents[:] = children[0::2] + children[1::2]
+            parents[:] = children[::2] + children[1::2]
             children = parents
 
     def find(self, masses: np.ndarray) -> np.ndarray:
@@ -76,25 +76,18 @@ class SumTree:
 
         [n] -> int64 [n]. Never returns a leaf of value zero, whatever the rounding. Raises
         ValueError if a mass lies outside [0, S)."""
-        total = self.total()
-        masses = np.array(masses, float, ndmin=1)
-        if total == np.inf or not _all_in_range(masses, total):
-            allowed = f"in [0, S), with a finite total S = {total} above 0"
-            raise ValueError(f"masses must lie {allowed}, got {masses}")
+        masses = _in_range(masses, self.total(), "masses (below the total)")
 
-        node = np.ones(len(masses), np.int64)  # the root
+        node = np.ones_like(masses, int)  # the root
         for _ in range(self.depth):
             node = 2 * node  # the left child
             left = self.nodes.take(node)
-            go_right = masses >= left
+            right = self.nodes.take(node + 1)
+            # Rounding can lift a mass to the end of the left child, with only zeros to its right.
+            go_right = (masses >= left) & (right > 0.0)
             masses = masses - left * go_right
             node = node + go_right
-
-        leaf = node - self.size
-        # Rounding can lead past the last leaf that is not zero.
-        for k in np.flatnonzero(self.leaves.take(leaf) == 0.0):
-            leaf[k] = np.flatnonzero(self.leaves[: leaf[k]])[-1]
-        return leaf
+        return node - self.size
 
     def stratified_sample(self, batch_size: int, rng: np.random.Generator) -> np.ndarray:
         """Draw a leaf from each of B equal segments of S ("stratified sampling", section 3.5).
@@ -106,25 +99,10 @@ class SumTree:
         below_total = np.nextafter(total, 0.0)  # rounding may give S itself
         return self.find(np.minimum(shares * total, below_total))
 
-    def _in_range(self, indices: int | np.ndarray) -> np.ndarray:
-        indices = np.asarray(indices)
-        if not _all_in_range(indices, self.capacity):
-            raise ValueError(
-                f"index out of range: {indices.min()} to {indices.max()} "
-                f"in a tree of {self.capacity}"
-            )
-        return indices
 
-
-def _checked(values: np.ndarray) -> np.ndarray:
-    values = np.asarray(values, float)
-    if not _all_in_range(values, np.inf):
-        raise ValueError(
-            f"values must be finite and not negative, got {values.min()} to {values.max()}"
-        )
+def _in_range(values: int | np.ndarray, end: float, name: str) -> np.ndarray:
+    """Return the values as an array if all lie in [0, end). NaN does not."""
+    values = np.asarray(values)
+    if not 0 <= values.min(initial=0) <= values.max(initial=0) < end:
+        raise ValueError(f"{name} must lie in [0, {end}), got {values.min()} to {values.max()}")
     return values
-
-
-def _all_in_range(values: np.ndarray, end: float) -> bool:
-    """Return whether all values lie in [0, end). NaN does not."""
-    return values.min(initial=0) >= 0 and values.max(initial=0) < end

@@ -66,8 +66,8 @@ class ReplayBuffer:
         self.tree = SumTree(capacity)
         self.episodes: list[Episode] = []
         self.base_priorities = np.zeros(capacity)
-        self.collected_at = np.zeros(capacity, np.int64)  # t_i
-        self.arrival = np.zeros(capacity, np.int64)  # number of episodes added before
+        self.collected_at = np.zeros(capacity, int)  # t_i
+        self.arrival = np.zeros(capacity, int)  # number of episodes added before
 
         self.added = 0  # episodes so far
         self.now = 0  # t of the last refresh or addition
@@ -90,12 +90,18 @@ class ReplayBuffer:
             raise ValueError(
                 f"{n} episodes, {len(base_priorities)} priorities, capacity {self.capacity}"
             )
-        base_priorities = checked_priorities(base_priorities)
+        check_priorities(base_priorities)
         self.pending.result()
-        arrival = self.added + np.arange(n)
-        slots = self._choose_slots(arrival)
 
-        for slot, episode in zip(slots.tolist(), episodes, strict=True):
+        arrival = self.added + np.arange(n)
+        slots = arrival % self.capacity  # unused ones, then the oldest
+        unused = self.capacity - len(self)
+        if self.eviction == "lowest_priority" and n > unused:
+            used = np.arange(len(self))
+            lowest_first = np.lexsort((self.arrival[used], self.tree[used]))
+            slots[unused:] = lowest_first[: n - unused]
+
+        for slot, episode in zip(slots, episodes, strict=True):
             episode.images = [self._stored(image) for image in episode.images]
             episode.step = step
             self.episodes[slot : slot + 1] = [episode]  # appends at the end
@@ -126,7 +132,7 @@ class ReplayBuffer:
         Its ages are those at t = `step`."""
         self.pending.result()
         indices = self.tree.stratified_sample(batch_size, self.rng)
-        episodes = [self.episodes[slot] for slot in indices.tolist()]
+        episodes = [self.episodes[slot] for slot in indices]
         probabilities = self.tree[indices] / self.tree.total()
         ages = max(step, self.now) - self.collected_at[indices]
         return Replay(episodes, indices, probabilities, ages)
@@ -135,7 +141,7 @@ class ReplayBuffer:
         """Set new base priorities [n] (section 3.5, "Priority Update").
 
         Unchanged ones keep their tree values."""
-        priorities = checked_priorities(priorities)
+        check_priorities(priorities)
         self.pending.result()
         changed = indices[self.base_priorities[indices] != priorities]
         self.base_priorities[indices] = priorities
@@ -161,25 +167,14 @@ class ReplayBuffer:
         self.tree.nodes[:] = state["nodes"]
         self.rng.bit_generator.state = state["rng"]
         for episode in self.episodes:
-            self.images.update((image_key(image), image) for image in episode.images)
-
-    def _choose_slots(self, arrival: np.ndarray) -> np.ndarray:
-        """Return slots for episodes that arrive, int64 [n]: unused ones, then those to evict."""
-        slots = arrival % self.capacity  # unused ones, then the oldest
-        unused = self.capacity - len(self)
-        if self.eviction == "lowest_priority" and len(slots) > unused:
-            used = np.arange(len(self))
-            lowest_first = np.lexsort((self.arrival[used], self.tree[used]))
-            slots[unused:] = lowest_first[: len(slots) - unused]
-        return slots
+            for image in episode.images:
+                self.images[image_key(image)] = image
 
     def _stored(self, image: AnyImage) -> AnyImage:
         """Return the PNG of this image and of all that equal it."""
         key = image_key(image)
-        stored = self.images.get(key)
-        if stored is None:
-            stored = compressed(image)
-            self.images[key] = stored
+        stored = self.images.get(key) or compressed(image)
+        self.images[key] = stored
         return stored
 
     def _leaves(self, slots: np.ndarray | slice) -> np.ndarray:
@@ -187,17 +182,14 @@ class ReplayBuffer:
 
         Never 0, so a buffer of only stale entries can be drawn."""
         priorities = self.base_priorities[slots]
-        if self.decay is not None:
+        if self.decay:
             priorities = priorities * self.decay(self.now - self.collected_at[slots])
-        # 0^0 would be 1, with --decay limit and --alpha 0.
-        powers = np.where(priorities > 0.0, priorities**self.alpha, 0.0)
-        return np.maximum(powers, SMALLEST_LEAF)
+        # A decay can reach 0, and 0^0 would be 1, with --decay limit and --alpha 0.
+        return np.where(priorities > 0.0, priorities**self.alpha, SMALLEST_LEAF)
 
 
-def checked_priorities(base_priorities: np.ndarray) -> np.ndarray:
-    base_priorities = np.asarray(base_priorities, float)
-    if not ((base_priorities > 0.0) & (base_priorities < np.inf)).all():
+def check_priorities(base_priorities: np.ndarray) -> None:
+    if not (np.isfinite(base_priorities) & (base_priorities > 0.0)).all():
         raise ValueError(
             f"base priorities must be finite and positive (epsilon > 0?), got {base_priorities}"
         )
-    return base_priorities

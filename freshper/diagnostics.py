@@ -18,10 +18,11 @@ tokens. How to estimate is ours:
 """
 
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 
-import matplotlib.figure
 import numpy as np
+from matplotlib.figure import Figure
 
 Table = dict[str, np.ndarray]  # the values of each column
 
@@ -40,27 +41,25 @@ def estimate(rows: Table) -> dict[str, float]:
     Returns mean `age` in steps, ESS / n of trajectories (`ess`) and tokens (`ess_token`),
     KL(pi_theta || pi_mu) (`kl`) and its reverse (`kl_reverse`) in nats, and the share of clipped
     tokens (`clipped`)."""
-    v = 1.0 / rows["probability"]
-    v = v / v.sum()
+    # E_mu. Replay draws by priority, so each row has the weight v_i = 1 / P(i).
+    mean = partial(np.average, weights=1.0 / rows["probability"])
 
-    def mean(values: np.ndarray) -> float:
-        return (v * values).sum()
-
-    log_rho = rows["log_ratio"]
-    largest = log_rho.max()
-    rho = np.exp(log_rho - largest)  # the constant cancels below, and nothing overflows
+    # The largest log ratio becomes 0, so nothing overflows. A constant factor of rho cancels below.
+    log_rho = rows["log_ratio"] - rows["log_ratio"].max()
+    rho = np.exp(log_rho)
     mean_rho = mean(rho)
-    mean_log_rho = mean(rho * log_rho) / mean_rho  # under pi_theta
+    ess = mean_rho**2 / mean(rho**2)
+    kl = mean(rho * log_rho) / mean_rho - np.log(mean_rho)
 
     tokens = mean(rows["tokens"])
     ratio = mean(rows["ratio"])
     ratio_square = mean(rows["ratio_sq"])
     return {
         "age": rows["age"].mean(),
-        "ess": mean_rho**2 / mean(rho**2),
+        "ess": ess,
         "ess_token": ratio**2 / (tokens * ratio_square),
-        "kl": mean_log_rho - largest - np.log(mean_rho),
-        "kl_reverse": -mean(log_rho),
+        "kl": kl,
+        "kl_reverse": -mean(rows["log_ratio"]),
         "clipped": mean(rows["clipped"]) / tokens,
     }
 
@@ -95,7 +94,7 @@ def plot(folder: Path, estimates: Table) -> None:
     age = estimates["age"]
     kl = estimates["kl"]
     tau, offset, r2 = drift_rate(age, kl)
-    figure = matplotlib.figure.Figure(figsize=(13, 4.8), layout="constrained")
+    figure = Figure(figsize=(13, 4.8), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
 
     bound = r"bound of eq. 11, $\exp(-KL(\pi_\theta\|\pi_\mu))$"
@@ -108,7 +107,7 @@ def plot(folder: Path, estimates: Table) -> None:
     middle.plot(age, offset + age / tau, "k--", label=line)
 
     right.plot(age, estimates["clipped"], "o-", label="share of action tokens that are clipped")
-    for axes in (left, middle, right):
+    for axes in figure.axes:
         axes.set_xlabel("age of the replayed trajectories, optimizer steps")
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), frameon=False)
-    figure.savefig(folder / "diagnostics.png", dpi=110)
+    figure.savefig(folder / "diagnostics.png")

@@ -72,7 +72,8 @@ class Episode:
         Bridges keep the turns apart."""
         return np.flatnonzero(self.action_mask > np.append(self.action_mask[1:], False))
 
-    def token_rewards(self) -> np.ndarray:
+    @property
+    def rewards(self) -> np.ndarray:
         """Return each turn's reward on its last action token, 0 elsewhere, float32 [T].
 
         Raises ValueError if the fields of the episode do not fit together."""
@@ -158,17 +159,21 @@ def group_by_length(lengths: list[int], most: int) -> list[list[int]]:
 
 def collate(episodes: list[Episode]) -> Batch:
     """Pad episodes into a batch. Raises ValueError if an episode's fields do not fit together."""
-    columns = {"rewards": [episode.token_rewards() for episode in episodes]}
-    for name in ("tokens", "action_mask", "behavior_logprobs", "ref_logprobs", "engine_weights"):
-        columns[name] = [getattr(episode, name) for episode in episodes]
-
     padded: dict[str, Any] = {}
-    for name, arrays in columns.items():
+    for name in (
+        "tokens",
+        "action_mask",
+        "behavior_logprobs",
+        "rewards",
+        "ref_logprobs",
+        "engine_weights",
+    ):
+        arrays = [getattr(episode, name) for episode in episodes]
         if all(array is not None for array in arrays):
             tensors = [torch.from_numpy(array) for array in arrays]
             padded[name] = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
     padded["tokens"] = padded["tokens"].long()
 
-    padded["images"] = [episode.images for episode in episodes]
-    padded["lengths"] = [len(episode.tokens) for episode in episodes]
-    return Batch(**padded)
+    images = [episode.images for episode in episodes]
+    lengths = [len(episode.tokens) for episode in episodes]
+    return Batch(images=images, lengths=lengths, **padded)

@@ -23,7 +23,6 @@ def importance_weights(
     N cancels in the quotient by the maximum: `size` is there to be read beside eq. 3. w_i is 1 if
     P(i) = `smallest`; None: the batch's smallest. Raises ValueError unless
     0 < smallest <= P(i) <= 1 and 0 <= beta <= 1."""
-    probabilities = np.asarray(probabilities, float)
     least = probabilities.min()
     most = probabilities.max()
     if smallest is None:
@@ -40,5 +39,4 @@ def importance_weights(
 
 def annealed_beta(beta0: float, progress: float) -> float:
     """Return beta: linearly from beta0 to 1 as `progress` goes from 0 to 1 (section 3.5)."""
-    progress = min(max(progress, 0.0), 1.0)
-    return beta0 + (1.0 - beta0) * progress
+    return np.interp(progress, [0.0, 1.0], [beta0, 1.0])

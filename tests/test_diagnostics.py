@@ -16,7 +16,6 @@ def rows_of(log_ratio, probability=None, age=None):
     ratio = np.exp(log_ratio)
     return {
         "age": np.zeros(n) if age is None else age,
-        "reward": np.arange(n) % 2.0,
         "probability": np.full(n, 1 / n) if probability is None else probability,
         "log_ratio": log_ratio,
         "ratio": ratio,
