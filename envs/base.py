@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Self
 
 import gymnasium
 import numpy as np
-from gymnasium import spaces
 
 # A seed determines the map, question or room. Training uses the seeds below EVAL_SEEDS, evaluation
 # those from EVAL_SEEDS on, and the warm start of tiny models those from WARM_START_SEEDS on.
@@ -45,7 +44,7 @@ class Observation(NamedTuple):
     images: tuple[np.ndarray, ...] = ()
 
 
-class AnySpace(spaces.Space):
+class AnySpace(gymnasium.Space):
     """The space of all replies and observations.
 
     Gymnasium's own `Text` fixes an alphabet, and its `Box` the size of images.
@@ -126,21 +125,24 @@ class TextEnv(gymnasium.Env):
         """
         rng = np.random.default_rng((seed, 1))  # independent of the stream that draws the task
         _, _, info = play_out(self, seed, partial(self.random_reply, rng))
-        successes = {"random": float(info["success"])}
+        successes = {"random": info["success"]}
         if hasattr(self, "optimal_reply"):
             _, _, info = play_out(self, seed, self.optimal_reply)
-            successes["optimal"] = float(info["success"])
+            successes["optimal"] = info["success"]
         return successes
 
     def data_summary(self) -> str:
         """Return a sentence with the numbers of rows of `data`, or "" if the task has no data."""
         if not self.rows:
             return ""
-        counts = {split: len(rows) for split, rows in self.rows.items()}
-        summary = f"{self.data}: {counts['train']} rows for training, {counts['held_out']} held out"
-        if counts.get("left_out"):
+        summary = (
+            f"{self.data}: {len(self.rows['train'])} rows for training, "
+            f"{len(self.rows['held_out'])} held out"
+        )
+        left_out = self.rows.get("left_out")
+        if left_out:
             reason = "too long for --max_tokens, or with an image too narrow"
-            summary += f", {counts['left_out']} left out: {reason}"
+            summary += f", {len(left_out)} left out: {reason}"
         return summary
 
 
@@ -169,15 +171,15 @@ def check_environment(env: TextEnv) -> None:
     Raises ValueError with one sentence if the task breaks a promise of `TextEnv`.
     """
     for method in ("reset", "step", "observe"):
-        defined = getattr(type(env), method, None) is not getattr(gymnasium.Env, method, None)
+        defined = getattr(type(env), method, None) is not getattr(TextEnv, method, None)
         require(defined, env, f"{method}() is missing")
 
     for field in ("actions", "words"):
         value = getattr(env, field)
         require(isinstance(value, tuple), env, f"{field} is {value!r}, but must be a tuple")
     if type(env).random_reply is TextEnv.random_reply:
-        choice = len(env.actions) > 0
-        require(choice, env, "actions is empty, but the random policy chooses from them")
+        sentence = "actions is empty, but the random policy chooses from them"
+        require(len(env.actions) > 0, env, sentence)
 
     for seed in range(8):
         repeatable = checked_episode(env, seed) == checked_episode(env, seed)
@@ -189,17 +191,16 @@ def checked_episode(env: TextEnv, seed: int) -> list[tuple]:
     """Play a random episode, check what `reset` and `step` return, and return what they showed."""
     rng = np.random.default_rng(seed)
     opening = env.reset(seed=seed)
-    expected = "an observation and a dict"
     is_pair = type(opening) is tuple and len(opening) == 2
-    require(is_pair, env, f"reset() returned {opening!r}, but must return {expected}")
+    require(
+        is_pair, env, f"reset() returned {opening!r}, but must return an observation and a dict"
+    )
     shown = [checked_content(env, "reset", opening[0])]
 
-    # A task with its own `step_many` queries a service for a valid reply, but not for an empty one.
-    queries_service = "step_many" in vars(type(env))
     for _ in range(env.max_turns):
-        step = env.step("" if queries_service else env.random_reply(rng))
-        expected = "observation, reward, two bools and a dict"
+        step = env.step(env.random_reply(rng))
         is_five = type(step) is tuple and len(step) == 5
+        expected = "observation, reward, two bools and a dict"
         require(is_five, env, f"step() returned {step!r}, but must return {expected}")
 
         observation, reward, terminated, truncated, info = step
@@ -208,21 +209,22 @@ def checked_episode(env: TextEnv, seed: int) -> list[tuple]:
         shown.append((content, reward, terminated, truncated, info["success"]))
         if terminated or truncated:
             return shown
-    last = f"turn {env.max_turns}, its last by max_turns"
-    raise ValueError(f"{type(env).__name__}.step() did not end the episode in {last}")
+    raise ValueError(
+        f"{type(env).__name__}.step() did not end the episode in turn {env.max_turns}, "
+        "its last by max_turns"
+    )
 
 
 def checked_content(env: TextEnv, method: str, observation: Any) -> tuple:
     """Check an observation that a method showed. Returns its text and the bytes of its images."""
     is_observation = isinstance(observation, Observation) and isinstance(observation.text, str)
-    expected = "an Observation with a text"
-    require(is_observation, env, f"{method}() showed {observation!r}, but must show {expected}")
+    sentence = f"{method}() showed {observation!r}, but must show an Observation with a text"
+    require(is_observation, env, sentence)
 
-    images = [np.asarray(image) for image in observation.images]
-    for image in images:
-        is_rgb = image.dtype == np.uint8 and image.shape[2:] == (3,)
+    for image in observation.images:
+        is_rgb = getattr(image, "dtype", None) == np.uint8 and image.shape[2:] == (3,)
         require(is_rgb, env, f"{method}() showed images that are not uint8 [H, W, 3]")
-    return observation.text, [image.tobytes() for image in images]
+    return observation.text, [image.tobytes() for image in observation.images]
 
 
 def split_tags(text: str, tag: str) -> list[str]:

@@ -17,9 +17,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 from PIL import Image, ImageDraw
+from scipy import ndimage
 
 from envs.base import Observation, same_split
-from envs.grid_world import FORM, Cell, GridWorld, Outcome, name_cells
+from envs.grid_world import FORM, GridWorld, Outcome, name_cells
 
 SIDE = 4
 # Cells are Gymnasium's letters: S (start), F (frozen), H (hole), G (goal). # is the edge.
@@ -48,25 +49,14 @@ def random_map(seed: int) -> np.ndarray:
         cells[start] = "F"
         cells[goal] = "G"
         holes_and_goal = ["".join(row) for row in cells]
-        cells[start] = "S"
-        if same_split(holes_and_goal, seed) and is_connected(cells, start, goal):
+        if not same_split(holes_and_goal, seed):
+            continue
+
+        # Cells with the same number are connected by ways without holes.
+        areas, _ = ndimage.label(cells != "H")
+        if areas[start] == areas[goal]:
+            cells[start] = "S"
             return cells
-
-
-def is_connected(cells: np.ndarray, start: Cell, goal: Cell) -> bool:
-    """Return whether a way without holes leads from start to goal: a flood fill."""
-    unvisited = {cell for cell, letter in np.ndenumerate(cells) if letter != "H"}
-    frontier = [start]
-    while frontier:
-        reached = unvisited.intersection(neighbours(*frontier.pop()))
-        frontier += reached
-        unvisited -= reached
-    return goal not in unvisited
-
-
-def neighbours(row: int, col: int) -> list[Cell]:
-    """Return the cells left, below, right and above of a cell."""
-    return [(row, col - 1), (row + 1, col), (row, col + 1), (row - 1, col)]
 
 
 def solve(transitions: dict, horizon: int, fold: Callable) -> np.ndarray:
@@ -107,8 +97,9 @@ class FrozenLake(GridWorld):
 
     def start(self, seed: int) -> None:
         self.cells = random_map(seed)
-        lake = gymnasium.make("FrozenLake-v1", desc=self.cells, is_slippery=self.slippery)
-        self.lake = lake.unwrapped
+        self.lake = gymnasium.make(
+            "FrozenLake-v1", desc=self.cells, is_slippery=self.slippery
+        ).unwrapped
         self.lake.reset(seed=seed)
 
     def act(self, action: int) -> Outcome:
@@ -130,12 +121,13 @@ class FrozenLake(GridWorld):
     def baselines(self, seed: int) -> dict[str, float]:
         """Return the exact probability of success on the map of this seed."""
         self.reset(seed=seed)
-        random = self.action_values(np.mean).mean()
-        optimal = self.action_values(np.max).max()
-        return {"random": float(random), "optimal": float(optimal)}
+        return {
+            "random": self.action_values(np.mean).mean(),
+            "optimal": self.action_values(np.max).max(),
+        }
 
-    def position(self) -> Cell:
-        """Return the cell of the player."""
+    def position(self) -> tuple[int, int]:
+        """Return row and column of the player."""
         return divmod(self.lake.s, SIDE)
 
     def grid(self) -> np.ndarray:
@@ -146,15 +138,17 @@ class FrozenLake(GridWorld):
 
     def beside(self) -> list[str]:
         """Return the cells left, below, right and above of the player."""
+        row, col = self.position()
+        places = ((row, col - 1), (row + 1, col), (row, col + 1), (row - 1, col))
         cells = dict(np.ndenumerate(self.cells))
-        return [cells.get(cell, "#") for cell in neighbours(*self.position())]
+        return [cells.get(place, "#") for place in places]
 
     def caption(self) -> str:
         """Return the cells of player, goal and holes, such as `P b1 G d3 O a2 c4`. The caption of
         an image ends with its fifth row."""
         caption = name_cells(self.grid(), CAPTION_MARKS)
         if self.image:
-            caption = " ".join([caption, *self.beside()])
+            caption += f" {' '.join(self.beside())}"
         return caption.translate(SYMBOLS)
 
     def observe(self) -> Observation:
@@ -173,23 +167,21 @@ class FrozenLake(GridWorld):
 
     def full_text(self, grid: np.ndarray) -> str:
         """Return the text of the "full" style."""
-        if self.image:
-            state, legend = "The image shows the lake.", IMAGE_LEGEND
-        else:
-            rows = "\n".join(map(" ".join, grid)).translate(SYMBOLS)
-            state, legend = f"State:\n{rows}", LEGEND
+        rows = "\n".join(map(" ".join, grid)).translate(SYMBOLS)
+        state = "The image shows the lake." if self.image else f"State:\n{rows}"
+        legend = IMAGE_LEGEND if self.image else LEGEND
         slippery = SLIPPERY if self.slippery else ""
         return self.prompt(RULES, f"{state}\n{FORM}", slippery=slippery, legend=legend)
 
 
-ICE = (214, 238, 255)
-LINE = (130, 170, 210)
-RED = (224, 24, 40)
+ICE = "#d6eeff"
+EDGE = "#5a5a5a"
+LINE = "#82aad2"
+RED = "#e01828"
 SHAPES = [  # on which cells, shape, colour, corners x, y, x, y, ... as shares of the cell
-    ("#", "rectangle", (90, 90, 90), (0, 0, 1, 1)),
-    ("HX", "ellipse", (16, 32, 96), (0.04, 0.04, 0.96, 0.96)),
-    ("G√", "rectangle", (70, 50, 30), (0.18, 0.08, 0.28, 0.94)),  # pole
-    ("G√", "polygon", (0, 168, 72), (0.28, 0.08, 0.95, 0.33, 0.28, 0.6)),  # flag
+    ("HX", "ellipse", "#102060", (0.04, 0.04, 0.96, 0.96)),
+    ("G√", "rectangle", "#46321e", (0.18, 0.08, 0.28, 0.94)),  # pole
+    ("G√", "polygon", "#00a848", (0.28, 0.08, 0.95, 0.33, 0.28, 0.6)),  # flag
     ("PX√", "ellipse", RED, (0.36, 0.1, 0.64, 0.38)),  # head
     ("PX√", "polygon", RED, (0.5, 0.3, 0.82, 0.92, 0.18, 0.92)),
 ]
@@ -208,16 +200,16 @@ def draw(grid: np.ndarray, cell_size: int) -> np.ndarray:
     ruler = cell_size // 7
 
     for (row, col), symbol in np.ndenumerate(grid):
-        canvas = Image.new("RGB", (large, large), ICE)
+        canvas = Image.new("RGB", (large, large), EDGE if symbol == "#" else ICE)
         pen = ImageDraw.Draw(canvas)
         for symbols, shape, color, corners in SHAPES:
             if symbol in symbols:
                 getattr(pen, shape)([large * share for share in corners], fill=color)
         pen.rectangle((0, 0, large - 1, large - 1), outline=LINE, width=large // 28)
 
-        tile = image[row, :, col]  # a view, [cell_size, cell_size, 3]
-        tile[:] = np.array(canvas.reduce(4))
+        tile = np.array(canvas.reduce(4))  # [cell_size, cell_size, 3]
         tile[:, :ruler] = 40 + 50 * row
         tile[:ruler] = 40 + 50 * col
+        image[row, :, col] = tile
 
-    return image.reshape(rows * cell_size, columns * cell_size, 3)
+    return image.reshape(rows * cell_size, -1, 3)

@@ -4,19 +4,15 @@ Paper: appendix D. A reply is one of four directions.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from envs.base import Observation, TextEnv, parse_action
 
-UNREADABLE = "Your last reply could not be read. "
-FORM = (
-    "Reply with one action in the form <answer> action </answer>, "
-    "for example <answer> Right </answer>."
-)
+FORM = """\
+Reply with one action in the form <answer> action </answer>, \
+for example <answer> Right </answer>."""
 
-Cell = tuple[int, int]  # row, column
 Outcome = tuple[float, bool, bool]  # reward, success, whether the episode ends
 
 
@@ -68,13 +64,14 @@ class GridWorld(TextEnv):
 
         if action is None:
             reward, success, ended = self.turn_reward, False, False
-            penalty, remark = self.format_penalty, UNREADABLE
         else:
             reward, success, ended = self.act(action)
-            penalty, remark = 0.0, ""
-
         self.score += reward
-        reward -= penalty
+
+        remark = ""
+        if action is None:
+            remark = "Your last reply could not be read. "
+            reward -= self.format_penalty
         self.feedback = f"{remark}Reward: {reward:g}."
         info = {
             "success": success,
@@ -83,12 +80,11 @@ class GridWorld(TextEnv):
         }
         return self.observe(), reward, ended, self.turn >= self.max_turns, info
 
-    def prompt(self, rules: str, state: str, **blanks: Any) -> str:
+    def prompt(self, rules: str, state: str, **blanks: object) -> str:
         """Return the text of the "full" style: rules (in later turns feedback), turn and state.
 
         The rules are a template. `blanks` fill it, together with the budget.
         """
-        rules = rules.format(budget=self.budget(), **blanks)
-        opening = self.feedback if self.turn else rules
+        opening = self.feedback if self.turn else rules.format(budget=self.budget(), **blanks)
         left = self.max_turns - self.turn
         return f"{opening}\nTurn {self.turn + 1}, actions left: {left}.\n{state}"

@@ -36,9 +36,10 @@ def ask(env: TextEnv) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """Play episodes of an environment, one per seed, until `q` or the end of the input."""
-    description = "Play; a line is a reply, or just an action."
-    parser = argparse.ArgumentParser("envs.play", description=description)
-    parser.add_argument("env", choices=list(ENVS))
+    parser = argparse.ArgumentParser(
+        "envs.play", description="Play; a line is a reply, or just an action."
+    )
+    parser.add_argument("env", choices=ENVS)
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
     args = parser.parse_args(argv)
 

@@ -32,7 +32,7 @@ STRIDE = 8
 STEPS = (-1, STRIDE, 1, -STRIDE)  # of GridWorld.actions
 Cells = frozenset[int]  # a cell is the number 8 row + column
 State = tuple[Cells, int]  # boxes, player
-Room = tuple[Cells, Cells, State]  # floor (everything but walls), targets, start
+Room = tuple[Cells, Cells, Cells, int]  # floor (everything but walls), targets, boxes, player
 
 
 def move(floor: Cells, boxes: Cells, player: int, step: int) -> State:
@@ -67,7 +67,7 @@ def turns_to_solve(floor: Cells, targets: Cells, horizon: int) -> dict[State, in
     for n in range(1, horizon + 1):
         earlier = {before for state in frontier for before in states_before(floor, *state)}
         frontier = earlier - turns.keys()
-        turns.update(dict.fromkeys(frontier, n))
+        turns |= dict.fromkeys(frontier, n)
     return turns
 
 
@@ -84,10 +84,7 @@ def random_room(seed: int, side: int, n_boxes: int, longest: int) -> Room:
         is_floor = rng.random((side - 2, side - 2)) >= 0.2  # within the outer walls
         rows, columns = np.nonzero(is_floor)
         cells = (STRIDE * (rows + 1) + columns + 1).tolist()
-        if len(cells) <= 2 * n_boxes:
-            continue
-
-        targets = frozenset(cells[k] for k in rng.permutation(len(cells))[:n_boxes])
+        targets = frozenset(rng.permutation(cells)[:n_boxes].tolist())
         if not same_split((cells, sorted(targets)), seed):
             continue
 
@@ -101,7 +98,7 @@ def random_room(seed: int, side: int, n_boxes: int, longest: int) -> Room:
         )
         if starts:
             boxes, player = starts[rng.integers(len(starts))]
-            return floor, targets, (frozenset(boxes), player)
+            return floor, targets, frozenset(boxes), player
 
 
 class Sokoban(GridWorld):
@@ -112,7 +109,7 @@ class Sokoban(GridWorld):
     turn_reward = -0.1
     warm_start = ((900, 1), (150, 10))
     # Captions name columns by these letters, and rows by digits.
-    words = (*GridWorld.actions, "√", " X", " O", " #", " a", " b", " c", " d", " e", " f")
+    words = (*GridWorld.actions, "√", " X", " O", " #", *(f" {letter}" for letter in "abcdef"))
 
     def __init__(self, side: int = 6, boxes: int = 1, longest: int = 10, **common: Any):
         """Store the settings. `longest` limits the turns of solutions: Max Actions of Table 2.
@@ -128,8 +125,7 @@ class Sokoban(GridWorld):
 
     def start(self, seed: int) -> None:
         room = random_room(seed, self.side, self.n_boxes, self.longest)
-        self.floor, self.targets, start = room
-        self.boxes, self.player = start
+        self.floor, self.targets, self.boxes, self.player = room
 
     def act(self, action: int) -> Outcome:
         in_place_before = len(self.boxes & self.targets)
@@ -144,8 +140,7 @@ class Sokoban(GridWorld):
 
     def optimal_reply(self) -> str:
         """Return a step of the shortest solution, or any action if too few turns are left."""
-        turns_left = self.max_turns - self.turn
-        turns = turns_to_solve(self.floor, self.targets, turns_left)
+        turns = turns_to_solve(self.floor, self.targets, self.max_turns - self.turn)
         states = [move(self.floor, self.boxes, self.player, step) for step in STEPS]
         best = np.argmin([turns.get(state, np.inf) for state in states])
         return f"<answer>{self.actions[best]}</answer>"
