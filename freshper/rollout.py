@@ -13,7 +13,7 @@ ends when the environment says so, or when its next turn would not fit `max_toke
 """
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from envs.base import EVAL_SEEDS, Observation, TextEnv
 from freshper.episode import AnyImage, Episode
 from freshper.errors import NonFiniteError
 from freshper.models import Policy
-from freshper.trainer import State, TorchTrainer
+from freshper.trainer import TorchTrainer
 
 # 0.618 EVAL_SEEDS, without a common divisor, so that every seed has a start of its own.
 GOLDEN_RATIO = 618_033_989
@@ -70,10 +70,10 @@ class Engine(ReplyGenerator, Protocol):
     def sync(self, trainer: TorchTrainer) -> dict[str, float]:
         """Use the trainer's parameters from now on (line 12). Returns numbers for metrics.csv."""
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> dict:
         """Return the state of its random numbers, for a checkpoint."""
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: dict) -> None:
         """Restore the state of its random numbers."""
 
 
@@ -89,7 +89,7 @@ class LiveEpisode:
         self.sampled = [False] * len(prompt)  # whether the policy sampled each token
         self.logprobs = [0.0] * len(prompt)
         self.turn_rewards: list[float] = []
-        self.info: dict[str, Any] = {}  # the environment's, of the last turn
+        self.info: dict = {}  # the environment's, of the last turn
         self.closed = False  # whether the last reply ended with a sampled eos
         self.truncated = False
         self.invalid_replies = 0
@@ -100,18 +100,18 @@ class LiveEpisode:
 
     def text_of(self, reply: Reply) -> str:
         """Return the reply as the environment reads it, with "…" at the end if the limit cut it."""
-        eos_id = self.policy.eos_id
-        tokens = [token for token in reply.tokens if token != eos_id]
-        text = self.policy.tokenizer.decode(tokens)
-        return text if reply.tokens[-1] == eos_id else text + "…"
+        text = self.policy.tokenizer.decode(reply.tokens, skip_special_tokens=True)
+        return text if reply.tokens[-1] == self.policy.eos_id else text + "…"
 
-    def append_reply(self, reply: Reply, reward: float, info: dict[str, Any]) -> None:
+    def append_reply(self, reply: Reply, reward: float, info: dict) -> None:
         """Append a sampled reply a_t, the reward of its turn, and the environment's info."""
         logprob = sum(reply.logprobs)
         if not np.isfinite(reward + logprob):
-            numbers = f"a reward {reward} and a reply of log-prob {logprob}, which must be finite"
-            turn = f"episode seed {self.conversation.seed}, turn {len(self.turn_rewards) + 1}"
-            raise NonFiniteError(f"the rollout met {numbers}; {turn}")
+            raise NonFiniteError(
+                f"the rollout met a reward {reward} and a reply of log-prob {logprob}, which must "
+                f"be finite; episode seed {self.conversation.seed}, "
+                f"turn {len(self.turn_rewards) + 1}"
+            )
 
         self.conversation.tokens += reply.tokens
         self.sampled += [True] * len(reply.tokens)
@@ -140,16 +140,16 @@ class LiveEpisode:
 
     def finish(self) -> Episode:
         """Return what the buffer and the loss need of this episode."""
-        turn_rewards = np.array(self.turn_rewards, dtype=np.float32)
+        turn_rewards = np.array(self.turn_rewards, np.float32)
         return Episode(
-            tokens=np.array(self.conversation.tokens, dtype=np.int32),
+            tokens=np.array(self.conversation.tokens, np.int32),
             action_mask=np.array(self.sampled),
-            behavior_logprobs=np.array(self.logprobs, dtype=np.float32),
+            behavior_logprobs=np.array(self.logprobs, np.float32),
             reward=float(turn_rewards.sum()),
             turn_rewards=turn_rewards,
             images=self.conversation.images,
             seed=self.conversation.seed,
-            success=bool(self.info["success"]),
+            success=self.info["success"],
             invalid=self.invalid_replies,
             cut=self.cut_replies,
             truncated=self.truncated,
@@ -177,8 +177,10 @@ def rollout(
     longest = max(episodes, key=len)
     needed = len(longest) + max_new_tokens
     if needed > max_tokens:
-        turn = f"the first turn of seed {longest.conversation.seed}"
-        raise OSError(f"--max_tokens is {max_tokens}, but must be at least {needed} for {turn}")
+        raise OSError(
+            f"--max_tokens is {max_tokens}, but must be at least {needed} "
+            f"for the first turn of seed {longest.conversation.seed}"
+        )
 
     live = episodes
     while live:
