@@ -33,8 +33,6 @@ them, since all turns belong to one episode. The paper is silent on these points
 Exercise: set `--baseline recompute` and watch `replay_success` and `replay_grad_norm`.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -78,16 +76,13 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
     It is never negative and has a usable gradient. The bound is that of OpenRLHF and verl. Without
     it, one token at pi = e^-8 pi_ref would have a value near 3,000 and outweigh the batch."""
-    log_ratio = (ref_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = (ref_logprobs - logprobs).clamp(max=MAX_LOG_RATIO)
     k3 = log_ratio.exp() - log_ratio - 1.0
     return k3.clamp(max=10.0)
 
 
 def advantages(
-    rewards: Tensor,
-    action_mask: Tensor,
-    clip: float,
-    moments: Moments | None = None,
+    rewards: Tensor, action_mask: Tensor, clip: float, moments: Moments | None = None
 ) -> Tensor:
     """Return A_t from token rewards. [B, T], [B, T] -> [B, T], 0 off the mask.
 
@@ -103,7 +98,7 @@ def penalized_rewards(batch: Batch, kl_reward_coef: float) -> Tensor:
         return batch.rewards
     assert batch.ref_logprobs is not None
     k1 = kl_k1(batch.behavior_logprobs, batch.ref_logprobs)
-    return batch.rewards - kl_reward_coef * k1 * batch.action_mask
+    return batch.rewards - kl_reward_coef * k1
 
 
 def turn_numbers(action_mask: Tensor) -> Tensor:
@@ -122,7 +117,7 @@ class Baseline:
         self.kind = kind
         self.kl_reward_coef = kl_reward_coef
         self.window: list[Tensor] = []  # per episode, [2, n]: turn and G_t of its n action tokens
-        self.means = torch.zeros(1, dtype=torch.float64)  # [K]: one per turn, or K = 1
+        self.means = torch.zeros(1)  # [K]: one per turn, or K = 1
         self.std = torch.tensor(1.0)
 
     def observe(self, episodes: list[Episode]) -> None:
@@ -134,16 +129,13 @@ class Baseline:
 
         if self.kind != "turn":
             self.window = []
-        for row, mask in enumerate(batch.action_mask):
-            self.window.append(table[:, row, mask])
+        self.window += [table[:, row, mask] for row, mask in enumerate(batch.action_mask)]
         kept = max(WINDOW, len(episodes))
-        self.window = self.window[-kept:]
+        del self.window[:-kept]
 
         # Returns of whole episodes count as equal if they differ by rounding only.
         totals = torch.stack([episode[1, 0] for episode in self.window])
-        spread = totals.max() - totals.min()
-        largest = totals.abs().max()
-        equal = len(totals) > 1 and spread <= 1e-5 * largest
+        equal = len(totals) > 1 and torch.allclose(totals, totals[0])
 
         turns, returns = torch.cat(self.window, dim=1)  # of all action tokens
         turns = turns.long()
@@ -160,8 +152,7 @@ class Baseline:
         batch = collate(episodes)
         rewards = penalized_rewards(batch, self.kl_reward_coef)
         # The mean of the last turn also counts for later ones.
-        last_turn = len(self.means) - 1
-        turns = turn_numbers(batch.action_mask).clamp(max=last_turn)
+        turns = turn_numbers(batch.action_mask).clamp(max=len(self.means) - 1)
         moments = self.means[turns], self.std
         return advantages(rewards, batch.action_mask, torch.inf, moments)
 
@@ -169,19 +160,17 @@ class Baseline:
         """Return A_t of line 5 or 10, before any clip, float32 [B, T].
 
         With `recompute` they are measured against these very episodes."""
-        if self.kind != "recompute":
-            return self.collected_advantages(episodes)
-        baseline = Baseline("batch", self.kl_reward_coef)
-        baseline.observe(episodes)
+        baseline = self
+        if self.kind == "recompute":
+            baseline = Baseline("batch", self.kl_reward_coef)
+            baseline.observe(episodes)
         return baseline.collected_advantages(episodes)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict:
         return {"window": self.window, "means": self.means, "std": self.std}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.window = state["window"]
-        self.means = state["means"]
-        self.std = state["std"]
+    def load_state_dict(self, state: dict) -> None:
+        vars(self).update(state)
 
 
 def training_batch(
@@ -198,7 +187,7 @@ def training_batch(
         advantages = advantages * batch.engine_weights
     if weights is None:
         weights = np.ones(len(episodes))
-    is_weights = torch.as_tensor(weights, dtype=torch.float32)
+    is_weights = torch.tensor(weights).float()
     return batch._replace(advantages=advantages, weights=is_weights)
 
 
