@@ -40,8 +40,8 @@ class AIME(QuestionAnswering):
     rules = "Solve this competition problem step by step; its answer is an integer from 000 to 999."
     form = "End your reply with the integer alone between tags, for example <answer>042</answer>."
 
-    @classmethod
-    def read(cls, answer: str) -> int | None:
+    @staticmethod
+    def read(answer: str) -> int | None:
         """Return an integer from 0 to 999 that stands alone, or None. It has one to three digits
         (7, 07 and 007 are equal), because competitors fill in three. A sign, a decimal point, words
         and expressions are not read."""

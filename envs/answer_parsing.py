@@ -23,9 +23,9 @@ from envs.base import outside_think
 
 MAX_ANSWER = 100  # characters
 
-_MARKED = re.compile(r"(?s)(?:\*\*|`|“|\$|\\\(|\\\[|\\boxed\{)(.*)(?:\*\*|`|”|\$|\\\)|\\\]|\})")
+_MARKED = r"(?s)(?:\*\*|`|“|\$|\\\(|\\\[|\\boxed\{)(.*)(?:\*\*|`|”|\$|\\\)|\\\]|\})"
 _DECIMAL = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
-_AMOUNT = re.compile(rf"([-+]?)\\?[$€£]?({_DECIMAL}) ?\\?[%$€£]?")
+_AMOUNT = rf"([-+]?)\\?[$€£]?({_DECIMAL}) ?\\?[%$€£]?"
 
 
 def bare(answer: str) -> str:
@@ -34,7 +34,7 @@ def bare(answer: str) -> str:
     if len(answer) > MAX_ANSWER:
         return ""
     text = answer.strip().removesuffix(".")
-    marked = _MARKED.fullmatch(text)
+    marked = re.fullmatch(_MARKED, text)
     if marked:
         return bare(marked[1])
     return text.replace("−", "-")  # the minus of typesetting
@@ -44,17 +44,16 @@ def read_number(answer: str) -> Fraction | None:
     """Return the value of an integer or decimal, or None. It may have a sign, commas between
     thousands, and a sign of a currency or %, because these do not change the number. Other units,
     fractions (1/2), powers (1e3), expressions (70+2) and words are not read."""
-    amount = _AMOUNT.fullmatch(bare(answer))
+    amount = re.fullmatch(_AMOUNT, bare(answer))
     return Fraction(amount[1] + amount[2].replace(",", "")) if amount else None
 
 
 _FILLERS = frozenset(  # words that change no value
     "a answer correct had he in is it left now of remaining she so the then total".split()
 )
-_TOKEN = re.compile("[a-z']+|[0-9]+")
-_SENTENCE = re.compile(  # work with its = or words with their verb, the value, and words
-    r"((?:[-+*/×=a-z0-9', ]*=|[a-z0-9', ]*\b(?:has|have|is))? ?)([0-9]+)([a-z' ]*)[.!]"
-)
+_TOKEN = "[a-z']+|[0-9]+"
+# Work with its = or words with their verb, the value, and words.
+_SENTENCE = r"((?:[-+*/×=a-z0-9', ]*=|[a-z0-9', ]*\b(?:has|have|is))? ?)([0-9]+)([a-z' ]*)[.!]"
 
 
 def read_sentence(reply: str, question: str) -> str:
@@ -65,13 +64,13 @@ def read_sentence(reply: str, question: str) -> str:
     text = outside_think(reply).strip().lower()
     if len(text) > MAX_ANSWER:
         return ""
-    sentence = _SENTENCE.fullmatch(text)
+    sentence = re.fullmatch(_SENTENCE, text)
     if not sentence:
         return ""
 
     before, value, behind = sentence.groups()
-    allowed = _FILLERS.union(_TOKEN.findall(question.lower()))
-    return value if allowed.issuperset(_TOKEN.findall(before + behind)) else ""
+    allowed = _FILLERS.union(re.findall(_TOKEN, question.lower()))
+    return value if allowed.issuperset(re.findall(_TOKEN, before + behind)) else ""
 
 
 class Measure(NamedTuple):
@@ -93,8 +92,8 @@ _SPELLINGS = {
     r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}": r"((\1)/(\2))",
     r"(?<=[0-9)π]) ?(?=[√π])": "*",
 }
-_MEASURE = re.compile(r" *([-+*/().,0-9√π ]*?) *(°|[cdkm]?m[²³]?)?")
-_FRACTION = re.compile(r"[-(]*[0-9]+\)*/\(*[0-9]+\)*")
+_MEASURE = r" *([-+*/().,0-9√π ]*?) *(°|[cdkm]?m[²³]?)?"
+_FRACTION = r"[-(]*[0-9]+\)*/\(*[0-9]+\)*"
 _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -112,13 +111,13 @@ def read_measure(answer: str) -> Measure | None:
     for spelling, plain in _SPELLINGS.items():
         text = re.sub(spelling, plain, text)
 
-    measure = _MEASURE.fullmatch(text)
+    measure = re.fullmatch(_MEASURE, text)
     if not measure:
         return None
     source, unit = measure.groups("")
     if re.fullmatch(f"[-+]?(?:{_DECIMAL})", source):
         return Measure(Fraction(source.replace(",", "")), len(source.partition(".")[2]), unit)
-    if not re.search("[√π]", source) and not _FRACTION.fullmatch(source):
+    if not re.search("[√π]", source) and not re.fullmatch(_FRACTION, source):
         return None
 
     try:
@@ -132,14 +131,14 @@ def _value(node: ast.AST) -> Fraction | float:
     """Return the value of a parsed expression. Raises ValueError if it has anything else than
     numbers, π, roots, signs and the four operations."""
     match node:
-        case ast.Constant(value=value):
+        case ast.Constant(value):
             return Fraction(str(value))
-        case ast.Name(id="pi"):
+        case ast.Name("pi"):
             return math.pi
-        case ast.Call(func=ast.Name(id="sqrt"), args=[argument]):
+        case ast.Call(ast.Name("sqrt"), [argument]):
             return math.sqrt(_value(argument))
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
+        case ast.UnaryOp(ast.USub(), operand):
             return -_value(operand)
-        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
+        case ast.BinOp(left, sign, right) if type(sign) in _OPERATORS:
             return _OPERATORS[type(sign)](_value(left), _value(right))
     raise ValueError("not a sum of products with roots and π")

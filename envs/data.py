@@ -15,6 +15,7 @@ for its model (freshper/backends.py), and says how many.
 """
 
 import re
+import textwrap
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -35,14 +36,13 @@ def load_rows(
     Raises ValueError with one sentence that names source, row and field, if there is no such
     source, a file cannot be read, a field is missing, empty or refused by `convert`, or the rows
     are too few."""
-    splits: dict[str, list] = {}
-    for split, rows in read_splits(source).items():
-        splits[split] = []
-        for number, row in enumerate(rows, 1):
+    splits = read_splits(source)
+    for split, rows in splits.items():
+        for k, row in enumerate(rows):
             try:
-                splits[split].append(convert(select_fields(row, fields)))
+                rows[k] = convert(select_fields(row, fields))
             except ValueError as error:
-                raise ValueError(f"{source}, {split} row {number}: {error}") from error
+                raise ValueError(f"{source}, {split} row {k + 1}: {error}") from error
 
     if len(splits) == 1:
         parts = divide(*splits.values())
@@ -72,8 +72,7 @@ def select_fields(row: dict, fields: tuple[str, ...]) -> dict:
     values = {name.lower(): value for name, value in row.items() if name.lower() in fields}
     for name in fields:
         value = values.get(name)
-        empty = value in (None, []) or not str(value).strip()
-        if empty:
+        if value in (None, []) or not str(value).strip():
             raise ValueError(f"the field {name} is missing or empty, the row has {', '.join(row)}")
         if isinstance(value, str) and re.search(r"<\|\w+\|>", value):
             raise ValueError(f"the field {name} must not hold tokens such as <|im_end|>")
@@ -129,8 +128,7 @@ def read_splits(source: str) -> dict[str, list[dict]]:
         StopIteration,  # of an empty file
         datasets.exceptions.DatasetsError,
     ) as error:
-        reason = f"{type(error).__name__} {error}"
-        reason = " ".join(reason.split())[:300]
+        reason = textwrap.shorten(f"{type(error).__name__} {error}", 300)
         raise ValueError(
             f"--data is {source}, but `datasets` cannot read it (rows from 0): {reason}"
         ) from error

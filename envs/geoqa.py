@@ -41,7 +41,7 @@ FILL = (170, 210, 250)
 EDGE = (16, 32, 96)
 RED = (224, 24, 40)
 TOLERANCE = 0.005  # relative, for decimals such as 3.46 for 2√3
-CHOICE = re.compile(r"\(?([A-F])(?:[).:]+ *(.*))?")  # letter and what is behind it
+CHOICE = r"\(?([A-F])(?:[).:]+ *(.*))?"  # letter and what is behind it
 MAX_SIDE = 896  # pixels; larger images are scaled down, to at most 1024 tokens of Qwen2.5-VL
 
 # Corners in order: column from the left and row from the top, in squares.
@@ -112,8 +112,8 @@ class GeoQA(QuestionAnswering):
             return (draw(image, self.cell_size).copy(),)
         return (decode(image),)
 
-    @classmethod
-    def read(cls, answer: str) -> Answer | None:
+    @staticmethod
+    def read(answer: str) -> Answer | None:
         """Return an answer as the letter of a choice, the text without it, and the value of that
         text. None: it has neither a letter nor a digit. A letter is a choice if it stands alone
         (B, (B), B.) or before a value ("B) 60°"). Before words it may belong to a sentence."""
@@ -121,7 +121,7 @@ class GeoQA(QuestionAnswering):
         if not re.search(r"\w", text):
             return None
 
-        choice = CHOICE.fullmatch(text)
+        choice = re.fullmatch(CHOICE, text)
         letter, behind = choice.groups("") if choice else ("", text)
         value = read_measure(behind)
         if behind and not value:
@@ -161,21 +161,22 @@ def same(measure: Measure | None, gold: Measure | None) -> bool:
     return decimals >= 2 and abs(measure.value - gold.value) <= allowed
 
 
-def polygons() -> list[Polygon]:
-    """Return every triangle, and every quadrilateral with two sides along the same direction of the
+def polygons() -> Iterator[Polygon]:
+    """Yield every triangle, and every quadrilateral with two sides along the same direction of the
     grid."""
     points = product(range(SIDE + 1), repeat=2)
-    triangles: list[Polygon] = [corners for corners in combinations(points, 3) if area(corners)]
+    # Corners in one line have no area.
+    yield from filter(area, combinations(points, 3))
 
     # Both orientations have every rectangle, so the sorted corners tell which one it is.
-    quadrilaterals: dict[Polygon, Polygon] = {}
-    spans = list(combinations(range(SIDE + 1), 2))
+    quadrilaterals = {}
+    spans = combinations(range(SIDE + 1), 2)
     for (a, b), (c, d), (near, far) in product(spans, repeat=3):
         horizontal = ((a, near), (b, near), (d, far), (c, far))
         vertical = tuple((row, column) for column, row in horizontal)
         for corners in (horizontal, vertical):
             quadrilaterals[tuple(sorted(corners))] = corners
-    return triangles + list(quadrilaterals.values())
+    yield from quadrilaterals.values()
 
 
 def area(polygon: Polygon) -> float:
@@ -198,8 +199,7 @@ def questions_about(polygon: Polygon) -> Iterator[tuple[Figure, float]]:
         length = math.hypot(*to_after)
 
         cosine = to_before @ to_after / math.hypot(*to_before) / length
-        degrees = math.degrees(math.acos(cosine))
-        yield Figure(polygon, "angle?", (corner,)), round(degrees, 6)
+        yield Figure(polygon, "angle?", (corner,)), math.degrees(math.acos(cosine))
 
         if 0 in to_after:
             along_grid = True

@@ -21,7 +21,7 @@ from typing import Any, Self
 import numpy as np
 
 from envs import synthetic_wiki
-from envs.base import Observation, TextEnv, outside_think
+from envs.base import Observation, TextEnv, outside_think, split_tags
 from envs.data import load_rows, row_for
 from envs.search_server import retrieve
 from envs.synthetic_wiki import Question
@@ -35,7 +35,6 @@ best passages between <information> and </information>. You have {{budget}}; a r
 search or the answer, and the answer ends the episode. Only the shortest form of the answer \
 counts: a name, a date or a few words, no sentence.
 """
-TAG = re.compile("<(/?)(search|answer|information)>", re.ASCII | re.IGNORECASE)
 FORM = (
     "Reply with <search> query </search> or <answer> answer </answer>; "
     "you may think first in <think> </think>."
@@ -60,7 +59,7 @@ def exact_match(answer: str, golden_answers: list[str]) -> bool:
 def parse_action(reply: str) -> tuple[str, str]:
     """Return ("search", query) or ("answer", text). Return ("", "") unless the reply has exactly
     one of them outside its `<think>` block. Tags are read in any case."""
-    parts = TAG.split(outside_think(reply))
+    parts = split_tags(outside_think(reply), "(search|answer|information)")
     match [part.strip() for part in parts]:
         case [_, "", kind, text, "/", closed, _] if text and kind.lower() == closed.lower():
             if kind.lower() != "information":
@@ -188,12 +187,12 @@ class NQSearch(TextEnv):
         tag = "answer"
         pattern = synthetic_wiki.VALUE
         if self.data:
-            pattern = re.compile(r"\w+")
+            pattern = r"\w+"
         elif rng.random() < 0.5:
             tag = "search"
             pattern = synthetic_wiki.PERSON
 
-        choices = pattern.findall("\n".join(self.seen)) or synthetic_wiki.VALUES
+        choices = re.findall(pattern, "\n".join(self.seen)) or synthetic_wiki.VALUES
         return f"<{tag}> {rng.choice(list(dict.fromkeys(choices)))}</{tag}>"
 
     def optimal_reply(self) -> str:

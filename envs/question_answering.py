@@ -78,8 +78,8 @@ class QuestionAnswering(TextEnv):
             answers = sorted(self.generated(self.style)["train"], key=float)
         self.actions = tuple(f" {answer}" for answer in answers)
 
-    @classmethod
-    def read(cls, answer: str) -> Any:
+    @staticmethod
+    def read(answer: str) -> Any:
         """Return the value of an answer, or None if it has none of the forms that the task reads.
         This default reads a number alone, as `read_number` does."""
         return read_number(answer)
@@ -142,22 +142,18 @@ class QuestionAnswering(TextEnv):
         value = self.read(answer)
         valid = value is not None
         success = valid and self.right(value, self.read(self.question.gold))
-        if self.turn == 1:
-            self.first_success = success
 
+        reward = float(success) if valid else -self.format_penalty
         if valid:
-            reward = float(success)
             self.feedback = RIGHT if success else WRONG
-        else:
-            reward = -self.format_penalty
-            # Terse prompts stay the same: a tiny model learns from the reward alone.
-            if self.style == "full":
-                self.feedback = "No answer could be read. "
+        # Terse prompts stay the same: a tiny model learns from the reward alone.
+        elif self.style == "full":
+            self.feedback = "No answer could be read. "
 
         info = {
             "success": success,
             "valid": valid,
-            "metrics": {"first_success": float(self.first_success)},
+            "metrics": {"first_success": float(success and self.turn == 1)},
         }
         return self.observe(), reward, success, self.turn >= self.max_turns, info
 

@@ -45,6 +45,9 @@ BATCH = 64
 TITLE = 4.0
 TRIGRAM = 0.25
 
+# What reading JSON or HTTP of others can raise.
+MALFORMED = (ValueError, TypeError, KeyError, RecursionError, HTTPException)
+
 # Server: the most that a request may hold, and the seconds in which it must arrive.
 MOST_BYTES = 1 << 25
 MOST_QUERIES = 1024
@@ -61,15 +64,7 @@ ATTEMPTS = 3
 TIMEOUT = 20.0
 PAUSE = 0.5
 MOST_ANSWER = 1 << 28
-FAILURES = (
-    OSError,
-    HTTPException,
-    ValueError,
-    TypeError,
-    KeyError,
-    RecursionError,
-    OverflowError,
-)
+FAILURES = (*MALFORMED, OSError, OverflowError)
 # No proxy is used: it could not reach a loopback address.
 OPENER = build_opener(ProxyHandler({}))
 
@@ -87,10 +82,10 @@ class LocalEncoder:
         """Return unit vectors of queries or of passages, float32 [n, dimension]. A text without
         words gets zeros."""
         title_weight = TITLE if passages else 1.0
-        terms = np.zeros((len(texts), self.dimension))
-        for k, text in enumerate(texts):
+        terms = []
+        for text in texts:
             title, _, body = text.partition("\n")
-            terms[k] = title_weight * self._terms(title) + self._terms(body)
+            terms.append(title_weight * self._terms(title) + self._terms(body))
 
         return unit_vectors(self.idf * terms)
 
@@ -123,8 +118,9 @@ class TransformerEncoder:
             self.tokenizer = AutoTokenizer.from_pretrained(name)
             self.model = AutoModel.from_pretrained(name, use_safetensors=True)
         except (OSError, ValueError) as error:
-            sentence = f"--encoder is {name}, but no model could be loaded from there"
-            raise ValueError(sentence) from error
+            raise ValueError(
+                f"--encoder is {name}, but no model could be loaded from there"
+            ) from error
 
         self.model.to("cuda" if torch.cuda.is_available() else "cpu")
         self.model.requires_grad_(False)
@@ -169,14 +165,15 @@ def encodable(text: Any) -> str:
 def read_corpus(path: str) -> list[str]:
     """Return the `contents` of each line. Raises ValueError that names file and line if a line has
     none."""
-    passages: list[str] = []
+    passages = []
     with open(path, "rb") as file:
         for line in file:
             try:
                 passages.append(encodable(json.loads(line)["contents"]))
-            except (ValueError, TypeError, KeyError) as error:
-                place = f"{path}, line {len(passages) + 1}"
-                raise ValueError(f"{place}: must be a JSON object with contents") from error
+            except MALFORMED as error:
+                raise ValueError(
+                    f"{path}, line {len(passages) + 1}: must be a JSON object with contents"
+                ) from error
     return passages
 
 
@@ -200,20 +197,15 @@ class Retriever:
                 f"the index of {index.ntotal} passages is of another corpus or encoder: "
                 "build it again"
             )
-        self.corpus = corpus
+        self.corpus = np.array(corpus, dtype=object)
         self.encoder = encoder
         self.index = index
 
-    def search(self, queries: list[str], topk: int) -> list[list[tuple[str, float]]]:
-        """Return the `topk` best passages of each query with their scores (cosines), best first."""
+    def search(self, queries: list[str], topk: int) -> tuple[list[list[str]], list[list[float]]]:
+        """Return the `topk` best passages of each query, best first, and their scores (cosines)."""
         vectors = self.encoder.encode(queries)
         scores, positions = self.index.search(vectors, min(topk, len(self.corpus)))
-
-        results = []
-        for row, row_scores in zip(positions, scores.tolist(), strict=True):
-            passages = [self.corpus[position] for position in row]
-            results.append(list(zip(passages, row_scores, strict=True)))
-        return results
+        return self.corpus[positions].tolist(), scores.tolist()
 
 
 class Handler(StreamRequestHandler):
@@ -225,7 +217,6 @@ class Handler(StreamRequestHandler):
 
     def handle(self) -> None:
         deadline = threading.Timer(SECONDS, self.connection.shutdown, [socket.SHUT_RD])
-        deadline.daemon = True
         deadline.start()
 
         # An OSError means that the client has left.
@@ -243,13 +234,17 @@ class Handler(StreamRequestHandler):
         """Search for the queries of the request, or say what a request must be."""
         try:
             queries, topk = self.read_request()
-        except (ValueError, TypeError, KeyError, RecursionError, HTTPException):
+        except MALFORMED:
             self.send("400 Bad Request", {"error": REQUEST_FORM})
             return
 
+        passages, scores = self.server.retriever.search(queries, topk)
         result = []
-        for row in self.server.retriever.search(queries, topk):
-            result.append([{"document": {"contents": text}, "score": score} for text, score in row])
+        for texts, cosines in zip(passages, scores, strict=True):
+            hits = zip(texts, cosines, strict=True)
+            result.append(
+                [{"document": {"contents": text}, "score": score} for text, score in hits]
+            )
         self.send("200 OK", {"result": result})
 
     def send(self, status: str, content: dict) -> None:
@@ -311,8 +306,10 @@ def retrieve_batch(url: str, queries: list[str], topk: int) -> list[list[str]]:
         except FAILURES as error:
             reason = f"{error!r:.300}"
 
-    attempts = f"{ATTEMPTS} times, for up to {TIMEOUT:g} s each"
-    raise ConnectionError(f"the search server {url} failed {attempts}, at last with {reason}")
+    raise ConnectionError(
+        f"the search server {url} failed {ATTEMPTS} times, for up to {TIMEOUT:g} s each, "
+        f"at last with {reason}"
+    )
 
 
 def ask(url: str, body: bytes) -> Any:
@@ -336,8 +333,9 @@ def ask(url: str, body: bytes) -> Any:
 def main(argv: list[str] | None = None) -> None:
     """Build or serve an index. Exits with status 2 and one sentence if a file, a model or an
     address cannot be used."""
-    description = "Build a FAISS index of a corpus, or serve it (Search-R1's protocol)."
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(
+        description="Build a FAISS index of a corpus, or serve it (Search-R1's protocol)."
+    )
     add = parser.add_argument
     add("--build", action="store_true", help="write the index and stop")
     add("--corpus", required=True, help='JSON lines: {"contents": "Title\\ntext"}')

@@ -11,7 +11,6 @@ A question asks for the place or the job of a person (one hop), or of a person's
 Friends belong to the same group.
 """
 
-import re
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
@@ -35,8 +34,9 @@ VALUES = PLACES + JOBS
 
 # Each is one token, together with its space.
 WORDS = tuple(f" {word}" for word in ("born", "job", "friend", *FIRST_NAMES, *LAST_NAMES, *VALUES))
-PERSON = re.compile(rf"\b(?:{'|'.join(FIRST_NAMES)}) (?:{'|'.join(LAST_NAMES)})\b")
-VALUE = re.compile(rf"\b(?:{'|'.join(VALUES)})\b")
+# Regular expressions that find them in a text.
+PERSON = rf"\b(?:{'|'.join(FIRST_NAMES)}) (?:{'|'.join(LAST_NAMES)})\b"
+VALUE = rf"\b(?:{'|'.join(VALUES)})\b"
 
 GROUPS = {"train": (768, 4096), "held-out": (0, 768)}  # positions in a fixed shuffle
 FULL = {"born": "Where was {} born?", "job": "What is the job of {}?"}
@@ -103,7 +103,5 @@ def retriever(group: str) -> Retriever:
 
 def search(group: str, queries: list[str], topk: int) -> list[list[str]]:
     """Return the `topk` best articles of a group for each query, best first."""
-    articles = []
-    for hits in retriever(group).search(queries, topk):
-        articles.append([article for article, _ in hits])
+    articles, _ = retriever(group).search(queries, topk)
     return articles

@@ -262,10 +262,10 @@ def test_held_out_questions_facts_and_people_are_never_seen_in_training_or_warm_
     people = {}
     for group, start in START.items():
         articles = "\n".join(synthetic_wiki.retriever(group).corpus)
-        people[group] = set(synthetic_wiki.PERSON.findall(articles))
+        people[group] = set(re.findall(synthetic_wiki.PERSON, articles))
         seeds = range(start, start + (40_000 if group == "train" else 2000))
         questions = {synthetic_wiki.question(seed, "terse").text for seed in seeds}
-        assert set(synthetic_wiki.PERSON.findall("\n".join(questions))) <= people[group]
+        assert set(re.findall(synthetic_wiki.PERSON, "\n".join(questions))) <= people[group]
         assert group == "held-out" or 10_000 < len(questions) <= 13_312
     assert [len(names) for names in people.values()] == [3328, 768]
     assert not set.intersection(*people.values())
@@ -279,7 +279,7 @@ def test_held_out_questions_facts_and_people_are_never_seen_in_training_or_warm_
         env.reset(seed=7)
         env.step(f"<search>{min(people['held-out'])}</search>")
         assert len(env.passages) == passages
-        assert set(synthetic_wiki.PERSON.findall("\n".join(env.passages))) <= people["train"]
+        assert set(re.findall(synthetic_wiki.PERSON, "\n".join(env.passages))) <= people["train"]
 
 
 def test_a_turn_searches_once_for_all_environments(monkeypatch):

@@ -44,10 +44,9 @@ def test_faiss_finds_what_brute_force_finds(n):
     products = encoder.encode(queries).astype(np.float64) @ vectors.T
     best = np.argsort(-products, axis=1)[:, :7]
 
-    for row, hits in enumerate(Retriever(texts, encoder).search(queries, topk=7)):
-        passages, scores = zip(*hits, strict=True)
-        assert list(passages) == [texts[k] for k in best[row]]
-        np.testing.assert_allclose(scores, products[row, best[row]], atol=1e-5)
+    passages, scores = Retriever(texts, encoder).search(queries, topk=7)
+    assert passages == np.array(texts)[best].tolist()
+    np.testing.assert_allclose(scores, np.take_along_axis(products, best, 1), atol=1e-5)
 
 
 def test_the_local_encoder_is_tf_idf(monkeypatch):
@@ -87,8 +86,10 @@ def test_the_protocol(server):
     status, answer = post(server, {"queries": queries, "return_scores": True})
     assert (status, set(answer)) == (200, {"result"})
     # Without "topk" the server returns three passages.
-    for row, hits in zip(answer["result"], server.retriever.search(queries, 3), strict=True):
-        assert [(hit["document"]["contents"], hit["score"]) for hit in row] == hits
+    passages, scores = server.retriever.search(queries, 3)
+    for row, texts, cosines in zip(answer["result"], passages, scores, strict=True):
+        assert [hit["document"]["contents"] for hit in row] == texts
+        assert [hit["score"] for hit in row] == cosines
 
     best = [[TEXTS[3]], [TEXTS[5]], [TEXTS[4]]]
     assert retrieve(server.url, queries * 500, 1) == best * 500
@@ -238,6 +239,7 @@ REFUSED = {  # arguments: a part of the sentence
     "--index no/c.faiss --build": "no/c.faiss",
     "--corpus d.jsonl": "the index of 6 passages is of another corpus or encoder",
     "--corpus bad.jsonl": "bad.jsonl, line 2: must be a JSON object",
+    "--corpus deep.jsonl": "deep.jsonl, line 1: must be a JSON object",
     "--encoder .": "--encoder is ., but no model",
 }
 
@@ -248,6 +250,7 @@ def test_what_cannot_be_served_is_said_in_one_sentence(tmp_path, capsys, monkeyp
     write_rows(tmp_path / "d.jsonl", CORPUS[:4])
     (tmp_path / "bad.faiss").write_bytes(b"no index at all")
     write_rows(tmp_path / "bad.jsonl", [{"contents": "fine"}, {"text": "x"}])
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
     files = ["--corpus", "c.jsonl", "--index", "c.faiss"]
     search_server.main(["--build", *files])
 
