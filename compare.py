@@ -22,6 +22,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -52,7 +53,7 @@ PHRASES = {
 RUN_FLAGS = ("--env", "--method", "--seed", "--out", "--resume")
 # the paper's, Fig. 3
 METHOD_COLORS = {"on_policy": "#4285F4", "per": "#FBBC04", "freshper": "#EA4335"}
-# ready-made comparisons: arms, each a method and flags of train.py. `exhibits` fills in the braces
+# ready-made comparisons: arms, each a method and flags of train.py. `exhibits` fills in numbers
 EXHIBITS = {
     # Table 1, Fig. 3, 4 and 6
     "main": ["on_policy", "per", "freshper"],
@@ -61,7 +62,7 @@ EXHIBITS = {
     # Fig. 7
     "is": ["on_policy", "freshper", "freshper --beta 0.4", "per --beta 0", "per"],
     # Table 3, and Config A with the clip of Default
-    "config": ["freshper {A}", "freshper {DEFAULT}", "freshper {A} --advantage_clip 20"],
+    "config": [f"freshper {A}", f"freshper {DEFAULT}", f"freshper {A} --advantage_clip 20"],
     # what follows is not in the paper. Here `epochs` makes as many updates as there are with replay
     "matched": [
         "freshper",
@@ -104,7 +105,6 @@ EXHIBITS = {
         "freshper --baseline recompute",
     ],
 }
-TAUS = {"paper": (500, 1000, 1500), "tiny": (5, 20, 80, 320), "small": (5, 20, 80, 320)}
 
 Results = dict[str, list[Row]]  # the rows of results.csv, by arm
 
@@ -118,11 +118,9 @@ def exhibits(preset: str, env: str) -> dict[str, list[str]]:
 
     arms = {}
     for name, forms in EXHIBITS.items():
-        arms[name] = [
-            form.format(A=A, DEFAULT=DEFAULT, epochs=epochs, oldest=oldest, queue=queue)
-            for form in forms
-        ]
-    arms["tau"][1:1] = [f"freshper --tau {tau}" for tau in TAUS[preset]]
+        arms[name] = [form.format(epochs=epochs, oldest=oldest, queue=queue) for form in forms]
+    taus = (500, 1000, 1500) if preset == "paper" else (5, 20, 80, 320)
+    arms["tau"][1:1] = [f"freshper --tau {tau}" for tau in taus]
     return arms
 
 
@@ -155,7 +153,7 @@ def checked(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> li
         if name in RUN_FLAGS:
             raise ValueError(f"{name} is in the flags of {arm}, but must be left to compare.py")
 
-    flags = ["--env", env, "--method", method, *flags, *arm_flags, "--seed", str(seed)]
+    flags = [f"--env={env}", f"--method={method}", *flags, *arm_flags, f"--seed={seed}"]
     settings = vars(parse_args(flags).config)
     if folder.exists():
         for name, value in vars(config_of(folder)).items():
@@ -179,8 +177,8 @@ def run(env: str, arm: str, seed: int, folder: Path, flags: list[str], threads: 
         if done == config_of(folder).iterations:
             return
 
-    path = str(folder.resolve())
-    flags = ["--resume", path] if folder.exists() else [*flags, "--out", path]
+    path = folder.resolve()
+    flags = [f"--resume={path}"] if folder.exists() else [*flags, f"--out={path}"]
     command = [sys.executable, "train.py", *flags]
 
     process = subprocess.run(
@@ -201,19 +199,22 @@ def run(env: str, arm: str, seed: int, folder: Path, flags: list[str], threads: 
 def run_all(args: argparse.Namespace, arms: list[str], flags: list[str]) -> Results:
     """Train all runs, --jobs at a time. Returns a row of results.csv per run, by arm."""
 
-    def train(job: tuple[str, int]) -> None:
-        run(args.env, *job, folder_of(args.out, *job), flags)
+    def train(job: tuple[str, int]) -> Row:
+        arm, seed = job
+        folder = folder_of(args.out, arm, seed)
+        run(args.env, arm, seed, folder, flags)
 
-    jobs = list(dict.fromkeys(product(arms, args.seeds)))
+        row = {"arm": arm, "seed": seed, **summary(folder, args.metric)}
+        score = f"{args.metric} {row['last']:.3f} in {row['wall_s']:.0f} s"
+        print(f"{label(arm)}, seed {seed}: {score}, {folder}", flush=True)
+        return row
+
+    jobs = dict.fromkeys(product(arms, args.seeds))
     print(f"{len(jobs)} runs, {args.jobs} at a time, written to {args.out}", flush=True)
     results: Results = {arm: [] for arm in arms}
     with ThreadPoolExecutor(args.jobs) as pool:
-        for (arm, seed), _ in zip(jobs, pool.map(train, jobs), strict=True):
-            folder = folder_of(args.out, arm, seed)
-            row = {"arm": arm, "seed": seed, **summary(folder, args.metric)}
-            results[arm].append(row)
-            score = f"{args.metric} {row['last']:.3f} in {row['wall_s']:.0f} s"
-            print(f"{label(arm)}, seed {seed}: {score}, {folder}", flush=True)
+        for row in pool.map(train, jobs):
+            results[row["arm"]].append(row)
     return results
 
 
@@ -250,16 +251,9 @@ def summary(folder: Path, metric: str = "success") -> Row:
 def welch_interval(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the 95 % interval of the difference of means, x - y, by Welch's t: few seeds each, and
     variances that may differ. [..., n], [..., m] -> low and high, [...]."""
-    n = x.shape[-1]
-    m = y.shape[-1]
-    # squared standard errors; not 0 / 0 if all are equal
-    u = np.maximum(x.var(-1, ddof=1) / n, 1e-30)
-    v = np.maximum(y.var(-1, ddof=1) / m, 1e-30)
-    freedom = (u + v) ** 2 / (u**2 / (n - 1) + v**2 / (m - 1))
-
-    difference = x.mean(-1) - y.mean(-1)
-    half = stats.t.ppf(0.975, freedom) * np.sqrt(u + v)
-    return difference - half, difference + half
+    # SciPy warns if the seeds of an arm are all equal, but its interval is right then, too
+    with warnings.catch_warnings(action="ignore"):
+        return stats.ttest_ind(x, y, axis=-1, equal_var=False).confidence_interval()
 
 
 # -- what is written
@@ -290,8 +284,10 @@ def table(results: Results) -> str:
                 difference = f"{low:+.3f} to {high:+.3f}"
 
         seeds = " ".join(f"{value:.3f}" for value in last)
-        text += f"| {label(arm)} | {seeds} | {last.mean():.3f}{half} | {difference} "
-        text += f"| {column(runs, 'peak').mean():.3f} | {column(runs, 'updates').mean():.0f} "
+        text += f"| {label(arm)} | {seeds} "
+        text += f"| {last.mean():.3f}{half} | {difference} "
+        text += f"| {column(runs, 'peak').mean():.3f} "
+        text += f"| {column(runs, 'updates').mean():.0f} "
         text += f"| {column(runs, 'diverged').sum()} of {n} "
         text += f"| {column(runs, 'wall_s').mean():.0f} |\n"
     return text
@@ -349,11 +345,11 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--env", default="frozenlake", choices=list(ENVS))
-    parser.add_argument("--exhibit", default="main", choices=list(EXHIBITS))
+    parser.add_argument("--env", default="frozenlake", choices=ENVS)
+    parser.add_argument("--exhibit", default="main", choices=EXHIBITS)
     parser.add_argument("--arm", action="append", help="a method and flags; may be repeated")
     parser.add_argument("--metric", default="success", help="or one of the task's own: score")
-    parser.add_argument("--preset", default="tiny", choices=list(PRESETS))
+    parser.add_argument("--preset", default="tiny", choices=PRESETS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--out", type=Path, help="default: out/compare-<env>-<exhibit>")
@@ -382,7 +378,7 @@ def check(args: argparse.Namespace, arms: list[str], flags: list[str]) -> None:
 def main() -> None:
     parser = make_parser()
     args, flags = parser.parse_known_args()
-    flags = ["--preset", args.preset, *flags]
+    flags = [f"--preset={args.preset}", *flags]
     arms = args.arm or exhibits(args.preset, args.env)[args.exhibit]
     args.out = args.out or Path(f"out/compare-{args.env}-{'own' if args.arm else args.exhibit}")
 

@@ -59,9 +59,9 @@ def train(
     baseline = Baseline(config.baseline, config.kl_reward_coef)
     epsilon = config.epsilon
     parts = dict(trainer=trainer, engine=engine, buffer=buffer, decay=decay, baseline=baseline)
-    run = RunState(config, policy, report, signals, saved, **parts)
+    run = RunState(config, policy, report, signals, saved, parts | {"report": report})
     run.restore()
-    report.evaluate_if_due(engine, policy, envs)
+    report.evaluate_if_due(engine, envs)
     for iteration in report.iterations():  # Algorithm 1, line 1
         # 2: roll out pi_mu in E to collect episodes {e_j} with rewards {r_j}
         seeds = training_seeds(config.seed, iteration, config.rollout_batch_size, config.group_size)
@@ -101,7 +101,7 @@ def train(
         # 12: sync the inference engine, pi_mu <- pi_theta
         sync = engine.sync(trainer)
         report.log(episodes, mismatch, fresh, replays, sync, trainer=trainer, buffer=buffer)
-        report.evaluate_if_due(engine, policy, envs)
+        report.evaluate_if_due(engine, envs)
         run.save_if_due()
 
 
@@ -137,7 +137,7 @@ def run(command_line: CommandLine, signals: StopSignals) -> int:
         if note:
             notes = (*notes, note)
         if rank == 0:
-            report = Report(config, policy, make_env, notes)
+            report = Report(config, policy, make_env(), notes)
     except ValueError as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         return 2

@@ -62,11 +62,10 @@ def run_state(out, buffer, policy):
     """Return the state of a run that has nothing but a buffer and a policy."""
     nothing = {"state_dict": dict, "load_state_dict": lambda state: None}
     trainer = SimpleNamespace(save=policy.save, **nothing)
-    report = SimpleNamespace(folder=out, done=1, evaluations=dict, say=lambda line: None, **nothing)
+    report = SimpleNamespace(folder=out, done=1, evaluations=dict, say=lambda line: None)
     config = Config(resume=str(out), save_every=1, iterations=2)
-    return RunState(
-        config, policy, report, StopSignals(), newest(out), trainer=trainer, buffer=buffer
-    )
+    parts = {"trainer": trainer, "buffer": buffer}
+    return RunState(config, policy, report, StopSignals(), newest(out), parts)
 
 
 def timed(function, *arguments, **options):

@@ -1,7 +1,7 @@
 """Checkpoints: what shapes the rest of a run, saved between two iterations, restored by --resume.
 
     out/checkpoint/          the newest: a Hugging Face folder, which `--model` takes, and state.pt,
-                             run.json (iteration and settings), manifest.json (sizes and checksums)
+                             run.json (iteration and settings), manifest.json (checksums)
     out/checkpoint-before/   the one before it, used if a file of the newest is missing, or is not
                              what the manifest says
     out/checkpoint-best/     the model alone, of the evaluation with the highest success so far
@@ -11,19 +11,21 @@ a CPU, with the same number of threads, a resumed run is bitwise identical to on
 stopped. A checkpoint is written to .checkpoint-new and renamed, after the one before it: a kill at
 any moment leaves one of the two whole. A file that the system cannot read (permissions, a disk) is
 not damaged: the run stops, and nothing is removed.
+
+Of the global random generators only torch's are saved. Nothing draws from Python's and NumPy's.
 """
 
-import dataclasses
+import contextlib
 import hashlib
 import json
 import os
-import random
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -41,9 +43,11 @@ MANIFEST = "manifest.json"
 STOPPING = b"""
 stopping after this iteration, with a checkpoint; once more stops at once, without
 """
+# the one class in state.pt: it holds bytes, which nothing runs
+torch.serialization.add_safe_globals([StoredImage])
 
 
-class StopSignals:
+class StopSignals(contextlib.ExitStack):
     """A context in which Ctrl-C and SIGTERM raise `Interrupted`.
 
     While `graceful`, the first one is noted in `received`, and the run ends after its iteration."""
@@ -51,14 +55,12 @@ class StopSignals:
     graceful = False
     received = 0  # the number of the first signal
 
-    def __enter__(self) -> "StopSignals":
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        self.before = {number: signal.signal(number, self._handle) for number in numbers}
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before = signal.signal(number, self._handle)
+            # at the end of the context
+            self.callback(signal.signal, number, before)
         return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
 
     def _handle(self, number: int, frame: object) -> None:
         if self.received or not self.graceful:
@@ -76,28 +78,16 @@ class Saved(NamedTuple):
     damage: str  # of the newest checkpoint, if this is the one before it
 
 
+@dataclass
 class RunState:
-    """Saves and restores a run.
+    """Saves and restores a run."""
 
-    `parts` are the objects with `state_dict` and `load_state_dict`, by name."""
-
-    def __init__(
-        self,
-        config: Config,
-        policy: Policy,
-        report: Report,
-        signals: StopSignals,
-        saved: Saved | None,
-        **parts: Any,
-    ):
-        self.config = config
-        self.policy = policy
-        self.report = report
-        self.signals = signals
-        self.saved = saved
-        self.parts = parts | {"report": report}
-        # every save would draw one across the bar of the run
-        transformers.utils.logging.disable_progress_bar()
+    config: Config
+    policy: Policy
+    report: Report
+    signals: StopSignals
+    saved: Saved | None
+    parts: dict[str, Any]  # the objects with `state_dict` and `load_state_dict`, by name
 
     def restore(self) -> None:
         """Load the state of the checkpoint of --resume, if there is one.
@@ -133,11 +123,8 @@ class RunState:
         buffer["episodes"] = unpack_episodes(buffer["episodes"])
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
-        for key, features in state["features"].items():
-            self.policy.features[key] = features.to(self.policy.device)
+        self.policy.features.update(state["features"])
 
-        random.setstate(state["python"])
-        np.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"])
         torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
 
@@ -164,6 +151,8 @@ class RunState:
     def _write(self, best: bool) -> None:
         """Write the newest checkpoint and, if it is the best, the model alone."""
         out = self.report.folder
+        # transformers would draw one across the bar of the run
+        transformers.utils.logging.disable_progress_bar()
         try:
             # the best first: a run that is killed between the two evaluates this policy again
             if best:
@@ -172,7 +161,7 @@ class RunState:
         except (OSError, RuntimeError, SafetensorError) as error:
             shutil.rmtree(out / ".checkpoint-new", ignore_errors=True)
             # torch.save hides the error of the disk behind its own
-            reason = error.__context__ if isinstance(error.__context__, OSError) else error
+            reason = error.__context__ or error
             checkpoint = f"the checkpoint after iteration {self.report.done}"
             raise OSError(f"{checkpoint} was not written to {out}: {reason}") from error
 
@@ -183,8 +172,6 @@ class RunState:
         state: dict[str, Any] = {
             # their last bit can depend on the batch in which a frozen vision tower computed them
             "features": self.policy.features,
-            "python": random.getstate(),
-            "numpy": np.random.get_state(legacy=False),
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all(),
             **{name: part.state_dict() for name, part in self.parts.items()},
@@ -196,7 +183,7 @@ class RunState:
         with open(new / "state.pt", "wb") as file:
             torch.save(plain(state), file)
 
-        run = {"iteration": self.report.done, "settings": dataclasses.asdict(self.config)}
+        run = {"iteration": self.report.done, "settings": vars(self.config)}
         (new / "run.json").write_text(json.dumps(run))
         files = [path for path in new.rglob("*") if path.is_file()]
         manifest = {str(path.relative_to(new)): fingerprint(path) for path in files}
@@ -253,10 +240,10 @@ def find_damage(folder: Path) -> str:
     return ""
 
 
-def fingerprint(path: Path) -> list:
-    """Return a file's size and SHA-256."""
+def fingerprint(path: Path) -> str:
+    """Return a file's SHA-256."""
     with open(path, "rb") as file:
-        return [os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()]
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def replace_folder(folder: Path, fill: Callable[[str], None], before: Path | None = None) -> None:
@@ -289,38 +276,25 @@ def plain(tree: Any) -> Any:
 
 
 def pack_episodes(episodes: list[Episode]) -> dict[str, Any]:
-    """Return episodes as columns, one per field, and their images.
+    """Return episodes as columns, one per field.
 
     Arrays stand end to end with their lengths, because tens of thousands of small tensors would
-    take long to save. An image that episodes share stands there once."""
-    columns: dict[str, Any] = {}
-    for field in dataclasses.fields(Episode):
+    take long to save. An image that episodes share is saved once."""
+    columns = {}
+    for field in fields(Episode):
         column: Any = [getattr(episode, field.name) for episode in episodes]
         if column and isinstance(column[0], np.ndarray):
-            lengths = np.array([len(values) for values in column])
+            lengths = [len(values) for values in column]
             column = {"values": np.concatenate(column), "lengths": lengths}
         columns[field.name] = column
-
-    images: dict[int, Any] = {id(image): image for episode in episodes for image in episode.images}
-    numbers = {key: number for number, key in enumerate(images)}
-    columns["images"] = []
-    for episode in episodes:
-        columns["images"].append([numbers[id(image)] for image in episode.images])
-    return {"columns": columns, "images": [dataclasses.astuple(image) for image in images.values()]}
+    return columns
 
 
-def unpack_episodes(packed: dict[str, Any]) -> list[Episode]:
+def unpack_episodes(columns: dict[str, Any]) -> list[Episode]:
     """Return the episodes of `pack_episodes`, from tensors in place of its arrays."""
-    columns = dict(packed["columns"])
     for name, column in columns.items():
         if isinstance(column, dict):
-            parts = column["values"].split(column["lengths"].tolist())
+            parts = column["values"].split(column["lengths"])
             # copies: one episode must not keep the arrays of all others in memory
             columns[name] = [part.numpy().copy() for part in parts]
-    episodes = list(map(Episode, *columns.values()))
-
-    images = [StoredImage(*fields) for fields in packed["images"]]
-    for episode in episodes:
-        numbers: Any = episode.images
-        episode.images = [images[number] for number in numbers]
-    return episodes
+    return list(map(Episode, *columns.values()))

@@ -95,7 +95,7 @@ def episodes_page(episodes: list[Episode], policy: Policy, title: str) -> str:
 
     It shows what the policy read and, beside it, the sampled reply with the engine's log-prob above
     each token."""
-    template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(PAGE)
+    template = jinja2.Template(PAGE, autoescape=True, trim_blocks=True)
     return template.render(
         title=title,
         episodes=episodes[:8],

@@ -18,14 +18,14 @@ batches as drawn. `rollout_s`: the rest.
 """
 
 import csv
-import dataclasses
 import fcntl
 import io
 import json
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ from freshper.episode import Episode
 from freshper.evaluation import Row, baselines, evaluate, means, summarize
 from freshper.models import Policy
 from freshper.pages import write_pages
+from freshper.rollout import Engine
 from freshper.trainer import TorchTrainer, Update
 
 COLUMNS = """iteration step episodes wall_s train_success train_reward eval_success eval_reward
@@ -47,34 +48,26 @@ turns invalid cut truncated mismatch mismatch_p01 mismatch_p99 sync_error loss g
 clip_fraction kl nonzero_advantages replay_loss replay_grad_norm replay_clip_fraction replay_kl
 replay_nonzero_advantages replay_success replay_age max_age ess ess_token tau buffer_size lr
 rollout_s logprobs_s update_s replay_s sync_s""".split()
-REPLAY_COLUMNS = (
-    "iteration age probability reward tokens log_ratio ratio ratio_sq kl clipped".split()
-)
 # every run that fell below it over ten iterations failed, none that stayed above 0.45 (docs/log.md)
 LEAST_ESS = 0.3
 
 
+@dataclass
 class Report:
-    """A context manager around a run. When it closes, everything is on disk."""
+    """A context manager around a run. When it closes, everything is on disk.
+
+    It makes or takes the run's folder, locks it and writes config.json. Raises ValueError if that
+    fails."""
+
+    config: Config
+    policy: Policy
+    env: TextEnv  # one of the run's, for its baselines, data and metrics
+    notes: tuple[str, ...] = ()  # what else to print at the start
 
     say = staticmethod(tqdm.write)  # print a line above the progress bar
 
-    def __init__(
-        self,
-        config: Config,
-        policy: Policy,
-        make_env: Callable[[], TextEnv],
-        notes: tuple[str, ...] = (),
-    ):
-        """Make or take the run's folder, lock it and write config.json.
-
-        Raises ValueError if that fails."""
-        self.config = config
-        self.policy = policy
-        self.folder = config.folder()
-        self.env = make_env()
-        self.notes = notes
-
+    def __post_init__(self) -> None:
+        self.folder = self.config.folder()
         self.done = 0  # completed iterations
         self.rows: list[Row] = []  # of metrics.csv
         # the next of them
@@ -83,9 +76,9 @@ class Report:
         self.held_out: list[Episode] = []  # of the last evaluation
         self.features: dict = {}  # of held-out images, by key
 
-        settings = dataclasses.asdict(config) | {"resume": ""}
+        settings = vars(self.config) | {"resume": ""}
         try:
-            self.folder.mkdir(parents=True, exist_ok=bool(config.resume))
+            self.folder.mkdir(parents=True, exist_ok=bool(self.config.resume))
             # the system holds the lock, so that a crash leaves none behind
             self.lock = os.open(self.folder, os.O_RDONLY)
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -111,10 +104,10 @@ class Report:
             self.env.data_summary(),
             f"success on held-out seeds: {self.baseline_text}",
         ]
-        self.say("\n".join(line for line in lines if line))
+        self.say("\n".join(filter(None, lines)))
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error:
             self.say(f"stopped after iteration {self.done}: {reason_of(error)}")
         if self.done:
@@ -136,7 +129,7 @@ class Report:
         finally:
             os.close(self.lock)
 
-        names = sorted(path.name for path in self.folder.iterdir())
+        names = sorted(os.listdir(self.folder))
         self.say(f"written to {self.folder}: {', '.join(names)}")
         if self.done < self.config.iterations:
             self.say(f"continue with: python train.py --resume {self.folder}")
@@ -215,19 +208,20 @@ class Report:
     def _log_replay(self, drawn: Replay, update: Update) -> Row:
         """Append a replay update to replay.csv, and return its columns of metrics.csv."""
         ones = np.ones(len(drawn.episodes))
+        # in the order of the columns of replay.csv
         rows = {
             "iteration": (self.done + 1) * ones,
             "age": drawn.ages,
             "probability": drawn.probabilities,
             "reward": np.array([episode.reward for episode in drawn.episodes]),
+            "tokens": update.drift["tokens"],
             **update.drift,
         }
 
-        table = np.column_stack([rows[name] for name in REPLAY_COLUMNS])
         with open(self.folder / "replay.csv", "a") as file:
             if not file.tell():
-                file.write(",".join(REPLAY_COLUMNS) + "\n")
-            np.savetxt(file, table, "%.6g", ",")
+                file.write(",".join(rows) + "\n")
+            np.savetxt(file, np.column_stack(list(rows.values())), "%.6g", ",")
             self.replayed = file.tell()
 
         as_drawn = diagnostics.estimate(rows | {"probability": ones})
@@ -239,7 +233,7 @@ class Report:
             **{f"replay_{name}": value for name, value in update.stats.items()},
         }
 
-    def evaluate_if_due(self, engine: Any, policy: Policy, envs: list[TextEnv]) -> None:
+    def evaluate_if_due(self, engine: Engine, envs: list[TextEnv]) -> None:
         """Evaluate on the held-out seeds if it is due, and write the row of this iteration."""
         row = self.row
         if not row:
@@ -247,7 +241,7 @@ class Report:
 
         done = row["iteration"]
         if done % self.config.eval_every == 0 or done == self.config.iterations:
-            self.held_out = evaluate(engine, policy, envs, self.config, self.features)
+            self.held_out = evaluate(engine, self.policy, envs, self.config, self.features)
             for name, mean in summarize(self.held_out).items():
                 row[f"eval_{name}"] = mean
 
@@ -281,8 +275,9 @@ class Report:
 
     def _write_metrics(self) -> None:
         """Write metrics.csv anew."""
-        phases = ("train", "eval")
-        columns = COLUMNS + [f"{phase}_{name}" for phase in phases for name in self.env.metrics]
+        columns = [*COLUMNS]
+        for name in self.env.metrics:
+            columns += [f"train_{name}", f"eval_{name}"]
         text = io.StringIO()
         table = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
         table.writeheader()
@@ -294,7 +289,7 @@ class Report:
     def _write(self, name: str, text: str) -> None:
         """Write a file such that a kill leaves all of it or what was there before."""
         new = self.folder / f".{name}.new"
-        new.write_text(text, encoding="utf-8")
+        new.write_text(text)
         new.replace(self.folder / name)
 
 

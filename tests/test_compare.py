@@ -1,7 +1,6 @@
 """compare.py: real runs side by side, statistics against known results, and failed runs."""
 
 import csv
-import dataclasses
 import json
 import subprocess
 
@@ -92,18 +91,18 @@ def test_an_interrupted_run_goes_on_and_a_failed_one_ends_the_comparison(tmp_pat
         return done
 
     monkeypatch.setattr(subprocess, "run", fail)
-    settings = dataclasses.asdict(parse_args(["--preset", "tiny", "--method", "per"]).config)
+    settings = vars(parse_args(["--preset", "tiny", "--method", "per"]).config)
     (tmp_path / "config.json").write_text(json.dumps(settings))
     (tmp_path / "metrics.csv").write_text("iteration,eval_success\n0,0.2\n1,0.3\n")
     with pytest.raises(SystemExit, match="no disk"):
         compare.run("frozenlake", "per", 42, tmp_path, ["--preset", "tiny"])
-    assert commands == [["train.py", "--resume", str(tmp_path)]]
+    assert commands == [["train.py", f"--resume={tmp_path}"]]
 
 
 @pytest.mark.parametrize("metric, expected", [("success", (0.1, 0.3)), ("score", (-150, -50))])
 def test_a_stopped_run_gets_the_lowest_value_for_what_it_missed(tmp_path, metric, expected):
     flags = "--env cliffwalking --iterations 5 --eval_every 1".split()
-    settings = dataclasses.asdict(parse_args(flags).config)
+    settings = vars(parse_args(flags).config)
     (tmp_path / "config.json").write_text(json.dumps(settings))
     # 2 of 5 evaluations are missing
     rows = [f"{k},{k},{k},{k},0,{0.1 * k},{-50 * k}" for k in range(1, 4)]

@@ -17,7 +17,7 @@ from freshper.config import Config
 from freshper.diagnostics import read
 from freshper.errors import NonFiniteError
 from freshper.pages import episodes_page
-from freshper.report import COLUMNS, REPLAY_COLUMNS, Report
+from freshper.report import COLUMNS, Report
 from freshper.rollout import rollout
 from freshper.tiny import RandomEngine
 
@@ -51,7 +51,8 @@ def test_metrics_agree_with_the_trajectories_that_were_replayed(run):
     folder = run[0]
     metrics, replayed = read(folder, "metrics.csv"), read(folder)
     assert list(metrics) == COLUMNS
-    assert list(replayed) == REPLAY_COLUMNS
+    columns = "iteration age probability reward tokens log_ratio ratio ratio_sq kl clipped"
+    assert list(replayed) == columns.split()
     assert metrics["iteration"].tolist() == [0, 1, 2, 3, 4, 5]
     assert metrics["step"].tolist() == [0, 4, 8, 12, 16, 20]  # two epochs and two replay updates
     assert metrics["episodes"].tolist() == [0, 8, 16, 24, 32, 40]
@@ -123,16 +124,16 @@ def test_a_run_that_stops_says_why_and_how_to_go_on(tmp_path, text_policy, monke
     lines = []
     monkeypatch.setattr(Report, "say", staticmethod(lines.append))
     config = Config(model="tiny", eval_episodes=2, out=str(tmp_path / "run"))
-    with pytest.raises(NonFiniteError), Report(config, text_policy, config.make_env):
+    with pytest.raises(NonFiniteError), Report(config, text_policy, config.make_env()):
         raise NonFiniteError("the rollout met a reward nan")
     assert "stopped after iteration 0: the rollout met a reward nan" in lines
     assert lines[-1] == f"continue with: python train.py --resume {tmp_path / 'run'}"
     again = Config(model="tiny", eval_episodes=2, resume=str(tmp_path / "run"))
     with (
-        Report(again, text_policy, again.make_env),
+        Report(again, text_policy, again.make_env()),
         pytest.raises(ValueError, match=r"/run, but .*: another process is writing to it"),
     ):
-        Report(again, text_policy, again.make_env)
+        Report(again, text_policy, again.make_env())
 
 
 def test_plots_that_cannot_be_written_fail_the_run(tmp_path, monkeypatch, capsys):
