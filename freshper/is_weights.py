@@ -23,6 +23,7 @@ def importance_weights(
     N cancels in the quotient by the maximum: `size` is there to be read beside eq. 3. w_i is 1 if
     P(i) = `smallest`; None: the batch's smallest. Raises ValueError unless
     0 < smallest <= P(i) <= 1 and 0 <= beta <= 1."""
+    probabilities = np.asarray(probabilities)
     least = probabilities.min()
     most = probabilities.max()
     if smallest is None:

@@ -61,17 +61,17 @@ def exponential_decay(age: np.ndarray, tau: float) -> np.ndarray:
 
     Ages are in optimizer steps. tau = inf: 1 everywhere (Standard PER). This and the other forms
     raise ValueError unless tau (and power) > 0."""
-    return np.exp(-age / _positive(tau))
+    return np.exp(-np.asarray(age) / _positive(tau))
 
 
 def age_limit(age: np.ndarray, tau: float) -> np.ndarray:
     """Return 1 up to age tau and 0 beyond: the hard limit of asynchronous trainers. [n] -> [n]."""
-    return np.where(age <= _positive(tau), 1.0, 0.0)
+    return np.where(np.asarray(age) <= _positive(tau), 1.0, 0.0)
 
 
 def polynomial_decay(age: np.ndarray, tau: float, power: float) -> np.ndarray:
     """Return (1 + Delta / tau)^(-power), the heavier tail named in section 3.3. [n] -> [n]."""
-    return (1.0 + age / _positive(tau)) ** -_positive(power)
+    return (1.0 + np.asarray(age) / _positive(tau)) ** -_positive(power)
 
 
 class FixedDecay(partial):
