@@ -40,7 +40,6 @@ LOGITS_AT_ONCE = 2**27
 WARMUP_STEPS = 10  # appendix F
 MAX_GRAD_NORM = 1.0  # Table 3
 
-Scores = tuple[Tensor, Tensor | None]  # log-probs [B, T], and entropies [B, T] if they are needed
 Parameters = Iterator[tuple[str, Tensor]]  # names, and whole parameters of a model
 State = dict[str, Any]  # what a checkpoint holds
 
@@ -55,27 +54,27 @@ class Update(NamedTuple):
 def token_scores(
     policy: Policy, temperature: float, entropy: bool, hidden: Tensor, tokens: Tensor
 ) -> Tensor:
-    """Return the log-probs of tokens [n] after hidden states [n, H], float32 [n, 1].
+    """Return log-probs of tokens [n] after hidden states [n, H], beside entropies, float32 [n, 2].
 
-    With `entropy` the entropies of their distributions stand beside them, [n, 2]."""
+    The entropies are those of the tokens' distributions, or 0 without `entropy`."""
     distribution = (policy.logits(hidden) / temperature).log_softmax(-1)  # [n, V]
     logprobs = distribution.gather(1, tokens[:, None])  # [n, 1]
-    if not entropy:
-        return logprobs
-
-    # 0 log 0 is 0. Ids that are never sampled have the log-prob -inf.
-    finite = distribution.clamp_min(-1e9)
-    entropies = -(distribution.exp() * finite).sum(-1, keepdim=True)  # [n, 1]
+    entropies = torch.zeros_like(logprobs)
+    if entropy:
+        # 0 log 0 is 0. Ids that are never sampled have the log-prob -inf.
+        finite = distribution.clamp_min(-1e9)
+        entropies = -(distribution.exp() * finite).sum(-1, keepdim=True)  # [n, 1]
     return torch.cat([logprobs, entropies], dim=1)
 
 
 def action_logprobs(
     policy: Policy, batch: Batch, temperature: float, entropy: bool = False, max_tokens: int = 1
-) -> Scores:
-    """Return log pi(token | all before it) of the action tokens, float32 [B, T] on the CPU.
+) -> Tensor:
+    """Return log pi(token | all before it) of the action tokens, and entropies, [2, B, T].
 
-    With `entropy` also the entropies of their distributions. Both are 0 off the mask. `max_tokens`
-    is the largest number of action tokens on any rank: all ranks compute as many chunks."""
+    They are float32 on the CPU, and 0 off the mask. Without `entropy` all entropies are 0.
+    `max_tokens` is the largest number of action tokens on any rank: all ranks compute as many
+    chunks."""
     mask = batch.action_mask  # [B, T]
     tokens = batch.tokens[mask].to(policy.device)  # [n]
     before_each_token = policy.batch_hidden(batch)[:, :-1]
@@ -90,9 +89,8 @@ def action_logprobs(
         score = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
     scores = map(score, hidden.tensor_split(chunks), tokens.tensor_split(chunks))
 
-    columns = torch.cat(list(scores)).cpu().T  # [1 or 2, n]
-    padded = [torch.zeros(mask.shape).masked_scatter(mask, column) for column in columns]
-    return padded[0], padded[1] if entropy else None
+    columns = torch.cat(list(scores)).cpu().T  # [2, n]
+    return torch.zeros(2, *mask.shape).masked_scatter(mask, columns)
 
 
 class OneProcess:
@@ -109,7 +107,7 @@ class OneProcess:
         """Yield the micro-batches of this process: (row numbers, batch of these rows)."""
         return batch.micro_batches(self.micro_batch_size)
 
-    def forward(self, micro_batch: Batch, temperature: float, entropy: bool = False) -> Scores:
+    def forward(self, micro_batch: Batch, temperature: float, entropy: bool = False) -> Tensor:
         """Return `action_logprobs` of a micro-batch."""
         return action_logprobs(self.policy, micro_batch, temperature, entropy)
 
@@ -197,9 +195,9 @@ class TorchTrainer:
                 setattr(episode, name, row[: len(episode.tokens)].copy())
 
         of_actions = difference[batch.action_mask.numpy()]
-        low, high = np.exp(np.quantile(of_actions, (0.01, 0.99))).tolist()
+        low, high = np.exp(np.quantile(of_actions, (0.01, 0.99)))
         return {
-            "mismatch": float(np.abs(of_actions).mean()),
+            "mismatch": np.abs(of_actions).mean(),
             "mismatch_p01": low,
             "mismatch_p99": high,
             "logprobs_s": time.perf_counter() - began,
@@ -255,11 +253,10 @@ class TorchTrainer:
         self.step += 1
 
         n = tokens.sum().item()
-        assert batch.advantages is not None
         stats = {
-            "clip_fraction": float(drift["clipped"].sum() / n),
-            "kl": float(drift["kl"].sum() / n),
-            "nonzero_advantages": (batch.advantages != 0).sum().item() / n,
+            "clip_fraction": drift["clipped"].sum() / n,
+            "kl": drift["kl"].sum() / n,
+            "nonzero_advantages": advantages.count_nonzero().item() / n,
             "loss": loss,
             "grad_norm": norm,
             "seconds": time.perf_counter() - began,
@@ -304,9 +301,9 @@ class TorchTrainer:
 
     def _scheduled_lr(self) -> float:
         """Return the learning rate of the next step: a linear warm-up, then a cosine to 0."""
-        progress = (self.step - WARMUP_STEPS) / max(1, self.total_updates - WARMUP_STEPS)
-        progress = min(max(progress, 0.0), 1.0)
-        cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+        after_warmup = max(0, self.step - WARMUP_STEPS)
+        progress = after_warmup / max(1, self.total_updates - WARMUP_STEPS)
+        cosine = 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
         return self.config.lr * min(self.step / WARMUP_STEPS, cosine)
 
     def parameters(self) -> Parameters:

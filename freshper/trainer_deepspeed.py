@@ -41,7 +41,6 @@ from freshper.trainer import (
     MAX_GRAD_NORM,
     OneProcess,
     Parameters,
-    Scores,
     State,
     TorchTrainer,
     Update,
@@ -127,7 +126,7 @@ class DeepSpeedRanks(OneProcess):
                 micro_batch = micro_batch._replace(action_mask=empty)
             yield rows, micro_batch
 
-    def forward(self, micro_batch: Batch, temperature: float, entropy: bool = False) -> Scores:
+    def forward(self, micro_batch: Batch, temperature: float, entropy: bool = False) -> Tensor:
         # ZeRO-3 gathers the output layer in each chunk, so all ranks need the same number of them.
         most_tokens = micro_batch.action_mask.sum()
         dist.all_reduce(most_tokens, dist.ReduceOp.MAX, group=self.messages)
