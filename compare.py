@@ -147,7 +147,7 @@ def config_of(folder: Path) -> Config:
 def checked(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> list[str]:
     """Return the checked flags of a run. Raises ValueError if one of them is compare.py's to set,
     or if the folder has a run with other settings."""
-    method, *arm_flags = arm.split()
+    method, *arm_flags = arm.split() or [arm]
     for word in flags + arm_flags:
         name = word.partition("=")[0]
         if name in RUN_FLAGS:

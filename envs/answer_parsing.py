@@ -53,7 +53,9 @@ _FILLERS = frozenset(  # words that change no value
 )
 _TOKEN = "[a-z']+|[0-9]+"
 # Work with its = or words with their verb, the value, and words.
-_SENTENCE = r"((?:[-+*/×=a-z0-9', ]*=|[a-z0-9', ]*\b(?:has|have|is))? ?)([0-9]+)([a-z' ]*)[.!]"
+_SENTENCE = (
+    r"((?:[-+*/×=a-z0-9', ]*[a-z0-9'] ?=|[a-z0-9', ]*\b(?:has|have|is))? ?)([0-9]+)([a-z' ]*)[.!]"
+)
 
 
 def read_sentence(reply: str, question: str) -> str:

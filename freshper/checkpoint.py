@@ -230,7 +230,7 @@ def find_damage(folder: Path) -> str:
     cannot be read."""
     try:
         manifest = dict(json.loads((folder / MANIFEST).read_bytes()))
-        for name in sorted({"state.pt", *manifest}):
+        for name in sorted({"state.pt", "run.json", *manifest}):
             if fingerprint(folder / name) != manifest[name]:
                 return f"{name} has changed"
     except FileNotFoundError as error:

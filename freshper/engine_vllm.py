@@ -61,6 +61,7 @@ def gpus_of_vllm(device: str) -> list[str]:
     installed = ",".join(map(str, range(torch.cuda.device_count())))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or installed
     gpus = visible.split(",")[ranks:]
+
     if ranks > 1 and not gpus:
         raise ValueError(
             f"the {ranks} ranks of this machine must leave a GPU for vLLM, but {visible} are all"
@@ -74,9 +75,11 @@ def variables_of_vllm(device: str, gpus: list[str]) -> dict[str, str]:
     if device == "cpu":
         variables["VLLM_CPU_KVCACHE_SPACE"] = "1"
         variables["TORCHDYNAMO_DISABLE"] = "1"
+
     for name, value in os.environ.items():
         if not name.startswith(LAUNCHER):
             variables[name] = value
+
     if gpus:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return variables
@@ -96,9 +99,11 @@ def options_of_vllm(config: Config, env: TextEnv, gpus: list[str]) -> dict[str, 
         "enable_prefix_caching": True,
         "use_tqdm_on_load": False,
     }
+
     images = len(env.reset(seed=0)[0].images)
     if images:
         options["limit_mm_per_prompt"] = {"image": images * (env.max_turns + 1), "video": 0}
+
     if config.device == "cpu":
         options |= {
             "enforce_eager": True,
@@ -179,7 +184,7 @@ class VLLMEngine:
         replies = []
         for output in outputs:
             completion = output.outputs[0]
-            reply = Reply(list(completion.token_ids), [])
+            reply = Reply(completion.token_ids, [])
             for token, logprobs in zip(reply.tokens, completion.logprobs, strict=True):
                 reply.logprobs.append(logprobs[token].logprob)
             replies.append(reply)
@@ -192,14 +197,16 @@ class VLLMEngine:
         # A tied output layer is among them, because vLLM would keep the old one. They are copies,
         # because a file must not hold two views of one tensor.
         parameters = {name: x.detach().to("cpu", copy=True) for name, x in trainer.parameters()}
+
         with watched("handing the weights to vLLM", self.processes, Exception):
             save_file(parameters, f"{self.folder}/model.safetensors")
             self.llm.collective_rpc("reload_weights", kwargs={"weights_path": self.folder})
-            # Keys, values and images that older weights computed.
+            # Keys, values and image features that older weights computed.
             if not self.llm.reset_prefix_cache():
                 raise RuntimeError("vLLM could not reset its prefix cache: it still has requests")
             self.llm.reset_mm_cache()
             self.llm.llm_engine.reset_encoder_cache()
+
         return {"sync_error": self.prove(trainer), "sync_s": time.perf_counter() - began}
 
     def state_dict(self) -> dict[str, Any]:
@@ -243,8 +250,8 @@ class VLLMEngine:
 
         for conversation, output in zip(conversations, outputs, strict=True):
             reason = output.outputs[0].finish_reason  # also "error", "abort"
-            tokens = list(output.prompt_token_ids)
-            if tokens != conversation.tokens or reason not in ("stop", "length"):
+            misread = output.prompt_token_ids != conversation.tokens
+            if misread or reason not in ("stop", "length"):
                 raise BackendError(
                     f"{phase}: it misread the prompt of episode seed {conversation.seed}, or ended "
                     f"with `{reason}`"
@@ -263,7 +270,7 @@ class VLLMEngine:
             "the proof of the sync", prompts, [0] * PROBES, max_tokens=1, prompt_logprobs=0
         )
 
-        never_sampled = torch.tensor([*self.policy.suppressed_ids, self.policy.image_token_id])
+        never_sampled = torch.tensor(self.policy.suppressed_ids)
         differences = []
         for prompt, output in zip(prompts, outputs, strict=True):
             tokens = torch.tensor([prompt.tokens])  # [1, T]
@@ -296,8 +303,8 @@ class WorkerExtension:
         suppressed = torch.tensor(suppressed_ids).long().to(self.device)
         original = model.compute_logits
 
-        def compute_logits(*arguments, **options) -> torch.Tensor | None:
-            logits = original(*arguments, **options)
+        def compute_logits(hidden: torch.Tensor) -> torch.Tensor | None:
+            logits = original(hidden)
             if logits is not None:  # None on tensor-parallel ranks that do not sample
                 logits = (logits.float() / temperature).index_fill_(1, suppressed, -torch.inf)
             return logits

@@ -68,9 +68,8 @@ class Policy:
         suppressed = special.union(self.model.generation_config.suppress_tokens or ())
         self.suppressed_ids = sorted(suppressed - {self.eos_id})
 
-        self.image_token_id = -1
+        self.image_token_id = getattr(self.model.config, "image_token_id", -1)
         if self.image_processor:
-            self.image_token_id = self.model.config.image_token_id
             self.model.model.visual.requires_grad_(not self.freeze_vision)
 
     @property
@@ -227,11 +226,9 @@ class Policy:
 
     def batch_hidden(self, batch: Batch) -> Tensor:
         """Return the last hidden states of a right-padded batch, [B, T, hidden]."""
-        positions = torch.zeros(3, *batch.tokens.shape, dtype=torch.long)  # [3, B, T]
-        for row, n in enumerate(batch.lengths):
-            tokens = batch.tokens[row, :n].tolist()
-            positions[:, row, :n] = self.positions(tokens, batch.images[row])
-        return self.hidden(batch.tokens, positions, sum(batch.images, []))
+        rows = zip(batch.tokens.tolist(), batch.images, strict=True)
+        positions = [self.positions(tokens, images) for tokens, images in rows]  # B of [3, T]
+        return self.hidden(batch.tokens, torch.stack(positions, dim=1), sum(batch.images, []))
 
     def save(self, folder: str, parameters: dict[str, Tensor] | None = None) -> None:
         """Write the model (its own parameters, or these), tokenizer and image processor in the

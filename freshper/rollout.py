@@ -23,7 +23,7 @@ from freshper.errors import NonFiniteError
 from freshper.models import Policy
 from freshper.trainer import TorchTrainer
 
-# 0.618 EVAL_SEEDS, without a common divisor, so that every seed has a start of its own.
+# 0.618 EVAL_SEEDS. Without a common divisor, seeds below EVAL_SEEDS have different starts.
 GOLDEN_RATIO = 618_033_989
 
 
@@ -33,8 +33,8 @@ def training_seeds(
     """Return the environment seeds of an iteration, [rollout_batch_size], each `group_size` times.
 
     A run counts upwards from a start that follows from its `seed`, so that it goes through all rows
-    of a data set. The golden ratio keeps the starts of different runs apart: those of N runs are at
-    least 0.38 EVAL_SEEDS / N apart.
+    of a data set. The golden ratio keeps the starts of runs with neighbouring seeds apart: those of
+    N consecutive seeds are at least 0.38 EVAL_SEEDS / N apart.
     """
     groups = rollout_batch_size // group_size
     first = seed * GOLDEN_RATIO + iteration * groups

@@ -22,7 +22,6 @@ import hashlib
 import inspect
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,11 +106,14 @@ def build_tokenizer(words: tuple[str, ...]) -> transformers.PreTrainedTokenizerF
     )
 
 
-def language_config(
-    env: TextEnv, tokenizer: transformers.PreTrainedTokenizerFast, heads: int
-) -> dict[str, Any]:
-    """Return the settings of a Qwen2 language model."""
-    return {
+def build_policy(env: TextEnv, heads: int = 4) -> Policy:
+    """Build a policy with random weights for a task: a Qwen2, or a Qwen2.5-VL (a token per 14 x 14
+    pixels) if the task shows images. vLLM on a CPU needs heads of at least 32 numbers, and so 2
+    heads. With 4 heads of 16 images are learned better."""
+    torch.manual_seed(0)
+    words = (*env.words, *env.actions)
+    tokenizer = build_tokenizer(words)
+    language: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "hidden_size": HIDDEN,
         "intermediate_size": 2 * HIDDEN,
@@ -121,22 +123,13 @@ def language_config(
         "max_position_embeddings": 4096,
         # With Qwen's theta of 1e6 one column of an image would be an angle of 1e-4 rad, which is
         # too little for a tiny model.
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        "rope_parameters": {"rope_theta": 100.0},
         "initializer_range": INITIALIZER_RANGE,
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
 
-
-def build_policy(env: TextEnv, heads: int = 4) -> Policy:
-    """Build a policy with random weights for a task: a Qwen2, or a Qwen2.5-VL (a token per 14 x 14
-    pixels) if the task shows images. vLLM on a CPU needs heads of at least 32 numbers, and so 2
-    heads. With 4 heads of 16 images are learned better."""
-    torch.manual_seed(0)
-    words = (*env.words, *env.actions)
-    tokenizer = build_tokenizer(words)
-    language = language_config(env, tokenizer, heads)
     processor = None
     if env.reset(seed=0)[0].images:
         # Of the rotary angles a quarter is for time, and the rest for row and column.
@@ -182,8 +175,7 @@ class RandomEngine:
 
     def reply(self, text: str) -> Reply:
         """Return the reply of this text, with an eos."""
-        tokens = self.policy.tokenizer.encode(text)
-        tokens.append(self.policy.eos_id)
+        tokens = [*self.policy.tokenizer.encode(text), self.policy.eos_id]
         return Reply(tokens, [0.0] * len(tokens))
 
 
@@ -218,8 +210,8 @@ def supervised_step(policy: Policy, episodes: list[Episode]) -> None:
     captions (images)."""
     batch = collate(episodes)
     if policy.image_processor is None:
-        lengths = torch.tensor(batch.lengths)[:, None]
-        batch = batch._replace(action_mask=torch.arange(batch.tokens.shape[1]) < lengths)
+        for row, length in enumerate(batch.lengths):
+            batch.action_mask[row, :length] = True
     n = int(batch.action_mask[:, 1:].sum())
 
     for _, part in batch.micro_batches(16):
@@ -259,11 +251,10 @@ def warm_start(policy: Policy, make_env: Callable[[], TextEnv]) -> None:
     check_words(policy, envs)
     max_turns = [turns for batches, turns in envs[0].warm_start for _ in range(batches)]
     parameters = list(policy.model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.0)
+    optimizer = torch.optim.Adam(parameters, lr=3e-3)
     n = len(max_turns)
     schedule = transformers.get_cosine_schedule_with_warmup(optimizer, n // 20, n)
 
-    policy.model.train()
     seed = WARM_START_SEEDS
     for turns in tqdm(max_turns, desc="warm start (once)", unit="batch"):
         for env in envs:
@@ -281,21 +272,19 @@ def warm_start(policy: Policy, make_env: Callable[[], TextEnv]) -> None:
 def tiny_model(name: str) -> Path:
     """Return the folder of the warm-started model of a task. It is the repository's, or one of the
     cache (FRESHPER_CACHE, or ~/.cache/freshper), built if missing, whose name ends with a hash over
-    the source files that shape it."""
+    the sources of this file, the task and envs/."""
     if (SHIPPED / name).is_dir():
         return SHIPPED / name
 
-    task = sys.modules[ENVS[name]().__module__]
-    sources = {__file__, inspect.getfile(task)}
-    for module in map(inspect.getmodule, vars(task).values()):
-        if module and module.__name__.startswith("envs."):
-            sources.add(inspect.getfile(module))
-    code = b"".join(Path(source).read_bytes() for source in sorted(sources))
+    env = ENVS[name]()
+    sources = sorted(Path(__file__).parents[1].glob("envs/*.py"))
+    sources += [Path(__file__), Path(inspect.getfile(type(env)))]
+    code = b"".join(source.read_bytes() for source in sources)
 
     cache = Path(os.environ.get("FRESHPER_CACHE") or "~/.cache/freshper").expanduser()
     folder = cache / f"{name}-{hashlib.sha256(code).hexdigest()[:8]}"
     if not folder.is_dir():
-        policy = build_policy(ENVS[name]())
+        policy = build_policy(env)
         warm_start(policy, ENVS[name])
         unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
         policy.save(str(unfinished))

@@ -237,7 +237,7 @@ def test_an_error_of_one_s_own_environment_is_one_sentence(
     assert re.fullmatch(rf"train.py: error: Own.{sentence}.*\n", capsys.readouterr().err)
 
 
-def test_actions_of_one_character_are_learned(monkeypatch, tmp_path):
+def test_actions_of_one_character_can_be_sampled(monkeypatch, tmp_path):
     """Without a list of `words`, from the first evaluation on."""
     monkeypatch.setenv("FRESHPER_CACHE", str(tmp_path))
     monkeypatch.setitem(ENVS, "frozenlake", Guess)

@@ -150,6 +150,7 @@ def test_two_hundred_clients_at_once_and_slow_ones_besides(server):
     with ThreadPoolExecutor(200) as pool:
         answers = list(pool.map(lambda query: retrieve(server.url, [query], 1), queries))
     assert answers == [[[query]] for query in queries]
+    assert server.request_queue_size >= len(queries)
     for connection in slow:
         connection.close()
 

@@ -146,7 +146,7 @@ def test_algorithm_1_line_by_line(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("env", ["frozenlake", "frozenlake_vlm"])
 def test_evaluations_do_not_change_training(env, tmp_path):
-    """An evaluation draws no random number of training's, and computes no image feature for it."""
+    """An evaluation draws no random number of training's."""
     tables = []
     for every in (1, 3):
         out = tmp_path / str(every)
