@@ -161,7 +161,8 @@ class RunState:
         except (OSError, RuntimeError, SafetensorError) as error:
             shutil.rmtree(out / ".checkpoint-new", ignore_errors=True)
             # torch.save hides the error of the disk behind its own
-            reason = error.__context__ or error
+            hidden = error.__context__
+            reason = hidden if isinstance(hidden, OSError) else error
             checkpoint = f"the checkpoint after iteration {self.report.done}"
             raise OSError(f"{checkpoint} was not written to {out}: {reason}") from error
 

@@ -195,9 +195,9 @@ class TorchTrainer:
                 setattr(episode, name, row[: len(episode.tokens)].copy())
 
         of_actions = difference[batch.action_mask.numpy()]
-        low, high = np.exp(np.quantile(of_actions, (0.01, 0.99)))
+        low, high = np.exp(np.quantile(of_actions, (0.01, 0.99))).tolist()
         return {
-            "mismatch": np.abs(of_actions).mean(),
+            "mismatch": float(np.abs(of_actions).mean()),
             "mismatch_p01": low,
             "mismatch_p99": high,
             "logprobs_s": time.perf_counter() - began,
@@ -254,8 +254,8 @@ class TorchTrainer:
 
         n = tokens.sum().item()
         stats = {
-            "clip_fraction": drift["clipped"].sum() / n,
-            "kl": drift["kl"].sum() / n,
+            "clip_fraction": float(drift["clipped"].sum() / n),
+            "kl": float(drift["kl"].sum() / n),
             "nonzero_advantages": advantages.count_nonzero().item() / n,
             "loss": loss,
             "grad_norm": norm,
