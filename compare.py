@@ -49,11 +49,11 @@ PHRASES = {
     "beta 0.4": "with IS",
     "decay none": "without decay",
 }
-# of train.py, set here for every run
+# These flags of train.py are set here for every run.
 RUN_FLAGS = ("--env", "--method", "--seed", "--out", "--resume")
-# the paper's, Fig. 3
+# These are the paper's colors (Fig. 3).
 METHOD_COLORS = {"on_policy": "#4285F4", "per": "#FBBC04", "freshper": "#EA4335"}
-# ready-made comparisons: arms, each a method and flags of train.py. `exhibits` fills in numbers
+# The arms of ready-made comparisons. `exhibits` fills in the numbers.
 EXHIBITS = {
     # Table 1, Fig. 3, 4 and 6
     "main": ["on_policy", "per", "freshper"],
@@ -63,7 +63,7 @@ EXHIBITS = {
     "is": ["on_policy", "freshper", "freshper --beta 0.4", "per --beta 0", "per"],
     # Table 3, and Config A with the clip of Default
     "config": [f"freshper {A}", f"freshper {DEFAULT}", f"freshper {A} --advantage_clip 20"],
-    # what follows is not in the paper. Here `epochs` makes as many updates as there are with replay
+    # What follows is not in the paper. `epochs` makes as many updates as replay does.
     "matched": [
         "freshper",
         "per",
@@ -72,7 +72,7 @@ EXHIBITS = {
         "on_policy --ppo_epochs {epochs}",
         "on_policy",
     ],
-    # drawn with the same mean age: by the limit `oldest` or, in "neighbours", by a queue
+    # The limit `oldest`, and the queue of "neighbours", draw episodes of the same mean age.
     "decay": [
         "freshper",
         "freshper --decay polynomial",

@@ -110,12 +110,12 @@ def main(argv: list[str] | None = None) -> int:
     SIGTERM."""
     command_line = parse_args(argv)
     keep_freed_memory()
-    # its report of weights that do not fit becomes one sentence
+    # Its report of weights that do not fit is long: `load_policy` raises one sentence instead.
     logging.set_verbosity_error()
     if command_line.config.tiny:
-        # a tiny model gains little from more
+        # A tiny model gains little from more threads.
         torch.set_num_threads(min(2, torch.get_num_threads()))
-    # the generators of Python, NumPy and torch
+    # This seeds the generators of Python, NumPy and torch.
     set_seed(command_line.config.seed)
 
     try:
@@ -142,14 +142,14 @@ def run(command_line: CommandLine, signals: StopSignals) -> int:
         print(f"train.py: error: {error}", file=sys.stderr)
         return 2
 
-    # rank 0 runs the algorithm; the others compute their share of its updates
+    # Rank 0 runs the algorithm. The others compute their share of its updates.
     if rank > 0:
         return serve(policy, config)
     try:
         with report, backends(policy, config, make_env()) as (trainer, engine):
             train(config, policy, make_env, trainer, engine, report, signals, saved)
     except (NonFiniteError, OSError, BackendError, torch.OutOfMemoryError):
-        # the report has printed it
+        # The report has printed the error.
         return 1
     return 0
 

@@ -85,7 +85,7 @@ def load(config: Config, seeds: list[int], given: tuple[str, ...] = ()) -> Loade
     if config.search_url:
         check_search_server(config.search_url)
     else:
-        # not with a server, which would be asked
+        # With a server, this check would send it queries.
         check_environment(env)
 
     saved = find_saved(config, given) if config.resume else None
@@ -128,7 +128,7 @@ def check_search_server(url: str) -> None:
 def load_model(name: str, config: Config) -> Policy:
     """Load a policy by hub id or folder. Raises ValueError if that fails, or if model and tokenizer
     do not belong together."""
-    # plain torch keeps float32 master weights and computes in --dtype; DeepSpeed keeps its own
+    # Plain torch keeps float32 parameters and computes in --dtype. DeepSpeed keeps its own copy.
     dtype = "float32" if config.trainer == "torch" else config.dtype
     with refused(name, "loaded"):
         policy = load_policy(name, config.device, getattr(torch, dtype), freeze_vision=config.tiny)
@@ -139,7 +139,8 @@ def load_model(name: str, config: Config) -> Policy:
                 f"its tokenizer, of {tokens} tokens, does not belong to it ({embedded})"
             )
 
-    # how the engine samples, to be saved with the model; that of a hub's model may not be savable
+    # It says how the engine samples, and is saved with the model. A hub model's own may be invalid,
+    # and then the save would fail.
     policy.model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=config.temperature,
@@ -167,7 +168,7 @@ def check_model(policy: Policy, name: str, config: Config, n_images: int) -> Non
 
     with refused(name, "computed"):
         check(policy, config)
-        # both forms of its chat template
+        # This renders both forms of its chat template.
         image = np.zeros((56, 56, 3), np.uint8)
         question = Observation("?", (image,) * n_images)
         policy.user_turn(question, True)
@@ -182,7 +183,7 @@ def rows_that_fit(policy: Policy, env: TextEnv, room: int) -> dict[str, list]:
     rows: dict[str, list] = {"train": [], "held_out": [], "left_out": []}
     for split, first in (("train", 0), ("held_out", EVAL_SEEDS)):
         for k, row in enumerate(env.rows[split]):
-            # the first seed of the split that asks for this row
+            # This is the first seed of the split that gets this row.
             seed = first + (k - first) % len(env.rows[split])
             observation = env.reset(seed=seed)[0]
             rows[split if fits(policy, observation, room) else "left_out"].append(row)

@@ -189,6 +189,7 @@ class ReplayBuffer:
 
 
 def check_priorities(base_priorities: np.ndarray) -> None:
+    """Raise ValueError if a base priority is not finite and positive."""
     if not (np.isfinite(base_priorities) & np.greater(base_priorities, 0.0)).all():
         raise ValueError(
             f"base priorities must be finite and positive (epsilon > 0?), got {base_priorities}"

@@ -43,7 +43,7 @@ MANIFEST = "manifest.json"
 STOPPING = b"""
 stopping after this iteration, with a checkpoint; once more stops at once, without
 """
-# the one class in state.pt: it holds bytes, which nothing runs
+# This is the only class in state.pt. It holds bytes, which nothing runs.
 torch.serialization.add_safe_globals([StoredImage])
 
 
@@ -58,7 +58,7 @@ class StopSignals(contextlib.ExitStack):
     def __enter__(self) -> Self:
         for number in (signal.SIGINT, signal.SIGTERM):
             before = signal.signal(number, self._handle)
-            # at the end of the context
+            # The end of the context restores the handler.
             self.callback(signal.signal, number, before)
         return self
 
@@ -66,7 +66,7 @@ class StopSignals(contextlib.ExitStack):
         if self.received or not self.graceful:
             raise Interrupted(number)
         self.received = number
-        # not print: the signal may have come in the middle of one
+        # `print` may fail here: the signal may have come in the middle of one.
         os.write(2, STOPPING)
 
 
@@ -107,7 +107,7 @@ class RunState:
         if damage:
             newest = f"the newest checkpoint is damaged ({damage})"
             self.report.say(f"{newest}, so it is removed and the one before it used")
-            # the next save would put it in the place of the one before
+            # The next save would make it the one before, and so remove the whole one.
             shutil.rmtree(folder.with_name("checkpoint"))
 
         try:
@@ -140,7 +140,7 @@ class RunState:
         evaluations = self.report.evaluations()
         finished = done == self.config.iterations
         regular = every and done % every == 0
-        # the first of equals
+        # Of equal evaluations the first counts.
         best = done == max(evaluations, key=evaluations.__getitem__, default=0)
 
         if best or regular or finished or self.signals.received:
@@ -151,16 +151,16 @@ class RunState:
     def _write(self, best: bool) -> None:
         """Write the newest checkpoint and, if it is the best, the model alone."""
         out = self.report.folder
-        # transformers would draw one across the bar of the run
+        # It would be drawn across the progress bar of the run.
         transformers.utils.logging.disable_progress_bar()
         try:
-            # the best first: a run that is killed between the two evaluates this policy again
+            # The best comes first: a run that is killed between the two evaluates it again.
             if best:
                 replace_folder(out / "checkpoint-best", self.parts["trainer"].save)
             replace_folder(out / "checkpoint", self._fill, before=out / "checkpoint-before")
         except (OSError, RuntimeError, SafetensorError) as error:
             shutil.rmtree(out / ".checkpoint-new", ignore_errors=True)
-            # torch.save hides the error of the disk behind its own
+            # torch.save hides the error of the disk behind its own.
             hidden = error.__context__
             reason = hidden if isinstance(hidden, OSError) else error
             checkpoint = f"the checkpoint after iteration {self.report.done}"
@@ -171,7 +171,7 @@ class RunState:
         self.parts["trainer"].save(folder)
 
         state: dict[str, Any] = {
-            # their last bit can depend on the batch in which a frozen vision tower computed them
+            # The last bit of a feature can depend on the batch in which it was computed.
             "features": self.policy.features,
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all(),
@@ -180,7 +180,7 @@ class RunState:
         state["buffer"]["episodes"] = pack_episodes(state["buffer"]["episodes"])
 
         new = Path(folder)
-        # by its path, torch would not say that the disk is full
+        # With a path instead of a file, torch does not say that the disk is full.
         with open(new / "state.pt", "wb") as file:
             torch.save(plain(state), file)
 
@@ -296,6 +296,6 @@ def unpack_episodes(columns: dict[str, Any]) -> list[Episode]:
     for name, column in columns.items():
         if isinstance(column, dict):
             parts = column["values"].split(column["lengths"])
-            # copies: one episode must not keep the arrays of all others in memory
+            # They are copies, so that no episode keeps the arrays of all others in memory.
             columns[name] = [part.numpy().copy() for part in parts]
     return list(map(Episode, *columns.values()))

@@ -65,16 +65,16 @@ def watched(
         if not over.is_set():
             raise BackendError(problem())
 
-    # the handler stays, and does nothing after the block
+    # The handler stays, and does nothing after the block.
     signal.signal(signal.SIGUSR1, interrupt)
     threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     except torch.OutOfMemoryError:
-        # the report knows what to lower
+        # The report says which flags to lower.
         raise
     except errors as error:
-        # a process that ends closes its connections first
+        # A process that ends closes its connections first.
         time.sleep(1.0)
         reason = " ".join(str(error).split())[:300]
         failed = f"{phase} failed: {type(error).__name__}: {reason}"

@@ -12,13 +12,13 @@ from envs.base import EVAL_SEEDS, TextEnv
 from freshper.config import Config
 from freshper.episode import Episode
 from freshper.models import Policy
-from freshper.rollout import rollout
+from freshper.rollout import Engine, rollout
 
 Row = dict[str, Any]  # numbers by the name of their column
 
 
 def evaluate(
-    engine: Any,
+    engine: Engine,
     policy: Policy,
     envs: list[TextEnv],
     config: Config,

@@ -108,7 +108,7 @@ def check_model_and_preset(config: Config, require: Callable) -> None:
         allowed = f"tiny or paper; small is for --env {' '.join(tasks)} without --data"
         require(config.env in tasks and not config.data, "preset", allowed)
 
-    # an earlier run may have come from a model that is gone
+    # The model that an earlier run started from may be gone.
     if not config.resume or "auto" in (config.model, config.preset):
         folder = os.path.isfile(f"{config.model}/config.json")
         hub_id = re.fullmatch(r"[^./~][^/]*/[^/]+", config.model)
@@ -168,14 +168,14 @@ def check_effects(config: Config, refuse_given: Callable) -> None:
 
     if config.replay_ratio == 0:
         refuse_given(*REPLAY_FLAGS, because=f"--method {config.method} and --replay_ratio 0")
-        # the policy that is updated is the one that acted: all ratios are 1
+        # The policy that is updated is the one that acted, so all ratios are 1.
         if config.ppo_epochs == 1:
             because = "--replay_ratio 0 and --ppo_epochs 1"
             refuse_given("ratio_clip", "dual_clip", because=because)
     if config.decay == "none":
         refuse_given("tau", because=f"--method {config.method} and --decay none")
 
-    # all entries are equally likely, unless an age limit excludes some; a flag may repeat "off"
+    # All entries are equally likely, unless an age limit excludes some. A flag may repeat "off".
     if config.alpha == 0:
         refuse_given("epsilon", "base_priority", because="--alpha 0")
         if config.decay in ("exponential", "polynomial"):

@@ -116,7 +116,7 @@ def turns_of(episode: Episode, policy: Policy) -> Iterator[dict[str, Any]]:
         logprobs = episode.behavior_logprobs[start:end]
         start = end
 
-        # an image stands where a run of its placeholders begins
+        # An image stands where its placeholders begin.
         is_image = tokens == policy.image_token_id
         begins = is_image & np.diff(is_image, prepend=False)
         yield {

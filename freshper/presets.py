@@ -76,7 +76,7 @@ PAPER = {
     },
 }
 
-# what the tasks share with a tiny model; a task without a table of its own has these numbers
+# All tasks share these with a tiny model. A task without a table of its own has these alone.
 TINY_MODEL = {
     "model": "tiny",
     "dtype": "float32",
@@ -112,7 +112,7 @@ TINY = {
     "sokoban_simple": {
         **TINY_MODEL,
         "max_tokens": 768,
-        # beside 10 for a solved room 0.15 is nothing
+        # A penalty of 0.15 would be nothing beside the 10 for a solved room.
         "format_penalty": 1.5,
         "batch_size": 64,
     },
@@ -128,7 +128,7 @@ TINY = {
         **TINY_MODEL,
         "max_turns": 30,
         "max_tokens": 1024,
-        # at -5 an unreadable reply would be a cheap way to avoid a fall (-100)
+        # With a penalty of 5 an unreadable reply would be a cheap way to avoid a fall (-100).
         "format_penalty": 30.0,
         "iterations": 250,
         "rollout_batch_size": 64,
@@ -145,8 +145,8 @@ TINY = {
         "rollout_batch_size": 64,
         "batch_size": 64,
         "lr": 5e-4,
-        # without it the policy soon guesses one kind of question for good, and never learns to
-        # search for it
+        # Without it the policy soon guesses one kind of question for good, and never learns to
+        # search for it.
         "kl_loss_coef": 0.1,
     },
     "gsm8k": {
@@ -176,7 +176,7 @@ SMALL = {
         "dtype": "bfloat16",
         "max_turns": 1,
         "max_new_tokens": 24,
-        # at 0.99 fewer of the first replies are right
+        # At 0.99 fewer of the first replies are right.
         "temperature": 0.8,
         "iterations": 20,
         "lr": 3e-5,

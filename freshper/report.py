@@ -48,7 +48,8 @@ turns invalid cut truncated mismatch mismatch_p01 mismatch_p99 sync_error loss g
 clip_fraction kl nonzero_advantages replay_loss replay_grad_norm replay_clip_fraction replay_kl
 replay_nonzero_advantages replay_success replay_age max_age ess ess_token tau buffer_size lr
 rollout_s logprobs_s update_s replay_s sync_s""".split()
-# every run that fell below it over ten iterations failed, none that stayed above 0.45 (docs/log.md)
+# Every run whose mean of ten iterations fell below it failed. None that stayed above 0.45 did
+# (docs/log.md).
 LEAST_ESS = 0.3
 
 
@@ -70,7 +71,7 @@ class Report:
         self.folder = self.config.folder()
         self.done = 0  # completed iterations
         self.rows: list[Row] = []  # of metrics.csv
-        # the next of them
+        # The next row.
         self.row: Row = {"iteration": 0, "step": 0, "episodes": 0, "wall_s": 0.0}
         self.replayed = 0  # bytes of replay.csv
         self.held_out: list[Episode] = []  # of the last evaluation
@@ -79,7 +80,7 @@ class Report:
         settings = vars(self.config) | {"resume": ""}
         try:
             self.folder.mkdir(parents=True, exist_ok=bool(self.config.resume))
-            # the system holds the lock, so that a crash leaves none behind
+            # The system holds the lock, so that a crash leaves none behind.
             self.lock = os.open(self.folder, os.O_RDONLY)
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._write("config.json", json.dumps(settings, indent=1) + "\n")
@@ -111,7 +112,7 @@ class Report:
         if error:
             self.say(f"stopped after iteration {self.done}: {reason_of(error)}")
         if self.done:
-            # again, because it is easily missed between the lines of the progress bar
+            # The line is printed again, because it is easily missed beside the progress bar.
             self._warn_if_unread()
 
         last = [success for done, success in self.evaluations().items() if done][-3:]
@@ -154,7 +155,7 @@ class Report:
 
     def iterations(self) -> Iterator[int]:
         """Yield the numbers of the iterations to come, with a progress bar."""
-        # what a killed run wrote after its checkpoint comes again
+        # Rows that a killed run wrote after its checkpoint would be written twice.
         replayed = self.folder / "replay.csv"
         if self.replayed:
             os.truncate(replayed, self.replayed)
@@ -208,7 +209,7 @@ class Report:
     def _log_replay(self, drawn: Replay, update: Update) -> Row:
         """Append a replay update to replay.csv, and return its columns of metrics.csv."""
         ones = np.ones(len(drawn.episodes))
-        # in the order of the columns of replay.csv
+        # This is the order of the columns of replay.csv.
         rows = {
             "iteration": (self.done + 1) * ones,
             "age": drawn.ages,
