@@ -23,7 +23,7 @@ if __name__ == "__main__":
     parse_args()  # before torch is imported: --help and a wrong flag answer at once
 
 import torch
-from transformers import logging, set_seed
+from transformers import logging
 
 from freshper.backends import backends, choose_backend, join_ranks, load, serve
 from freshper.buffer import ReplayBuffer
@@ -115,8 +115,7 @@ def main(argv: list[str] | None = None) -> int:
     if command_line.config.tiny:
         # A tiny model gains little from more threads.
         torch.set_num_threads(min(2, torch.get_num_threads()))
-    # This seeds the generators of Python, NumPy and torch.
-    set_seed(command_line.config.seed)
+    torch.manual_seed(command_line.config.seed)
 
     try:
         with StopSignals() as signals:
@@ -130,14 +129,11 @@ def run(command_line: CommandLine, signals: StopSignals) -> int:
     Interrupted."""
     config, given, notes = command_line
     try:
-        config, note = choose_backend(config, given)
+        config, backend_notes = choose_backend(config, given)
         rank = join_ranks(config)
-        seeds = training_seeds(config.seed, 0, config.rollout_batch_size, config.group_size)
-        policy, make_env, saved = load(config, seeds, given)
-        if note:
-            notes = (*notes, note)
+        policy, make_env, saved = load(config, given)
         if rank == 0:
-            report = Report(config, policy, make_env(), notes)
+            report = Report(config, policy, make_env(), notes + backend_notes)
     except ValueError as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         return 2

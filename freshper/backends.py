@@ -26,24 +26,26 @@ from freshper.config import Config
 from freshper.engine_hf import HFEngine, Sampling
 from freshper.flags import validate
 from freshper.models import TOLERANCE, Policy, load_policy
-from freshper.rollout import Conversation, Engine
+from freshper.rollout import Conversation, Engine, training_seeds
 from freshper.tiny import tiny_model
 from freshper.trainer import TorchTrainer
 
+# Bytes kept for the backward pass. If a micro-batch needs more, each layer is computed again.
+ACTIVATIONS = 5 * 2**30
 # The image processor of transformers takes no image with longer sides in relation to each other.
 MAX_ASPECT = 200
 
 
-def choose_backend(config: Config, given: tuple[str, ...] = ()) -> tuple[Config, str | None]:
+def choose_backend(config: Config, given: tuple[str, ...] = ()) -> tuple[Config, tuple[str, ...]]:
     """Return the settings with a concrete backend, and a note on it if it was `auto`. Raises
     ValueError if a package is missing, or if the `given` flags do not fit the backend."""
     missing = [name for name in ("vllm", "deepspeed") if importlib.util.find_spec(name) is None]
-    note = None
+    notes: tuple[str, ...] = ()
     if config.backend == "auto":
         on_gpu = config.device == "cuda" and not missing
         config = dataclasses.replace(config, backend="vllm+deepspeed" if on_gpu else "hf+torch")
         without = f", without {' and '.join(missing)}" if missing else ""
-        note = f"backend {config.backend}: on {config.device}{without}"
+        notes = (f"backend {config.backend}: on {config.device}{without}",)
 
     backend = f"--backend is {config.backend}, but"
     for name in missing:
@@ -53,7 +55,7 @@ def choose_backend(config: Config, given: tuple[str, ...] = ()) -> tuple[Config,
     if config.trainer == "torch" and ranks > 1:
         raise ValueError(f"{backend} must train with deepspeed on the {ranks} ranks started")
     validate(config, given)
-    return config, note
+    return config, notes
 
 
 def join_ranks(config: Config) -> int:
@@ -75,8 +77,8 @@ class Loaded(NamedTuple):
     saved: Saved | None  # the checkpoint to resume from
 
 
-def load(config: Config, seeds: list[int], given: tuple[str, ...] = ()) -> Loaded:
-    """Load the policy of a run or of its checkpoint, and check it on the first prompts of `seeds`.
+def load(config: Config, given: tuple[str, ...] = ()) -> Loaded:
+    """Load the policy of a run or of its checkpoint, and check it on the run's first prompts.
 
     Raises ValueError if it cannot be loaded, cannot read --env's images, has no room for the first
     turn, or has done the `given` --iterations already; if --env breaks a promise of environments;
@@ -94,6 +96,7 @@ def load(config: Config, seeds: list[int], given: tuple[str, ...] = ()) -> Loade
         name = str(saved.folder)
     elif name == "tiny":
         name = str(tiny_model(config.env))
+    seeds = training_seeds(config.seed, 0, config.rollout_batch_size, config.group_size)
     observations = [env.reset(seed=seed)[0] for seed in (*seeds, EVAL_SEEDS)]
     policy = load_model(name, config)
     n_images = max(len(observation.images) for observation in observations)
@@ -225,6 +228,16 @@ def refused(name: str, how: str) -> Iterator[None]:
         ) from error
 
 
+def engine_logits(policy: Policy, tokens: list[int]) -> torch.Tensor:
+    """Return the next-token logits of a conversation, [V], as the embedded engine computes them. It
+    reads two chunks, so that the second one uses the cache."""
+    engine = HFEngine(policy, Sampling(), seed=0)
+    conversation = [Conversation(tokens)]
+    cache = engine.cache_of(conversation)
+    engine.feed(cache, conversation, [tokens[:-3]])
+    return engine.feed(cache, conversation, [tokens[-3:]])[0]
+
+
 @torch.no_grad()
 def check(policy: Policy, config: Config) -> None:
     """Compare the logits of trainer and engine with those of the model's own forward pass, in the
@@ -241,8 +254,7 @@ def check(policy: Policy, config: Config) -> None:
     hidden = policy.hidden(tokens, positions, [])[:, -1]
     computed = {"the trainer": policy.logits(hidden)[0]}
     if config.engine == "hf":
-        engine = HFEngine(policy, Sampling(), seed=0)
-        computed["the embedded engine"] = engine.logits(Conversation(text))
+        computed["the embedded engine"] = engine_logits(policy, text)
 
     dtype = "float32" if policy.model.dtype == torch.float32 else "bfloat16"
     for name, logits in computed.items():
@@ -255,6 +267,13 @@ def check(policy: Policy, config: Config) -> None:
 
 def make_trainer(policy: Policy, config: Config) -> Any:
     """Make the trainer of this rank. That of rank 0 also runs those of the others."""
+    text = policy.model.config.get_text_config()
+    tokens = config.micro_batch_size * config.max_tokens
+    # Bytes: Korthikanti et al., arXiv 2205.05198, without those of the attention.
+    activations = 34 * tokens * text.num_hidden_layers * text.hidden_size
+    if activations > ACTIVATIONS:
+        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+
     updates = config.iterations * (config.ppo_epochs + config.replay_ratio)
     if config.trainer == "torch":
         return TorchTrainer(policy, config, updates)

@@ -113,7 +113,7 @@ class HFEngine:
     def generate(self, conversations: list[Conversation], max_new_tokens: int) -> list[Reply]:
         """Return one reply to each conversation. Those of the last call go on from their cache."""
         self.policy.model.eval()
-        cache = self._cache(conversations)
+        cache = self.cache_of(conversations)
         replies = [Reply([], []) for _ in conversations]
         tokens_fed = cache.visible.sum(1).tolist()  # [B]
         chunks = [c.tokens[n:] for c, n in zip(conversations, tokens_fed, strict=True)]
@@ -121,7 +121,7 @@ class HFEngine:
         # One context for all tokens, so that mixed precision casts the weights once.
         with self.policy.precision():
             while any(chunks):
-                logits = self._feed(cache, conversations, chunks)
+                logits = self.feed(cache, conversations, chunks)
                 tokens, logprobs = self.sample(logits)
 
                 for row, reply in enumerate(replies):
@@ -134,16 +134,7 @@ class HFEngine:
                         chunks[row] = [] if ended else [tokens[row]]
         return replies
 
-    @torch.no_grad()
-    def logits(self, conversation: Conversation) -> Tensor:
-        """Return the next-token logits of one conversation, [V]. It is fed in two chunks, so that
-        the second one uses the cache."""
-        cache = self._cache([conversation])
-        for chunk in (conversation.tokens[:-3], conversation.tokens[-3:]):
-            logits = self._feed(cache, [conversation], [chunk])
-        return logits[0]
-
-    def _cache(self, conversations: list[Conversation]) -> KVCache:
+    def cache_of(self, conversations: list[Conversation]) -> KVCache:
         """Return the last call's cache without the episodes that have ended, or a new one if any
         conversation is not in it."""
         if all(conversation in self.rows for conversation in conversations):
@@ -159,7 +150,7 @@ class HFEngine:
             self.rows[conversation] = cache, row
         return cache
 
-    def _feed(
+    def feed(
         self, cache: KVCache, conversations: list[Conversation], chunks: list[list[int]]
     ) -> Tensor:
         """Feed each row its new tokens, or a hole if it has none, and return the logits after each

@@ -160,16 +160,10 @@ def group_by_length(lengths: list[int], most: int) -> list[list[int]]:
 def collate(episodes: list[Episode]) -> Batch:
     """Pad episodes into a batch. Raises ValueError if an episode's fields do not fit together."""
     padded: dict[str, Any] = {}
-    for name in (
-        "tokens",
-        "action_mask",
-        "behavior_logprobs",
-        "rewards",
-        "ref_logprobs",
-        "engine_weights",
-    ):
-        arrays = [getattr(episode, name) for episode in episodes]
-        if all(array is not None for array in arrays):
+    for name in Batch._fields:
+        arrays = [getattr(episode, name, None) for episode in episodes]
+        # The fields that every episode holds as an array.
+        if all(isinstance(array, np.ndarray) for array in arrays):
             tensors = [torch.from_numpy(array) for array in arrays]
             padded[name] = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
     padded["tokens"] = padded["tokens"].long()

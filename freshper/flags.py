@@ -34,10 +34,8 @@ ABOVE_0 = (
     "ppo_epochs", "lr", "ratio_clip", "advantage_clip", "micro_batch_size", "temperature",
     "max_new_tokens", "eval_every", "eval_episodes",
 )  # fmt: skip
-NOT_NEGATIVE = (
-    "max_turns", "format_penalty", "replay_ratio", "kl_loss_coef", "kl_reward_coef",
-    "entropy_coef", "truncated_is", "top_k", "seed", "save_every",
-)  # fmt: skip
+# `check_replay` and `check_training` check these.
+OTHER_RANGE = ("tau", "dual_clip", "top_p", "engine_memory")
 REPLAY_FLAGS = (
     "batch_size", "capacity", "eviction", "alpha", "epsilon", "base_priority", "decay", "tau",
     "beta",
@@ -87,18 +85,21 @@ def validate(config: Config, given: tuple[str, ...] = ()) -> None:
 def check_numbers(config: Config, require: Callable) -> None:
     """Check the range of each number. float32 must be able to compute with it."""
     for name, value in vars(config).items():
-        if isinstance(value, float) and value != 0:
-            allowed = "a finite number: 0, or from 1e-30 to 1e30"
-            require(1e-30 <= abs(value) <= 1e30, name, allowed)
+        if isinstance(value, str):
+            continue
         if isinstance(value, int):
             largest = 2**32 - 1 if name == "seed" else 10**7
             require(value <= largest, name, f"at most {largest}")
+        elif value != 0:
+            allowed = "a finite number: 0, or from 1e-30 to 1e30"
+            require(1e-30 <= abs(value) <= 1e30, name, allowed)
+
         if name in ABOVE_0:
             require(value > 0, name, "above 0")
-        if name in NOT_NEGATIVE:
-            require(value >= 0, name, "0 or more")
-        if name in ("alpha", "beta"):
+        elif name in ("alpha", "beta"):
             require(0 <= value <= 1, name, "between 0 and 1")
+        elif name not in OTHER_RANGE:
+            require(value >= 0, name, "0 or more")
 
 
 def check_model_and_preset(config: Config, require: Callable) -> None:

@@ -12,6 +12,7 @@ Two things are easy to get wrong:
 """
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -230,10 +231,12 @@ class Policy:
         positions = [self.positions(tokens, images) for tokens, images in rows]  # B of [3, T]
         return self.hidden(batch.tokens, torch.stack(positions, dim=1), sum(batch.images, []))
 
-    def save(self, folder: str, parameters: dict[str, Tensor] | None = None) -> None:
-        """Write the model (its own parameters, or these), tokenizer and image processor in the
-        Hugging Face format."""
-        self.model.save_pretrained(folder, state_dict=parameters)
+    def save(self, folder: str, parameters: Iterable[tuple[str, Tensor]] = ()) -> None:
+        """Write the model, tokenizer and image processor in the Hugging Face format. `parameters`
+        are (name, whole parameter), if the model's own are not whole. They go by way of the CPU."""
+        names = dict(self.model.named_parameters())  # without an output layer that is tied
+        state = {name: x.detach().cpu() for name, x in parameters if name in names}
+        self.model.save_pretrained(folder, state_dict=state or None)
         self.tokenizer.save_pretrained(folder)
         if self.image_processor:
             self.image_processor.save_pretrained(folder)

@@ -130,8 +130,7 @@ class Baseline:
         if self.kind != "turn":
             self.window = []
         self.window += [table[:, row, mask] for row, mask in enumerate(batch.action_mask)]
-        kept = max(WINDOW, len(episodes))
-        del self.window[:-kept]
+        del self.window[: -max(WINDOW, len(episodes))]
 
         # Returns of whole episodes count as equal if they differ by rounding only.
         totals = torch.stack([episode[1, 0] for episode in self.window])
@@ -141,11 +140,9 @@ class Baseline:
         turns = turns.long()
         if self.kind != "turn" and not equal:
             turns = torch.zeros_like(turns)
-        counts = torch.bincount(turns)
-        self.means = torch.bincount(turns, returns) / counts
+        self.means = torch.bincount(turns, returns) / torch.bincount(turns)
         if not equal:
-            deviations = returns - self.means[turns]
-            self.std = deviations.square().mean().sqrt().float()
+            self.std = (returns - self.means[turns]).square().mean().sqrt().float()
 
     def collected_advantages(self, episodes: list[Episode]) -> Tensor:
         """Return A_t against the collected episodes, before any clip, float32 [B, T]."""
@@ -187,8 +184,7 @@ def training_batch(
         advantages = advantages * batch.engine_weights
     if weights is None:
         weights = np.ones(len(episodes))
-    is_weights = torch.tensor(weights).float()
-    return batch._replace(advantages=advantages, weights=is_weights)
+    return batch._replace(advantages=advantages, weights=torch.tensor(weights).float())
 
 
 def policy_loss(

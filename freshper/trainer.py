@@ -33,8 +33,6 @@ from freshper.models import Policy
 from freshper.reinforce import Baseline, policy_loss, training_batch
 
 DRIFT = ("log_ratio", "ratio", "ratio_sq", "kl", "clipped")  # sums of each row from `policy_loss`
-# Bytes kept for the backward pass. If a micro-batch needs more, each layer is computed again.
-ACTIVATIONS = 5 * 2**30
 # Numbers: 0.5 GB in float32, or 883 tokens with Qwen2.5's vocabulary of 151,936.
 LOGITS_AT_ONCE = 2**27
 WARMUP_STEPS = 10  # appendix F
@@ -155,13 +153,6 @@ class TorchTrainer:
         self.total_updates = total_updates
         self.step = 0
         self.lr = 0.0  # of the last step
-
-        text = policy.model.config.get_text_config()
-        tokens = config.micro_batch_size * config.max_tokens
-        # Bytes: Korthikanti et al., arXiv 2205.05198, without those of the attention.
-        activations = 34 * tokens * text.num_hidden_layers * text.hidden_size
-        if activations > ACTIVATIONS:
-            policy.model.gradient_checkpointing_enable({"use_reentrant": False})
 
         self.reference: Policy | None = None  # pi_ref, the initial policy
         if config.kl_reward_coef or config.kl_loss_coef:
@@ -301,9 +292,8 @@ class TorchTrainer:
 
     def _scheduled_lr(self) -> float:
         """Return the learning rate of the next step: a linear warm-up, then a cosine to 0."""
-        after_warmup = max(0, self.step - WARMUP_STEPS)
-        progress = after_warmup / max(1, self.total_updates - WARMUP_STEPS)
-        cosine = 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
+        progress = (self.step - WARMUP_STEPS) / max(1, self.total_updates - WARMUP_STEPS)
+        cosine = 0.5 * (1.0 + math.cos(math.pi * np.clip(progress, 0.0, 1.0)))
         return self.config.lr * min(self.step / WARMUP_STEPS, cosine)
 
     def parameters(self) -> Parameters:
@@ -327,14 +317,7 @@ class TorchTrainer:
 
     def save(self, folder: str) -> None:
         """Write the policy in the Hugging Face format."""
-        save_policy(self.policy, self.parameters(), folder)
+        self.policy.save(folder, self.parameters())
 
     def close(self) -> None:
         """Do nothing: in one process nothing is left open."""
-
-
-def save_policy(policy: Policy, parameters: Parameters, folder: str) -> None:
-    """Write a policy with these whole parameters in the Hugging Face format, by way of the CPU."""
-    saved_names = dict(policy.model.named_parameters())  # without an output layer that is tied
-    on_cpu = {name: x.detach().cpu() for name, x in parameters if name in saved_names}
-    policy.save(folder, on_cpu)

@@ -45,7 +45,6 @@ from freshper.trainer import (
     TorchTrainer,
     Update,
     action_logprobs,
-    save_policy,
 )
 
 
@@ -225,7 +224,7 @@ class RankZero:
             yield from self.trainer.parameters()
 
     def save(self, folder: str) -> None:
-        save_policy(self.trainer.policy, self.parameters(), folder)
+        self.trainer.policy.save(folder, self.parameters())
 
     def state_dict(self) -> State:
         with self._on_all_ranks("state_dict"):

@@ -396,10 +396,10 @@ def test_the_backend_follows_from_what_is_installed(flags, gpu, missing, line, m
     )
     monkeypatch.setenv("WORLD_SIZE", "2" if "2 ranks" in line else "1")
     if line.startswith("backend"):
-        chosen, note = choose_backend(config, given)
-        assert note == line
+        chosen, notes = choose_backend(config, given)
+        assert notes == (line,)
         assert line.startswith(f"backend {chosen.backend}: ")
-        assert choose_backend(chosen, given) == (chosen, None)
+        assert choose_backend(chosen, given) == (chosen, ())
     else:
         flag = "zero_stage" if "zero_stage" in flags else "backend"
         with pytest.raises(ValueError) as error:

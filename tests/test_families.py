@@ -12,13 +12,11 @@ import transformers
 from conftest import make_episode
 
 from envs import ENVS
-from freshper.backends import check, load
-from freshper.engine_hf import HFEngine, Sampling
+from freshper.backends import check, engine_logits, load
 from freshper.episode import collate
 from freshper.errors import time_limit
 from freshper.flags import parse_args
 from freshper.models import Policy
-from freshper.rollout import Conversation
 from freshper.tiny import CHAT_TEMPLATE, build_tokenizer
 from freshper.trainer import action_logprobs
 
@@ -88,7 +86,7 @@ def test_a_family_is_computed_right_or_refused(family, length):
     trained, _ = action_logprobs(policy, collate([episode]), temperature=0.7)
     np.testing.assert_allclose(trained[0, 1:], chosen, atol=1e-4)
 
-    logits = HFEngine(policy, Sampling(), seed=0).logits(Conversation(tokens.tolist()))
+    logits = engine_logits(policy, tokens.tolist())
     if window and length == 128:
         assert (logits - expected[-1]).nan_to_num().abs().max() > 0.1
         reason = f"the embedded engine computes other logits than a {name}ForCausalLM"
@@ -110,7 +108,7 @@ def test_a_family_of_another_build_is_refused_in_one_sentence(tmp_path):
     ).config
     reason = "a chat model that can be computed: 'GPT2LMHeadModel' object has no"
     with pytest.raises(ValueError, match=reason):
-        load(config, [0])
+        load(config)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +133,7 @@ def test_a_chat_template_that_raises_or_never_ends_is_refused(
     text_policy.save(str(tmp_path))
     (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(ValueError, match=f"a chat model that can be {re.escape(reason)}"):
-        load(parse_args(["--model", str(tmp_path), "--backend", "hf+torch"]).config, [0])
+        load(parse_args(["--model", str(tmp_path), "--backend", "hf+torch"]).config)
 
 
 def test_a_model_with_invalid_generation_settings_can_be_saved(text_policy, tmp_path):
@@ -144,9 +142,9 @@ def test_a_model_with_invalid_generation_settings_can_be_saved(text_policy, tmp_
     path = tmp_path / "model/generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"temperature": 0.5}))
     flags = ["--backend", "hf+torch", "--model"]
-    policy = load(parse_args([*flags, str(tmp_path / "model")]).config, [0]).policy
+    policy = load(parse_args([*flags, str(tmp_path / "model")]).config).policy
     policy.save(str(tmp_path / "saved"))
-    saved = load(parse_args([*flags, str(tmp_path / "saved")]).config, [0]).policy
+    saved = load(parse_args([*flags, str(tmp_path / "saved")]).config).policy
     assert saved.suppressed_ids == policy.suppressed_ids == text_policy.suppressed_ids
     assert saved.model.generation_config.temperature == 0.99
 

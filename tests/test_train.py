@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import train
 from envs.frozenlake import FrozenLake
+from freshper.backends import choose_backend, make_trainer
 from freshper.buffer import ReplayBuffer
 from freshper.diagnostics import read
 from freshper.engine_hf import HFEngine
@@ -312,9 +313,9 @@ def test_activations_that_are_computed_again_give_the_same_update(
 ):
     runs = []
     for most in (2**40, 0):
-        monkeypatch.setattr("freshper.trainer.ACTIVATIONS", most)
+        monkeypatch.setattr("freshper.backends.ACTIVATIONS", most)
         policy = load_policy(model_folder[family], "cpu", torch.float32)
-        trainer = TorchTrainer(policy, parse_args([]).config, total_updates=20)
+        trainer = make_trainer(policy, choose_backend(parse_args([]).config)[0])
         calls = []
         decoder = policy.model.model
         if family == "vision":

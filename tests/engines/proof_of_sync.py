@@ -45,7 +45,7 @@ def main(blocks, *flags):
     config = parse_args(list(flags)).config
     torch.set_num_threads(1)
     seeds = training_seeds(config.seed, 0, config.rollout_batch_size, config.group_size)
-    policy, make_env, _ = load(config, seeds)
+    policy, make_env, _ = load(config)
     policy.freeze_vision = False  # else the trainer keeps features of the images
     with backends(policy, config, make_env()) as (trainer, engine):
         envs = [make_env() for _ in seeds]

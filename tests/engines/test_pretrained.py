@@ -126,7 +126,7 @@ def play(given):
     """A policy, its trainer, and episodes of two turns, each with another return."""
     config = parse_args([*given, "--max_turns", "2", "--max_tokens", "300"]).config
     seeds = training_seeds(config.seed, 0, config.rollout_batch_size, config.group_size)
-    policy, make_env, _ = load(config, seeds)
+    policy, make_env, _ = load(config)
     with backends(policy, config, make_env()) as (trainer, engine):
         envs = [make_env() for _ in seeds]
         episodes = rollout(engine, policy, envs, seeds, config.max_tokens, config.max_new_tokens)
