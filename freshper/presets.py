@@ -76,7 +76,7 @@ PAPER = {
     },
 }
 
-# All tasks share these with a tiny model. A task without a table of its own has these alone.
+# All tasks share these in the tiny and the small preset. Their own tables say what differs.
 TINY_MODEL = {
     "model": "tiny",
     "dtype": "float32",
@@ -99,25 +99,21 @@ TINY_MODEL = {
 
 TINY = {
     "frozenlake": {
-        **TINY_MODEL,
         "iterations": 360,
         # near the warm start, the random policy, no direction is given up before detours are found
         "kl_loss_coef": 0.03,
     },
     "frozenlake_vlm": {
-        **TINY_MODEL,
         "iterations": 240,
         "kl_loss_coef": 0.03,
     },
     "sokoban_simple": {
-        **TINY_MODEL,
         "max_tokens": 768,
         # A penalty of 0.15 would be nothing beside the 10 for a solved room.
         "format_penalty": 1.5,
         "batch_size": 64,
     },
     "sokoban_hard": {
-        **TINY_MODEL,
         "max_tokens": 768,
         "format_penalty": 1.5,
         # one of two boxes in place is a return of 0, which only a large epsilon replays as often as
@@ -125,7 +121,6 @@ TINY = {
         "epsilon": 1.0,
     },
     "cliffwalking": {
-        **TINY_MODEL,
         "max_turns": 30,
         "max_tokens": 1024,
         # With a penalty of 5 an unreadable reply would be a cheap way to avoid a fall (-100).
@@ -140,7 +135,6 @@ TINY = {
         "eval_episodes": 64,
     },
     "nq_search": {
-        **TINY_MODEL,
         "iterations": 400,
         "rollout_batch_size": 64,
         "batch_size": 64,
@@ -150,19 +144,16 @@ TINY = {
         "kl_loss_coef": 0.1,
     },
     "gsm8k": {
-        **TINY_MODEL,
         "iterations": 600,
         "batch_size": 64,
         "eval_every": 40,
     },
     "aime": {
-        **TINY_MODEL,
         "iterations": 300,
         "batch_size": 64,
         "eval_every": 30,
     },
     "geoqa": {
-        **TINY_MODEL,
         "iterations": 800,
         "eval_every": 40,
     },
@@ -171,7 +162,6 @@ TINY = {
 SMALL = {
     # a pretrained model of 0.1 B parameters on one CPU core; the search is in docs/log.md
     "gsm8k": {
-        **TINY_MODEL,
         "model": "HuggingFaceTB/SmolLM2-135M-Instruct",
         "dtype": "bfloat16",
         "max_turns": 1,
@@ -191,6 +181,6 @@ PRESETS = {"paper": PAPER, "tiny": TINY, "small": SMALL}
 
 def defaults(preset: str, env: str, method: str) -> dict[str, Any]:
     """Return the settings in which preset and method differ from the dataclass. A task that is not
-    in the paper gets those of `TINY_MODEL` from the tiny preset, and none from the others."""
-    of_an_unknown_task = TINY_MODEL if preset == "tiny" else {}
-    return PRESETS[preset].get(env, of_an_unknown_task) | METHODS[method]
+    in the paper has no table of its own."""
+    shared = {} if preset == "paper" else TINY_MODEL
+    return shared | PRESETS[preset].get(env, {}) | METHODS[method]
