@@ -522,10 +522,10 @@ def make_all(campaign: Campaign, selected: list[int], only: str, jobs: int) -> N
             try:
                 for future in futures:
                     future.result()
-            finally:
-                # After an error in one thread the others save what is under way.
+            except BaseException:
+                # The other threads save what is under way.
                 campaign.stopping.set()
-        campaign.stopping.clear()
+                raise
 
 
 def make_parser() -> "common.argparse.ArgumentParser":
