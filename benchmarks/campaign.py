@@ -13,9 +13,9 @@ saves the runs that are under way; after a kill they go on from their last check
     runs_curves.csv.gz     a row per held-out evaluation
 
 Columns of runs.csv: `waves` that the run belongs to; `rate` that multiplies the preset's learning
-rate; `cpu_s` of the training process and `wall_s` of its iterations; `processes` that a run took (if
-more than one, `cpu_s` also counts the iterations that were repeated after a kill); `last`: mean of
-the last three evaluations; `peak`: the highest one; `final`: success of the final policy on
+rate; `cpu_s` of the training process and `wall_s` of its iterations; `processes` that a run took
+(if more than one, `cpu_s` is an estimate: a kill repeats iterations, or loses count); `last`: mean
+of the last three evaluations; `peak`: the highest one; `final`: success of the final policy on
 `final_n` held-out seeds, 0 if numbers were not finite; `final_score`: the task's score likewise;
 `random` and `optimal`: the success of those policies on 256 of these seeds; `unreadable`: share of
 replies in the last ten iterations; `replay_age`: mean age of replayed episodes in steps;
@@ -46,6 +46,7 @@ from pathlib import Path
 import common
 import numpy as np
 import waves
+from controls import TABLE, age_against_drift
 from waves import QUESTIONS, Row, Run
 
 from compare import config_of, summary
@@ -126,12 +127,14 @@ class Campaign:
         folder = self.folder(run)
         if folder.exists() and not (folder / "config.json").exists():
             shutil.rmtree(folder)  # killed before it began
-        if is_trained(folder):
-            return True
-
         if folder.exists():
             wait_until_free(folder)
         spent = Spent(self.out / f"{run.name}.json")
+        if is_trained(folder):
+            if not (folder / "final.json").exists():
+                spent.note(0.0)  # nobody has seen how its process ended
+            return True
+
         log = self.out / f"{run.name}.log"
         with open(log, "a") as file:
             process = subprocess.Popen(
@@ -325,10 +328,8 @@ def drift(folder: Path) -> Row:
         estimates = by_age(rows)
         tau, _, r2 = drift_rate(estimates["age"], estimates["kl"])
         result = {"replay_age": rows["age"].mean(), "drift_tau": tau, "drift_r2": r2}
-    if (folder / "age_and_drift.csv").exists():
-        passes = read(folder, "age_and_drift.csv")
-        result["age_rank"] = np.nanmean(passes["rank"])
-        result["age_r2"] = np.nanmean(passes["r2"])
+    if (folder / TABLE).exists():
+        result |= age_against_drift(folder)
     return result
 
 

@@ -45,7 +45,9 @@ QUEUE_TASKS = ("sokoban_simple", "aime", "gsm8k")
 LIMIT = 61
 LIMITS = {"gsm8k": 64, "geoqa": 64, "cliffwalking": 64}
 
-TAUS = ("", " --tau 5", " --tau 80", " --decay none", " --tau auto")
+TAUS = ("freshper", "no_decay", "freshper --tau 80", "freshper --tau 5")
+# Episodes of the newest 40 iterations. Beyond, the draws of FreshPER have 3 % of their mass.
+ORACLE_CAPACITY = {"frozenlake": 1280, "nq_search": 2560}
 FACTORS = (
     "freshper --beta 0.4",
     "freshper --advantage_clip 0.2",
@@ -186,14 +188,11 @@ def of_arms(task: str, arms: tuple[str, ...], best: dict[str, float]) -> list[Ru
 
 def tau_runs(task: str, rate: float) -> list[Run]:
     """Return the runs of wave 3 on a task. Without decay FreshPER is Standard PER without IS."""
-    runs = []
-    for factor in (1.0, 0.25):
-        for tau in TAUS:
-            arm = "no_decay" if "none" in tau else f"freshper{tau}"
-            runs += [Run(task, arm, rate * factor, seed) for seed in SEEDS]
-    for control in ("shuffled", "oracle"):
-        runs += [Run(task, f"freshper +{control}", rate, seed) for seed in SEEDS]
-    return runs
+    capacity = ORACLE_CAPACITY[task]
+    arms = [(arm, rate) for arm in (*TAUS, "freshper --tau auto", "freshper +shuffled")]
+    arms.append((f"freshper --capacity {capacity} +oracle", rate))
+    arms += [(arm, rate / 4) for arm in TAUS]
+    return [Run(task, arm, factor, seed) for arm, factor in arms for seed in SEEDS]
 
 
 def unpaid_runs(best: dict[str, float]) -> list[Run]:
