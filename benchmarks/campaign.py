@@ -13,15 +13,16 @@ saves the runs that are under way; after a kill they go on from their last check
     runs_curves.csv.gz     a row per held-out evaluation
 
 Columns of runs.csv: `waves` that the run belongs to; `rate` that multiplies the preset's learning
-rate; `cpu_s` of the training process and `wall_s` of its iterations; `processes` that a run took
-(if more than one, `cpu_s` is an estimate: a kill repeats iterations, or loses count); `last`: mean
-of the last three evaluations; `peak`: the highest one; `final`: success of the final policy on
-`final_n` held-out seeds, 0 if numbers were not finite; `final_score`: the task's score likewise;
-`random` and `optimal`: the success of those policies on 256 of these seeds; `unreadable`: share of
-replies in the last ten iterations; `replay_age`: mean age of replayed episodes in steps;
-`drift_tau` and `drift_r2`: the measured 1/c of eq. 12, and R²; `age_rank` and `age_r2`: rank
-correlation and R² of age against the true drift of stored episodes, mean over the passes of the
-oracle; `evaluations`: held-out success of each, the one before training first.
+rate; `commit`, the newest that changed the code of training; `cpu_s` of the training process and
+`wall_s` of its iterations; `processes` that a run took (if more than one, `cpu_s` is an estimate: a
+kill repeats iterations, or loses count); `last`: mean of the last three evaluations; `peak`: the
+highest one; `final`: success of the final policy on `final_n` held-out seeds, 0 if numbers were not
+finite; `final_score`: the task's score likewise; `random` and `optimal`: the success of those
+policies on 256 of these seeds; `unreadable`: share of replies in the last ten iterations;
+`replay_age`: mean age of replayed episodes in steps; `drift_tau` and `drift_r2`: the measured 1/c
+of eq. 12, and R²; `age_rank` and `age_r2`: rank correlation and R² of age against the true drift of
+stored episodes, mean over the passes of the oracle; `evaluations`: held-out success of each, the
+one before training first.
 """
 
 import contextlib
@@ -66,6 +67,9 @@ last peak final final_n final_score random optimal unreadable diverged replay_ag
 age_rank age_r2 evaluations""".split()
 CURVE_COLUMNS = """task arm rate seed iteration step episodes wall_s eval_success eval_reward
 eval_score train_success invalid replay_age replay_kl ess ess_token tau""".split()
+# tests/engines/pretrained.py puts it there.
+CACHE = Path(os.environ.get("FRESHPER_CACHE", Path.home() / ".cache" / "freshper"))
+SMOLLM2 = CACHE / "SmolLM2-135M-Instruct"
 FINAL_EPISODES = {"tiny": 1024, "small": 256}
 BATCH = 256  # episodes of the final evaluation at a time
 SHORT = """--iterations=6 --rollout_batch_size=16 --eval_every=2 --eval_episodes=16
@@ -82,7 +86,7 @@ class StoppedError(Exception):
 class Campaign:
     """The folders of a campaign, and the processes that it has started."""
 
-    def __init__(self, out: Path, data: Path, short: bool = False, smollm2: str = ""):
+    def __init__(self, out: Path, data: Path, short: bool = False, smollm2: Path = SMOLLM2):
         self.out = out.resolve()
         self.data = data.resolve()
         self.short = short
@@ -217,7 +221,7 @@ class Campaign:
             "rate": run.rate,
             "flags": " ".join(self.flags(run)),
             "seed": run.seed,
-            "commit": git("rev-parse", "--short=10", "HEAD"),
+            "commit": git("log", "-1", "--format=%h", "--abbrev=10", "--", *PRODUCT),
             "threads": 1,
             **result,
             "updates": result["updates"],
@@ -513,9 +517,9 @@ def make_all(campaign: Campaign, selected: list[int], only: str, jobs: int) -> N
 
         done = {waves.key(row) for row in campaign.rows()}
         runs = [run for run in known[wave] if run not in done and re.search(only, run.name)]
-        if any(run.task == "small" for run in runs) and not campaign.smollm2:
-            allowed = "the folder of SmolLM2-135M-Instruct for waves 6 and 7"
-            raise ValueError(f"--smollm2 is empty, but must be {allowed}")
+        if any(run.task == "small" for run in runs) and not campaign.smollm2.is_dir():
+            allowed = "the folder of SmolLM2-135M-Instruct"
+            raise ValueError(f"--smollm2 is {campaign.smollm2}, but must be {allowed}")
 
         print(f"wave {wave}, {QUESTIONS[wave]}: {len(runs)} runs to make", flush=True)
         with ThreadPoolExecutor(jobs) as pool:
@@ -537,7 +541,7 @@ def make_parser() -> "common.argparse.ArgumentParser":
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--out", type=Path, help="of the runs; default: out/campaign")
     parser.add_argument("--data", type=Path, help="of the tables; default: docs/reference_runs")
-    parser.add_argument("--smollm2", default="", help="folder of the model of waves 6 and 7")
+    parser.add_argument("--smollm2", type=Path, default=SMOLLM2, help="model of waves 6 and 7")
     parser.add_argument("--short", action="store_true", help="six iterations each, in out/short")
     parser.add_argument(
         "--evaluate", nargs=2, metavar=("RUN", "N"), help="write final.json of a folder, and end"

@@ -8,7 +8,8 @@ runs beside 10 with a third of their spread. So no other form is needed.
 
 Several comparisons of one table: Holm's correction of their p-values. Several tasks: the
 interquartile mean of normalised success, with a bootstrap that draws the seeds within each task
-(Agarwal et al., arXiv 2108.13264).
+(Agarwal et al., arXiv 2108.13264). Their form covers 87, 90 and 93 % at n = 3, 5 and 10, nine
+tasks; widened by the root of n / (n - 1) it covers 93 to 97 %.
 """
 
 from collections.abc import Callable, Sequence
@@ -93,12 +94,15 @@ def bootstrap(
     """Return statistic(*groups) and its 95 % percentile interval.
 
     The groups are [tasks, seeds] each. A draw takes as many seeds of each task, with replacement,
-    for each group on its own."""
+    for each group on its own. The spread of n draws from n seeds is too small by n / (n - 1), so
+    the deviations from the mean of the task are widened by the root of that."""
     rng = np.random.default_rng(0)
     drawn = []
     for group in groups:
         tasks, seeds = group.shape
+        mean = group.mean(-1, keepdims=True)
+        widened = mean + (group - mean) * np.sqrt(seeds / (seeds - 1))
         chosen = rng.integers(seeds, size=(draws, tasks, seeds))
-        drawn.append(np.take_along_axis(group[None], chosen, axis=-1))
+        drawn.append(np.take_along_axis(widened[None], chosen, axis=-1))
     low, high = np.quantile(statistic(*drawn), (0.025, 0.975))
     return float(statistic(*groups)), float(low), float(high)

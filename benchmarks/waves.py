@@ -198,8 +198,9 @@ def tau_runs(task: str, rate: float) -> list[Run]:
 def unpaid_runs(best: dict[str, float]) -> list[Run]:
     """Return the runs of wave 5: slippery ice, a policy that is already good, and three epochs of
     the fresh batch in the tasks whose other control replays the newest 64 episodes."""
-    runs = of_arms("frozenlake", tuple(f"{arm} --slippery" for arm in SLIPPERY), best)
-    runs.append(good_run(best))
+    # The first one must be complete when those with its policy begin.
+    runs = [good_run(best)]
+    runs += of_arms("frozenlake", tuple(f"{arm} --slippery" for arm in SLIPPERY), best)
     runs += of_arms("gsm8k", tuple(f"{arm} --model good" for arm in SLIPPERY), best)
     for task in QUEUE_TASKS:
         runs += [Run(task, "on_policy --ppo_epochs 3", best["epochs"], seed) for seed in SEEDS]
