@@ -13,7 +13,7 @@ tasks; widened by the root of n / (n - 1) it covers 93 to 97 %.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -35,14 +35,19 @@ def contrast(groups: Sequence[np.ndarray], weights: Sequence[float]) -> Effect:
 
     Degrees of freedom: Welch and Satterthwaite's; n - 1 of one group. Equal values have an interval
     of no width."""
-    estimate = sum(w * x.mean(-1) for x, w in zip(groups, weights, strict=True))
-    parts = [w**2 * x.var(-1, ddof=1) / x.shape[-1] for x, w in zip(groups, weights, strict=True)]
-    variance = sum(parts)
-    freedom = [part**2 / (x.shape[-1] - 1) for x, part in zip(groups, parts, strict=True)]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        df = np.where(variance > 0, variance**2 / sum(freedom), 1.0)
-        t = np.where(estimate == 0, 0.0, estimate / np.sqrt(variance))
+    estimate: Any = 0.0
+    variance: Any = 0.0
+    spread: Any = 0.0  # the sum that Satterthwaite divides by
+    for x, weight in zip(groups, weights, strict=True):
+        n = x.shape[-1]
+        part = weight**2 * x.var(-1, ddof=1) / n
+        estimate = estimate + weight * x.mean(-1)
+        variance = variance + part
+        spread = spread + part**2 / (n - 1)
 
+    with np.errstate(divide="ignore", invalid="ignore"):
+        df = np.where(variance > 0, variance**2 / spread, 1.0)
+        t = np.where(estimate == 0, 0.0, estimate / np.sqrt(variance))
     half = stats.t.ppf(0.975, df) * np.sqrt(variance)
     p = 2 * stats.t.sf(np.abs(t), df)
     return Effect(estimate, estimate - half, estimate + half, p)

@@ -148,6 +148,7 @@ def test_a_row_is_replaced_and_the_bytes_do_not_depend_on_the_order(tmp_path):
     assert [(waves.key(row), row["waves"]) for row in rows] == [(second, "2"), (first, "2 3")]
     curves = gzip.decompress((tmp_path / "a/runs_curves.csv.gz").read_bytes())
     assert len(curves.splitlines()) == 1 + 4
+    assert (tmp_path / "a/runs_curves.csv.gz").read_bytes()[4:8] == bytes(4)  # no time
 
 
 def test_an_interrupted_campaign_goes_on_to_the_same_numbers(tmp_path, monkeypatch):
