@@ -1,0 +1,585 @@
+"""All runs behind RESULTS.md, in one command that goes on where it stopped.
+
+    python benchmarks/campaign.py --list           every run, its expected seconds, what is done
+    python benchmarks/campaign.py                  all waves, two runs at a time
+    python benchmarks/campaign.py --wave 2         one wave
+    python benchmarks/campaign.py --short --wave 1 --only cliffwalking    a trial, in minutes
+
+benchmarks/waves.py is the table of runs, docs/plan.md says why. A run is a process of its own, with
+one thread, through train.py or, with a control, through benchmarks/controls.py. Ctrl-C or SIGTERM
+saves the runs that are under way; after a kill they go on from their last checkpoint. --data gets
+
+    runs.csv               a row per run
+    runs_curves.csv.gz     a row per held-out evaluation
+
+Columns of runs.csv: `waves` that the run belongs to; `rate` that multiplies the preset's learning
+rate; `commit`, the newest that changed the code of training; `cpu_s` of the training process and
+`wall_s` of its iterations; `processes` that a run took (if more than one, `cpu_s` is an estimate: a
+kill repeats iterations, or loses count); `last`: mean of the last three evaluations; `peak`: the
+highest one; `final`: success of the final policy on `final_n` held-out seeds, 0 if numbers were not
+finite; `final_score`: the task's score likewise; `random` and `optimal`: the success of those
+policies on 256 of these seeds; `unreadable`: share of replies in the last ten iterations;
+`replay_age`: mean age of replayed episodes in steps; `drift_tau` and `drift_r2`: the measured 1/c
+of eq. 12, and R²; `age_rank` and `age_r2`: rank correlation and R² of age against the true drift of
+stored episodes, mean over the passes of the oracle; `evaluations`: held-out success of each, the
+one before training first.
+"""
+
+import contextlib
+import csv
+import dataclasses
+import fcntl
+import gzip
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import common
+import numpy as np
+import waves
+from controls import TABLE, age_against_drift
+from waves import QUESTIONS, Row, Run
+
+from compare import config_of, summary
+from envs.base import EVAL_SEEDS
+from freshper.backends import load
+from freshper.diagnostics import by_age, drift_rate, read
+from freshper.engine_hf import HFEngine, Sampling
+from freshper.evaluation import baselines, summarize
+from freshper.rollout import rollout, training_seeds
+
+ROOT = Path(__file__).resolve().parents[1]
+# These must not change while a campaign runs.
+PRODUCT = ("train.py", "sumtree.py", "freshper", "envs")
+CONTROLS = "benchmarks/controls.py"
+COLUMNS = """task waves arm rate flags seed commit threads episodes updates cpu_s wall_s processes
+last peak final final_n final_score random optimal unreadable diverged replay_age drift_tau drift_r2
+age_rank age_r2 evaluations""".split()
+CURVE_COLUMNS = """task arm rate seed iteration step episodes wall_s eval_success eval_reward
+eval_score train_success invalid replay_age replay_kl ess ess_token tau""".split()
+# tests/engines/pretrained.py puts it there.
+CACHE = Path(os.environ.get("FRESHPER_CACHE", Path.home() / ".cache" / "freshper"))
+SMOLLM2 = CACHE / "SmolLM2-135M-Instruct"
+FINAL_EPISODES = {"tiny": 1024, "small": 256}
+BATCH = 256  # episodes of the final evaluation at a time
+SHORT = """--iterations=6 --rollout_batch_size=16 --eval_every=2 --eval_episodes=16
+--save_every=2""".split()
+
+
+# -- one run
+
+
+class StoppedError(Exception):
+    """The campaign is stopping: after a signal, or after an error in another thread."""
+
+
+class Campaign:
+    """The folders of a campaign, and the processes that it has started."""
+
+    def __init__(self, out: Path, data: Path, short: bool = False, smollm2: Path = SMOLLM2):
+        self.out = out.resolve()
+        self.data = data.resolve()
+        self.short = short
+        self.smollm2 = smollm2
+        self.stopping = threading.Event()
+        self.failed: list[str] = []
+
+    def folder(self, run: Run) -> Path:
+        return self.out / run.name
+
+    def rows(self) -> list[Row]:
+        """Return the rows of runs.csv."""
+        path = self.data / "runs.csv"
+        return list(csv.DictReader(path.open())) if path.exists() else []
+
+    def best(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the best rates of the arms: of tiny models and of the small one."""
+        rows = self.rows()
+        return waves.best_rates(rows), waves.best_rates(rows, small=True)
+
+    def flags(self, run: Run) -> list[str]:
+        """Return the flags of a run as runs.csv has them."""
+        return [*run.flags(), *(SHORT if self.short else [])]
+
+    def command(self, run: Run) -> list[str]:
+        """Return the command that starts a run, or goes on with it."""
+        program = [CONTROLS, run.control] if run.control else ["train.py"]
+        folder = self.folder(run)
+        if folder.exists():
+            return [sys.executable, *program, f"--resume={folder}"]
+
+        flags = [*self.flags(run), f"--seed={run.seed}", f"--out={folder}"]
+        if run.task == "small":
+            flags.append(f"--model={self.smollm2}")
+        if "good" in flags:
+            start = self.folder(waves.good_run(self.best()[0]))
+            flags[flags.index("good")] = str(start / "checkpoint")
+        return [sys.executable, *program, *flags]
+
+    def train(self, run: Run) -> bool:
+        """Train a run, or the rest of it. Returns whether it is complete."""
+        folder = self.folder(run)
+        if folder.exists() and not (folder / "config.json").exists():
+            shutil.rmtree(folder)  # killed before it began
+        if folder.exists():
+            wait_until_free(folder)
+        spent = Spent(self.out / f"{run.name}.json")
+        if is_trained(folder):
+            if not (folder / "final.json").exists():
+                spent.note(0.0)  # nobody has seen how its process ended
+            return True
+
+        log = self.out / f"{run.name}.log"
+        with open(log, "a") as file:
+            process = subprocess.Popen(
+                self.command(run),
+                cwd=ROOT,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C reaches this process alone, which passes it on once.
+                start_new_session=True,
+            )
+            status = self.wait(process, spent)
+
+        if self.stopping.is_set():
+            raise StoppedError
+        text = log.read_text()
+        if status == 1 and re.search("(?m)^stopped after .*finite", text):
+            (folder / "stopped.txt").write_text(text[-2000:])
+        elif status:
+            self.failed.append(f"{run.name} ended with {status}: see {log}")
+            return False
+        return True
+
+    def wait(self, process: subprocess.Popen, spent: "Spent") -> int:
+        """Wait for the end of a training process, and note its CPU seconds meanwhile."""
+        told = False
+        while True:
+            pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+            if pid:
+                process.returncode = os.waitstatus_to_exitcode(status)
+                spent.note(usage.ru_utime + usage.ru_stime)
+                return process.returncode
+            if self.stopping.is_set() and not told:
+                process.terminate()
+                told = True
+            spent.note(cpu_seconds(process.pid))
+            time.sleep(1.0)
+
+    def make(self, run: Run, wave_list: list[int]) -> None:
+        """Train a run, evaluate its final policy and write its row. What is done is not
+        repeated."""
+        if self.stopping.is_set():
+            raise StoppedError
+        if not self.train(run):
+            return
+        folder = self.folder(run)
+        final = folder / "final.json"
+        if not final.exists():
+            count = 64 if self.short else FINAL_EPISODES[run.preset[0]]
+            command = [sys.executable, __file__, "--evaluate", str(folder), str(count)]
+            done = subprocess.run(
+                command,
+                cwd=ROOT,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                capture_output=True,
+                text=True,
+                start_new_session=True,
+            )
+            if done.returncode:
+                self.failed.append(f"{run.name}: {done.stderr[-1000:]}")
+                return
+
+        row = self.row(run, wave_list)
+        record(self.data, row, curve_rows(run, folder))
+        remove_state(run, folder)
+        result = f"last {row['last']}, final {row['final']}, {row['cpu_s']} CPU seconds"
+        print(f"{time.strftime('%d %H:%M')} {run.name}: {result}", flush=True)
+
+    def row(self, run: Run, wave_list: list[int]) -> Row:
+        """Return the row of a finished run in runs.csv."""
+        folder = self.folder(run)
+        metrics = read(folder, "metrics.csv")
+        evaluations = metrics["eval_success"][~np.isnan(metrics["eval_success"])]
+        result = summary(folder)
+        spent = json.loads((self.out / f"{run.name}.json").read_text())
+        row = {
+            "task": run.task,
+            "waves": " ".join(map(str, wave_list)),
+            "arm": run.arm,
+            "rate": run.rate,
+            "flags": " ".join(self.flags(run)),
+            "seed": run.seed,
+            "commit": git("log", "-1", "--format=%h", "--abbrev=10", "--", *PRODUCT),
+            "threads": 1,
+            **result,
+            "updates": result["updates"],
+            "unreadable": result["invalid"],
+            **spent,
+            **json.loads((folder / "final.json").read_text()),
+            **drift(folder),
+            "evaluations": " ".join(f"{value:.3f}" for value in evaluations),
+        }
+        return {name: plain(row.get(name, "")) for name in COLUMNS}
+
+
+class Spent:
+    """The CPU seconds of a run, over all of its processes, in a file beside its folder."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        before = json.loads(path.read_text()) if path.exists() else {"cpu_s": 0.0, "processes": 0}
+        self.before = before["cpu_s"]
+        self.processes = before["processes"] + 1
+
+    def note(self, seconds: float) -> None:
+        """Write what this process has spent so far, and what those before it have."""
+        values = {"cpu_s": round(self.before + seconds, 2), "processes": self.processes}
+        write(self.path, json.dumps(values).encode())
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU seconds of a process that has not been waited for (Linux)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def is_trained(folder: Path) -> bool:
+    """Return whether a run has ended: after its last iteration, or at numbers not finite."""
+    if (folder / "final.json").exists() or (folder / "stopped.txt").exists():
+        return True
+    run = folder / "checkpoint/run.json"
+    if not run.exists():
+        return False
+    return json.loads(run.read_text())["iteration"] == config_of(folder).iterations
+
+
+def wait_until_free(folder: Path) -> None:
+    """Wait for a process of a campaign that was killed, and that still trains this run."""
+    handle = os.open(folder, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    os.close(handle)
+
+
+def remove_state(run: Run, folder: Path) -> None:
+    """Remove what is needed no more of a run that has its row: all but its final policy, and that
+    of a large model, too."""
+    for name in ("checkpoint-before", "checkpoint-best"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    (folder / "checkpoint/state.pt").unlink(missing_ok=True)
+    if run.task == "small":
+        shutil.rmtree(folder / "checkpoint", ignore_errors=True)
+
+
+# -- the final evaluation
+
+
+def evaluate_final(folder: Path, count: int) -> None:
+    """Write final.json: the final policy of a run on the first `count` held-out seeds."""
+    config = dataclasses.replace(config_of(folder), resume=str(folder))
+    if (folder / "stopped.txt").exists():
+        means = {"success": 0.0}
+    else:
+        seeds = training_seeds(config.seed, 0, config.rollout_batch_size, config.group_size)
+        policy, make_env, _ = load(config, seeds)
+        sampling = Sampling(config.temperature, config.top_k, config.top_p)
+        engine = HFEngine(policy, sampling, config.seed)
+        episodes = []
+        for first in range(0, count, BATCH):
+            seeds = [EVAL_SEEDS + k for k in range(first, min(first + BATCH, count))]
+            envs = [make_env() for _ in seeds]
+            lengths = config.max_tokens, config.max_new_tokens
+            episodes += rollout(engine, policy, envs, seeds, *lengths)
+        means = summarize(episodes)
+
+    levels = baselines(config.make_env(), min(BATCH, count))
+    result = {
+        "final": float(means["success"]),
+        "final_n": count,
+        "final_score": float(means["score"]) if "score" in means else "",
+        "random": float(levels["random"]),
+        "optimal": float(levels.get("optimal", 1.0)),
+    }
+    write(folder / "final.json", json.dumps(result).encode())
+
+
+# -- the data
+
+
+def plain(value: object) -> object:
+    """Return a number as text of six digits, NaN as ""."""
+    if isinstance(value, float | np.floating):
+        return "" if np.isnan(value) else f"{value:.6g}"
+    return value
+
+
+def drift(folder: Path) -> Row:
+    """Return the mean age of replayed episodes, and how drift depends on age."""
+    result: Row = {}
+    if (folder / "replay.csv").exists():
+        rows = read(folder)
+        estimates = by_age(rows)
+        tau, _, r2 = drift_rate(estimates["age"], estimates["kl"])
+        result = {"replay_age": rows["age"].mean(), "drift_tau": tau, "drift_r2": r2}
+    if (folder / TABLE).exists():
+        result |= age_against_drift(folder)
+    return result
+
+
+def curve_rows(run: Run, folder: Path) -> list[Row]:
+    """Return a row per evaluation of a run. What is measured in each iteration is a mean since the
+    evaluation before."""
+    metrics = read(folder, "metrics.csv")
+    rows = []
+    first = 0
+    for last in np.flatnonzero(~np.isnan(metrics["eval_success"])):
+        row: Row = dict(run._asdict())
+        for name in CURVE_COLUMNS[4:]:
+            if name not in metrics:
+                continue
+            values = metrics[name][first : last + 1]
+            value = values[-1]
+            if name in CURVE_COLUMNS[11:] and not np.isnan(values).all():
+                value = np.nanmean(values)
+            row[name] = value
+        rows.append({name: plain(row.get(name, "")) for name in CURVE_COLUMNS})
+        first = last + 1
+    return rows
+
+
+def table(columns: list[str], rows: list[Row]) -> str:
+    """Return rows as CSV, in the order of task, arm, rate and seed."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    # The sort is stable, so the evaluations of a run keep their order.
+    writer.writerows(sorted(rows, key=waves.key))
+    return text.getvalue()
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder of data."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file such that a kill leaves all of it or what was there before."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_bytes(content)
+    new.replace(path)
+
+
+def record(folder: Path, row: Row, curve: list[Row]) -> None:
+    """Write or replace the row and the curve of a run."""
+    run = waves.key(row)
+    with locked(folder):
+        runs = folder / "runs.csv"
+        rows = list(csv.DictReader(runs.open())) if runs.exists() else []
+        rows = [other for other in rows if waves.key(other) != run]
+
+        curves = folder / "runs_curves.csv.gz"
+        points = []
+        if curves.exists():
+            text = gzip.decompress(curves.read_bytes()).decode()
+            points = list(csv.DictReader(io.StringIO(text)))
+            points = [other for other in points if waves.key(other) != run]
+
+        # The row comes last: a run that has one is done.
+        text = table(CURVE_COLUMNS, [*points, *curve])
+        write(curves, gzip.compress(text.encode(), mtime=0))
+        write(runs, table(COLUMNS, [*rows, row]).encode())
+
+
+def mark_waves(folder: Path, members: dict[Run, list[int]]) -> None:
+    """Write into the rows that are there to which waves their runs belong."""
+    with locked(folder):
+        path = folder / "runs.csv"
+        if not path.exists():
+            return
+        rows = list(csv.DictReader(path.open()))
+        for row in rows:
+            known = set(map(int, row["waves"].split())) | set(members.get(waves.key(row), []))
+            row["waves"] = " ".join(map(str, sorted(known)))
+        write(path, table(COLUMNS, rows).encode())
+
+
+# -- the code that runs
+
+
+def git(*words: str) -> str:
+    """Return what git prints. Exits with a sentence if it fails."""
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"campaign.py: error: git {' '.join(words)} failed: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+def check_code(rows: list[Row]) -> None:
+    """Exit with a sentence if the product code is not the one of the rows that are there."""
+    paths = [*PRODUCT, CONTROLS]
+    if changed := git("status", "--porcelain", "--", *paths):
+        sys.exit(f"campaign.py: error: commit the product code first; not committed: {changed}")
+    for commit in sorted({row["commit"] for row in rows}):
+        controlled = any("+" in row["arm"] for row in rows if row["commit"] == commit)
+        compared = paths if controlled else PRODUCT
+        if changed := git("diff", "--name-only", commit, "--", *compared):
+            sys.exit(
+                f"campaign.py: error: runs.csv has runs of commit {commit}, but "
+                f"{', '.join(changed.split())} differ from it: run the campaign in a checkout of "
+                "that commit, or with another --data"
+            )
+
+
+# -- the whole
+
+
+def known_waves(campaign: Campaign, listed: bool = False) -> dict[int, list[Run]]:
+    """Return the runs of each wave whose rates are known. If `listed`, a rate that is not known is
+    taken to be the preset's."""
+    best, best_small = campaign.best()
+    if listed:
+        best = dict.fromkeys(waves.ARMS, 1.0) | best
+        best_small = dict.fromkeys(waves.SMALL_ARMS, 1.0) | best_small
+    result = {}
+    for wave in QUESTIONS:
+        with contextlib.suppress(KeyError):
+            result[wave] = waves.wave_runs(wave, best, best_small)
+    return result
+
+
+def members_of(runs_of_waves: dict[int, list[Run]]) -> dict[Run, list[int]]:
+    """Return the waves of each run."""
+    members: dict[Run, list[int]] = {}
+    for wave, runs in runs_of_waves.items():
+        for run in runs:
+            members.setdefault(run, []).append(wave)
+    return members
+
+
+def print_list(campaign: Campaign, selected: list[int], only: str, jobs: int) -> None:
+    """Print every run with its expected seconds, and what is left of each wave."""
+    rows = campaign.rows()
+    done = {waves.key(row) for row in rows}
+    counted: set[Run] = set()
+    total = 0.0
+    known = known_waves(campaign)
+    for wave, runs in known_waves(campaign, listed=True).items():
+        if wave not in selected:
+            continue
+        left = 0.0
+        note = "" if wave in known else " (the rates follow from the tuning, x1 stands for them)"
+        print(f"\nwave {wave}, {QUESTIONS[wave]}{note}")
+        for run in filter(lambda run: re.search(only, run.name), runs):
+            seconds = waves.expected_seconds(run, rows)
+            state = "under way" if campaign.folder(run).exists() else ""
+            if run in done:
+                state = "done"
+            elif run in counted:
+                state = "in a wave above"
+            else:
+                left += seconds
+            counted.add(run)
+            print(f"  {seconds:6.0f} s  {run.name:58} {state}")
+        total += left
+        print(f"wave {wave}: {len(runs)} runs, {left / 3600:.1f} CPU hours left")
+    print(f"\n{total / 3600:.1f} CPU hours left, {total / 3600 / jobs:.1f} hours at --jobs {jobs}")
+
+
+def make_all(campaign: Campaign, selected: list[int], only: str, jobs: int) -> None:
+    """Make the runs of the selected waves that have no row yet, wave by wave.
+
+    Raises ValueError if the rates of a wave are not known yet, or its model is not."""
+    for wave in selected:
+        known = known_waves(campaign)
+        if wave not in known:
+            tuning = 6 if wave == 7 else 1
+            raise ValueError(f"--wave is {wave}, but must be {tuning} first, which tunes its arms")
+        members = members_of(known)
+        mark_waves(campaign.data, members)
+
+        done = {waves.key(row) for row in campaign.rows()}
+        runs = [run for run in known[wave] if run not in done and re.search(only, run.name)]
+        if any(run.task == "small" for run in runs) and not campaign.smollm2.is_dir():
+            allowed = "the folder of SmolLM2-135M-Instruct"
+            raise ValueError(f"--smollm2 is {campaign.smollm2}, but must be {allowed}")
+
+        print(f"wave {wave}, {QUESTIONS[wave]}: {len(runs)} runs to make", flush=True)
+        with ThreadPoolExecutor(jobs) as pool:
+            futures = [pool.submit(campaign.make, run, members[run]) for run in runs]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                # The other threads save what is under way.
+                campaign.stopping.set()
+                raise
+
+
+def make_parser() -> "common.argparse.ArgumentParser":
+    parser = common.parser(__doc__)
+    parser.add_argument("--list", action="store_true", help="print the runs, and start none")
+    parser.add_argument("--wave", type=int, nargs="+", choices=QUESTIONS, default=[*QUESTIONS])
+    parser.add_argument("--only", default="", help="runs whose name has this regular expression")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
+    parser.add_argument("--out", type=Path, help="of the runs; default: out/campaign")
+    parser.add_argument("--data", type=Path, help="of the tables; default: docs/reference_runs")
+    parser.add_argument("--smollm2", type=Path, default=SMOLLM2, help="model of waves 6 and 7")
+    parser.add_argument("--short", action="store_true", help="six iterations each, in out/short")
+    parser.add_argument(
+        "--evaluate", nargs=2, metavar=("RUN", "N"), help="write final.json of a folder, and end"
+    )
+    return parser
+
+
+def main() -> int:
+    parser = make_parser()
+    args = parser.parse_args()
+    if args.evaluate:
+        evaluate_final(Path(args.evaluate[0]), int(args.evaluate[1]))
+        return 0
+    if args.jobs < 1:
+        parser.error(f"--jobs is {args.jobs}, but must be 1 or more")
+
+    out = args.out or ROOT / ("out/short" if args.short else "out/campaign")
+    data = args.data or (out if args.short else ROOT / "docs/reference_runs")
+    campaign = Campaign(out, data, args.short, args.smollm2)
+    if args.list:
+        print_list(campaign, args.wave, args.only, args.jobs)
+        return 0
+
+    check_code(campaign.rows())
+    campaign.out.mkdir(parents=True, exist_ok=True)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: campaign.stopping.set())
+    try:
+        make_all(campaign, args.wave, args.only, args.jobs)
+    except ValueError as error:
+        parser.error(str(error))
+    except StoppedError:
+        print("stopped; the same command goes on")
+        return 130
+    for sentence in campaign.failed:
+        print(sentence, file=sys.stderr)
+    return 1 if campaign.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
