@@ -56,7 +56,7 @@ from freshper.backends import load
 from freshper.diagnostics import by_age, drift_rate, read
 from freshper.engine_hf import HFEngine, Sampling
 from freshper.evaluation import baselines, summarize
-from freshper.rollout import rollout, training_seeds
+from freshper.rollout import rollout
 
 ROOT = Path(__file__).resolve().parents[1]
 # These must not change while a campaign runs.
@@ -291,8 +291,7 @@ def evaluate_final(folder: Path, count: int) -> None:
     if (folder / "stopped.txt").exists():
         means = {"success": 0.0}
     else:
-        seeds = training_seeds(config.seed, 0, config.rollout_batch_size, config.group_size)
-        policy, make_env, _ = load(config, seeds)
+        policy, make_env, _ = load(config)
         sampling = Sampling(config.temperature, config.top_k, config.top_p)
         engine = HFEngine(policy, sampling, config.seed)
         episodes = []

@@ -97,7 +97,7 @@ TINY_MODEL = {
     "eval_episodes": 256,
 }
 
-TINY = {
+TINY: dict[str, dict[str, Any]] = {
     "frozenlake": {
         "iterations": 360,
         # near the warm start, the random policy, no direction is given up before detours are found
@@ -159,7 +159,7 @@ TINY = {
     },
 }
 
-SMALL = {
+SMALL: dict[str, dict[str, Any]] = {
     # a pretrained model of 0.1 B parameters on one CPU core; the search is in docs/log.md
     "gsm8k": {
         "model": "HuggingFaceTB/SmolLM2-135M-Instruct",
