@@ -181,11 +181,8 @@ def polygons() -> Iterator[Polygon]:
 
 def area(polygon: Polygon) -> float:
     """Return the area of a polygon by the shoelace formula."""
-    doubled = 0
-    for k, (x, y) in enumerate(polygon):
-        before_x, before_y = polygon[k - 1]
-        doubled += before_x * y - x * before_y
-    return abs(doubled) / 2
+    x, y = np.transpose(polygon)
+    return abs(np.roll(x, 1) @ y - x @ np.roll(y, 1)) / 2
 
 
 def questions_about(polygon: Polygon) -> Iterator[tuple[Figure, float]]:
