@@ -63,9 +63,9 @@ class AnySpace(gymnasium.Space):
 class TextEnv(gymnasium.Env):
     """The base of every environment. `step` never raises an error for a reply, whatever it holds.
 
-    The info of every step has `success` (bool) and `valid` (bool: the reply could be read). If the
-    class lists `metrics`, it also has a dict `metrics` with these numbers of the episode so far.
-    The values of the last turn are averaged over episodes and logged.
+    The info of every step has `success` (bool) and `valid` (bool: the reply could be read), and in
+    a dict `metrics` the numbers of the episode so far that the class lists. Those of the last turn
+    are averaged over episodes and logged.
     """
 
     # Every task defines `start`, `step` and `observe`.
@@ -73,7 +73,7 @@ class TextEnv(gymnasium.Env):
     observe: Callable[[], Observation]
 
     max_turns = 10  # H of section 3.1
-    metrics: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()  # names of attributes, which are 0 when an episode begins
     settings: tuple[str, ...] = ()  # names of settings of train.py that the task takes
     actions: tuple[str, ...] = ()  # of the random policy; or the task overrides `random_reply`
     action_space = observation_space = AnySpace()
@@ -107,20 +107,22 @@ class TextEnv(gymnasium.Env):
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
         """Begin the episode of a seed. Returns the first observation and a dict.
 
-        A task may define `reset` itself instead of `start`. This one then seeds the generator only.
+        A task may define `reset` itself instead of `start`. This one then returns nothing of use.
         """
         super().reset(seed=seed)
+        self.turn = 0
+        self.feedback = ""
+        for name in self.metrics:
+            setattr(self, name, 0.0)
         if not hasattr(self, "start"):
             return ()
-        self.turn = 0
         self.start(self.episode_seed(seed))
         return self.observe(), {"success": False}
 
-    def end_turn(
-        self, reward: float, success: bool, ended: bool, valid: bool, **metrics: float
-    ) -> Step:
+    def end_turn(self, reward: float, success: bool, ended: bool, valid: bool) -> Step:
         """Count the turn, and return what `step` returns. The last turn truncates the episode."""
         self.turn += 1
+        metrics = {name: getattr(self, name) for name in self.metrics}
         info = {"success": success, "valid": valid, "metrics": metrics}
         return self.observe(), reward, ended, self.turn >= self.max_turns, info
 

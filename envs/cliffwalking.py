@@ -62,7 +62,6 @@ class CliffWalking(GridWorld):
         self.along_the_way = along_the_way
 
     def start(self, seed: int) -> None:
-        super().start(seed)
         self.cliff = gymnasium.make("CliffWalking-v1").unwrapped
         self.cliff.reset(seed=seed)
 

@@ -47,8 +47,10 @@ def load_rows(
     if len(splits) == 1:
         parts = divide(*splits.values())
     else:
-        held_out_rows = splits.get("validation", splits.get("test", []))
-        parts = {"train": splits.get("train", []), "held_out": held_out_rows}
+        parts = {
+            "train": splits.get("train", []),
+            "held_out": splits.get("validation", splits.get("test", [])),
+        }
 
     if not all(parts.values()):
         counts = ", ".join(f"{len(rows)} in {split}" for split, rows in splits.items())

@@ -96,7 +96,6 @@ class FrozenLake(GridWorld):
         self.warm_start = ((250, 1), (150, 10)) if image else ((400, 1), (200, 10))
 
     def start(self, seed: int) -> None:
-        super().start(seed)
         self.cells = random_map(seed)
         self.lake = gymnasium.make(
             "FrozenLake-v1", desc=self.cells, is_slippery=self.slippery

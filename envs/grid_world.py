@@ -37,7 +37,7 @@ def name_cells(grid: np.ndarray, marks: dict[str, str]) -> str:
 
 
 class GridWorld(TextEnv):
-    """The base class of the three tasks. Every task defines `act` and extends `start`.
+    """The base class of the three tasks. Every task defines `start` and `act`.
 
     An unreadable reply earns `turn_reward` less the format penalty, and leaves the state as it is.
     `score` is the sum of rewards without these penalties.
@@ -47,9 +47,7 @@ class GridWorld(TextEnv):
 
     actions = ("Left", "Down", "Right", "Up")
     turn_reward = 0.0  # of a turn without an action
-
-    def start(self, seed: int) -> None:
-        self.score = 0.0
+    score = 0.0
 
     def step(self, reply: str) -> Step:
         action = parse_action(reply, self.actions)
@@ -65,8 +63,7 @@ class GridWorld(TextEnv):
             remark = "Your last reply could not be read. "
             reward -= self.format_penalty
         self.feedback = f"{remark}Reward: {reward:g}."
-        metrics = dict.fromkeys(self.metrics, self.score)
-        return self.end_turn(reward, success, ended, valid=action is not None, **metrics)
+        return self.end_turn(reward, success, ended, valid=action is not None)
 
     def prompt(self, rules: str, state: str, **blanks: object) -> str:
         """Return the text of the "full" style: rules (in later turns feedback), turn and state.

@@ -81,6 +81,7 @@ class NQSearch(QuestionEnv):
     fields = ("question", "golden_answers")
     max_turns = 5
     metrics = ("searches",)
+    searches = 0.0
     words = ("<search>", "</search>", "<information>", "</information>", *synthetic_wiki.WORDS)
     warm_start = ((600, 1), (2400, 4))  # with less, the second name of a chain is not copied right
 
@@ -107,8 +108,6 @@ class NQSearch(QuestionEnv):
 
     def start(self, seed: int) -> None:
         super().start(seed)
-        self.searches = 0
-        self.readable = True
         self.passages: list[str] = []  # of the last search
         self.seen = [self.question.text]  # the question and all passages so far
 
@@ -137,16 +136,16 @@ class NQSearch(QuestionEnv):
     def act(self, kind: str, text: str, passages: list[str]) -> Step:
         """Take one turn, given kind and text of a reply and the passages of its search. Returns
         the same values as `step`."""
-        self.readable = kind != ""
+        valid = kind != ""
+        self.feedback = "" if valid else "Your last reply could not be read.\n"
         if kind == "search":
             self.searches += 1
             self.passages = [harmless(passage) for passage in passages]
             self.seen += self.passages
 
         success = kind == "answer" and exact_match(text, self.question.answers)
-        reward = float(success) if self.readable else -self.format_penalty
-        searches = float(self.searches)
-        return self.end_turn(reward, success, kind == "answer", self.readable, searches=searches)
+        reward = float(success) if valid else -self.format_penalty
+        return self.end_turn(reward, success, kind == "answer", valid)
 
     def observe(self) -> Observation:
         """Return the passages of the last search, then the question."""
@@ -155,10 +154,8 @@ class NQSearch(QuestionEnv):
             shown = f"<information> {passages}</information>" if passages else ""
             return Observation(shown + self.question.text)
 
-        opening = ""
-        if not self.readable:
-            opening = "Your last reply could not be read.\n"
-        elif self.turn == 0:
+        opening = self.feedback
+        if self.turn == 0:
             opening = RULES.format(budget=self.budget("reply", "replies"))
         if self.searches:
             passages = "\n\n".join(self.passages) or "Nothing was found."

@@ -117,10 +117,6 @@ class QuestionAnswering(QuestionEnv):
         problem = problems[rng.integers(len(problems))]
         return self.question_of(problem, rng)
 
-    def start(self, seed: int) -> None:
-        super().start(seed)
-        self.feedback = ""
-
     def step(self, reply: str) -> Step:
         answer = parse_answer(reply) or ""
         if not answer and self.question.one_sentence:
@@ -137,8 +133,8 @@ class QuestionAnswering(QuestionEnv):
         elif self.style == "full":
             self.feedback = "No answer could be read. "
 
-        first_success = float(success and self.turn == 0)
-        return self.end_turn(reward, success, success, valid, first_success=first_success)
+        self.first_success = float(success and self.turn == 0)
+        return self.end_turn(reward, success, success, valid)
 
     def observe(self) -> Observation:
         """Return feedback and question. Full prompts add the rules in the first turn, and show the

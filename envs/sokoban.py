@@ -124,7 +124,6 @@ class Sokoban(GridWorld):
         self.longest = longest
 
     def start(self, seed: int) -> None:
-        super().start(seed)
         room = random_room(seed, self.side, self.n_boxes, self.longest)
         self.floor, self.targets, self.boxes, self.player = room
 
