@@ -49,8 +49,8 @@ TRIGRAM = 0.25
 # What reading JSON or HTTP of others can raise.
 MALFORMED = (ValueError, TypeError, KeyError, RecursionError, HTTPException)
 
-# Server: the most that a request may hold, and the seconds that it waits for each part of it. A
-# token has some four bytes, so 1024 queries of as many tokens as a reply may have fit.
+# Server: the most that a request may hold, and the seconds that it waits for each part of it. The
+# paper's 128 queries of envs/nq_search.py always fit.
 MOST_BYTES = 1 << 22
 MOST_QUERIES = 1024
 MOST_TOPK = 100
