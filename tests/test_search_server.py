@@ -158,7 +158,7 @@ def test_two_hundred_clients_at_once_and_slow_ones_besides(server):
 
 
 def test_a_long_query_takes_time_in_proportion():
-    """Eight times the letters take eight times as long, not 64 times: no trigram copies the word."""
+    """Eight times the letters take eight times as long, not 64 times as if trigrams copied them."""
     encoder = LocalEncoder(TEXTS)
     seconds = []
     for letters in (40_000, 320_000):
