@@ -6,7 +6,6 @@ the latest. docs/own_environment.md explains how to add an environment.
 """
 
 import hashlib
-import math
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -201,7 +200,7 @@ PROMISES = {
     "warm_start": "a tuple of pairs of whole numbers above 0",
     "random_reply()": "a string",
     "reset()": f"{SHOWN}, and a dict",
-    "step()": f"{SHOWN}, a finite number, two bools, and a dict with `success`, a bool",
+    "step()": f"{SHOWN}, a finite number below 1e30, two bools, and a dict with `success`, a bool",
 }
 
 
@@ -227,7 +226,7 @@ def keeps(part: str, value: Any) -> bool:
             int() | np.bool_(),
             {"success": int() | np.bool_()},
         ]:
-            return math.isfinite(reward) and keeps("observation", observation)
+            return bool(np.abs(reward) < 1e30) and keeps("observation", observation)
         case "observation", Observation(str(), tuple() | list() as images):
             return all(
                 getattr(image, "dtype", None) == np.uint8 and image.shape[2:] == (3,)

@@ -47,7 +47,7 @@ TITLE = 4.0
 TRIGRAM = 0.25
 
 # What reading JSON or HTTP of others can raise.
-MALFORMED = (ValueError, TypeError, KeyError, RecursionError, HTTPException)
+FAILURES = (ValueError, TypeError, KeyError, RecursionError, OverflowError, OSError, HTTPException)
 
 # Server: the most that a request may hold, and the seconds that it waits for each part of it. The
 # paper's 128 queries of envs/nq_search.py always fit.
@@ -66,7 +66,6 @@ ATTEMPTS = 3
 TIMEOUT = 20.0
 PAUSE = 0.5
 MOST_ANSWER = 1 << 28
-FAILURES = (*MALFORMED, OSError, OverflowError)
 # No proxy is used: it could not reach a loopback address.
 OPENER = build_opener(ProxyHandler({}))
 
@@ -172,7 +171,7 @@ def read_corpus(path: str) -> list[str]:
         for line in file:
             try:
                 passages.append(encodable(json.loads(line)["contents"]))
-            except MALFORMED as error:
+            except FAILURES as error:
                 raise ValueError(
                     f"{path}, line {len(passages) + 1}: must be a JSON object with contents"
                 ) from error
