@@ -10,7 +10,6 @@ import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from numbers import Real
 from typing import Any, NamedTuple, Self
 
 import gymnasium
@@ -221,12 +220,14 @@ def keeps(part: str, value: Any) -> bool:
             return keeps("observation", observation)
         case "step()", [
             observation,
-            Real() as reward,
+            reward,
             int() | np.bool_(),
             int() | np.bool_(),
             {"success": int() | np.bool_()},
         ]:
-            return bool(np.abs(reward) < 1e30) and keeps("observation", observation)
+            return keeps("observation", observation) and keeps("reward", reward)
+        case "reward", int() | float() | np.floating():
+            return abs(value) < 1e30
         case "observation", Observation(str(), tuple() | list() as images):
             return all(
                 getattr(image, "dtype", None) == np.uint8 and image.shape[2:] == (3,)
