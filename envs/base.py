@@ -227,7 +227,7 @@ def keeps(part: str, value: Any) -> bool:
         ]:
             return keeps("observation", observation) and keeps("reward", reward)
         case "reward", int() | float() | np.floating():
-            return abs(value) < 1e30
+            return bool(-1e30 < value < 1e30)
         case "observation", Observation(str(), tuple() | list() as images):
             return all(
                 getattr(image, "dtype", None) == np.uint8 and image.shape[2:] == (3,)
