@@ -7,7 +7,8 @@ the latest. docs/own_environment.md explains how to add an environment.
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -44,6 +45,9 @@ class Observation(NamedTuple):
     images: tuple[np.ndarray, ...] = ()
 
 
+Step = tuple[Observation, float, bool, bool, dict]  # what Gymnasium's `step` returns
+
+
 class AnySpace(gymnasium.Space):
     """The space of all replies and observations.
 
@@ -57,19 +61,24 @@ class AnySpace(gymnasium.Space):
 class TextEnv(gymnasium.Env):
     """The base of every environment. `step` never raises an error for a reply, whatever it holds.
 
-    The info of every step has `success` (bool) and `valid` (bool: the reply could be read). If the
-    class lists `metrics`, it also has a dict `metrics` with these numbers of the episode so far.
-    The values of the last turn are averaged over episodes and logged.
+    The info of every step has `success` (bool) and `valid` (bool: the reply could be read), and in
+    a dict `metrics` the numbers of the episode so far that the class lists. Those of the last turn
+    are averaged over episodes and logged.
     """
 
-    # Every task defines `observe`, `reset` and `step`.
+    # Every task defines `start`, `step` and `observe`.
+    start: Callable[[int], None]  # set up the episode of a seed
     observe: Callable[[], Observation]
 
     max_turns = 10  # H of section 3.1
-    metrics: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()  # names of attributes, which are 0 when an episode begins
     settings: tuple[str, ...] = ()  # names of settings of train.py that the task takes
     actions: tuple[str, ...] = ()  # of the random policy; or the task overrides `random_reply`
     action_space = observation_space = AnySpace()
+
+    # Tasks with questions replace these (envs/data.py).
+    data = ""  # where the rows come from
+    rows: Mapping[str, list] = {}  # by split
 
     # These are for the tiny models alone.
     layers = 2
@@ -89,16 +98,34 @@ class TextEnv(gymnasium.Env):
         self.max_turns = max_turns or self.max_turns
         self.cell_size = 14 if style == "terse" else 56  # pixels of a cell in an image
 
-        # Tasks with questions replace these (envs/data.py).
-        self.data = ""  # where the rows come from
-        self.rows: dict[str, list] = {}  # by split
-
     def episode_seed(self, seed: int | None) -> int:
         """Return the seed given to `reset`, or a new training seed if it is None."""
         return int(self.np_random.integers(EVAL_SEEDS)) if seed is None else seed
 
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
+        """Begin the episode of a seed. Returns the first observation and a dict.
+
+        A task may define `reset` itself instead of `start`. This one then returns nothing of use.
+        """
+        super().reset(seed=seed)
+        self.turn = 0
+        self.feedback = ""
+        for name in self.metrics:
+            setattr(self, name, 0.0)
+        if not hasattr(self, "start"):
+            return ()
+        self.start(self.episode_seed(seed))
+        return self.observe(), {"success": False}
+
+    def end_turn(self, reward: float, success: bool, ended: bool, valid: bool) -> Step:
+        """Count the turn, and return what `step` returns. The last turn truncates the episode."""
+        self.turn += 1
+        metrics = {name: getattr(self, name) for name in self.metrics}
+        info = {"success": success, "valid": valid, "metrics": metrics}
+        return self.observe(), reward, ended, self.turn >= self.max_turns, info
+
     @classmethod
-    def step_many(cls, envs: list[Self], replies: list[str]) -> Iterable[tuple]:
+    def step_many(cls, envs: list[Self], replies: list[str]) -> Iterable[Step]:
         """Step each environment with its reply, and return the results of `step`.
 
         Tasks that query a service override this to send one request.
@@ -124,12 +151,12 @@ class TextEnv(gymnasium.Env):
         Each policy plays one episode. Tasks that know the exact probability return it instead.
         """
         rng = np.random.default_rng((seed, 1))  # independent of the stream that draws the task
-        _, _, info = play_out(self, seed, partial(self.random_reply, rng))
-        successes = {"random": info["success"]}
+        replies = {"random": partial(self.random_reply, rng)}
         if hasattr(self, "optimal_reply"):
-            _, _, info = play_out(self, seed, self.optimal_reply)
-            successes["optimal"] = info["success"]
-        return successes
+            replies["optimal"] = self.optimal_reply
+        return {
+            policy: play_out(self, seed, reply)[2]["success"] for policy, reply in replies.items()
+        }
 
     def data_summary(self) -> str:
         """Return a sentence with the numbers of rows of `data`, or "" if the task has no data."""
@@ -159,10 +186,67 @@ def play_out(env: TextEnv, seed: int, reply: Callable[[], str]) -> tuple[float, 
             return total, turns, info
 
 
+# What a task must have (fields) and return (methods): `keeps` checks it, these words say it.
+NUMBER = "a whole number above 0"
+WORDS = "a tuple of strings, none of them empty"
+SHOWN = "an Observation of a text and of images that are uint8 [H, W, 3]"
+PROMISES = {
+    "max_turns": NUMBER,
+    "layers": NUMBER,
+    "actions": WORDS,
+    "words": WORDS,
+    "metrics": WORDS,
+    "warm_start": "a tuple of pairs of whole numbers above 0",
+    "random_reply()": "a string",
+    "reset()": f"{SHOWN}, and a dict",
+    "step()": f"{SHOWN}, a finite number below 1e30, two bools, and a dict with `success`, a bool",
+}
+
+
+def keeps(part: str, value: Any) -> bool:
+    """Return whether a part of a task, or of such a part, is what PROMISES says."""
+    match part, value:
+        case "max_turns" | "layers", int():
+            return value > 0
+        case "actions" | "words" | "metrics", tuple():
+            return all(isinstance(word, str) and word for word in value)
+        case "warm_start", tuple():
+            return all(keeps("pair", pair) for pair in value)
+        case "pair", [int(batches), int(turns)]:
+            return batches > 0 and turns > 0
+        case "random_reply()", str():
+            return True
+        case "reset()", [observation, dict()]:
+            return keeps("observation", observation)
+        case "step()", [
+            observation,
+            reward,
+            int() | np.bool_(),
+            int() | np.bool_(),
+            {"success": int() | np.bool_()},
+        ]:
+            return keeps("observation", observation) and keeps("reward", reward)
+        case "reward", int() | float() | np.floating():
+            return bool(-1e30 < value < 1e30)
+        case "observation", Observation(str(), tuple() | list() as images):
+            return all(
+                getattr(image, "dtype", None) == np.uint8 and image.shape[2:] == (3,)
+                for image in images
+            )
+    return False
+
+
 def require(condition: bool, env: TextEnv, sentence: str) -> None:
     """Raise ValueError with a sentence about a part of the environment unless a condition holds."""
     if not condition:
         raise ValueError(f"{type(env).__name__}.{sentence}")
+
+
+def checked(env: TextEnv, part: str, value: Any) -> Any:
+    """Return the value of a part of the environment. Raises ValueError if it breaks its promise."""
+    shown = reprlib.repr(value)
+    require(keeps(part, value), env, f"{part} is {shown}, but must be {PROMISES[part]}")
+    return value
 
 
 def check_environment(env: TextEnv) -> None:
@@ -170,44 +254,34 @@ def check_environment(env: TextEnv) -> None:
 
     Raises ValueError with one sentence if the task breaks a promise of `TextEnv`.
     """
-    for method in ("reset", "step", "observe"):
-        defined = getattr(type(env), method, None) is not getattr(TextEnv, method, None)
-        require(defined, env, f"{method}() is missing")
+    own_reset = type(env).reset is not TextEnv.reset
+    require(own_reset or hasattr(env, "start"), env, "start() is missing")
+    require(type(env).step is not TextEnv.step, env, "step() is missing")
+    require(hasattr(env, "observe"), env, "observe() is missing")
 
-    for field in ("actions", "words"):
-        value = getattr(env, field)
-        require(isinstance(value, tuple), env, f"{field} is {value!r}, but must be a tuple")
+    for field in ("max_turns", "layers", "actions", "words", "metrics", "warm_start"):
+        checked(env, field, getattr(env, field))
     if type(env).random_reply is TextEnv.random_reply:
         sentence = "actions is empty, but the random policy chooses from them"
         require(len(env.actions) > 0, env, sentence)
 
     for seed in range(8):
         repeatable = checked_episode(env, seed) == checked_episode(env, seed)
-        advice = "all that is random must follow from the seed: begin with super().reset(seed=seed)"
+        advice = "all that is random must follow from the seed"
         require(repeatable, env, f"reset(seed={seed}) began two different episodes, but {advice}")
 
 
-def checked_episode(env: TextEnv, seed: int) -> list[tuple]:
+def checked_episode(env: TextEnv, seed: int) -> list:
     """Play a random episode, check what `reset` and `step` return, and return what they showed."""
     rng = np.random.default_rng(seed)
-    opening = env.reset(seed=seed)
-    is_pair = type(opening) is tuple and len(opening) == 2
-    require(
-        is_pair, env, f"reset() returned {opening!r}, but must return an observation and a dict"
-    )
-    shown = [checked_content(env, "reset", opening[0])]
+    observation, _ = checked(env, "reset()", env.reset(seed=seed))
+    shown = [content(observation)]
 
     for _ in range(env.max_turns):
-        step = env.step(env.random_reply(rng))
-        is_five = type(step) is tuple and len(step) == 5
-        expected = "observation, reward, two bools and a dict"
-        require(is_five, env, f"step() returned {step!r}, but must return {expected}")
-
-        observation, reward, terminated, truncated, info = step
-        require("success" in info, env, f"step() returned the dict {info!r}, which lacks `success`")
-        content = checked_content(env, "step", observation)
-        shown.append((content, reward, terminated, truncated, info["success"]))
-        if terminated or truncated:
+        reply = checked(env, "random_reply()", env.random_reply(rng))
+        observation, *results, info = checked(env, "step()", env.step(reply))
+        shown += [content(observation), results, info["success"]]
+        if any(results[1:]):
             return shown
     raise ValueError(
         f"{type(env).__name__}.step() did not end the episode in turn {env.max_turns}, "
@@ -215,15 +289,8 @@ def checked_episode(env: TextEnv, seed: int) -> list[tuple]:
     )
 
 
-def checked_content(env: TextEnv, method: str, observation: Any) -> tuple:
-    """Check an observation that a method showed. Returns its text and the bytes of its images."""
-    is_observation = isinstance(observation, Observation) and isinstance(observation.text, str)
-    sentence = f"{method}() showed {observation!r}, but must show an Observation with a text"
-    require(is_observation, env, sentence)
-
-    for image in observation.images:
-        is_rgb = getattr(image, "dtype", None) == np.uint8 and image.shape[2:] == (3,)
-        require(is_rgb, env, f"{method}() showed images that are not uint8 [H, W, 3]")
+def content(observation: Observation) -> tuple:
+    """Return text and images of an observation in a form that can be compared."""
     return observation.text, [image.tobytes() for image in observation.images]
 
 

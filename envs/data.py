@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from envs.base import held_out
+from envs.base import TextEnv, held_out
 
 
 @cache
@@ -47,8 +47,10 @@ def load_rows(
     if len(splits) == 1:
         parts = divide(*splits.values())
     else:
-        held_out_rows = splits.get("validation", splits.get("test", []))
-        parts = {"train": splits.get("train", []), "held_out": held_out_rows}
+        parts = {
+            "train": splits.get("train", []),
+            "held_out": splits.get("validation", splits.get("test", [])),
+        }
 
     if not all(parts.values()):
         counts = ", ".join(f"{len(rows)} in {split}" for split, rows in splits.items())
@@ -60,11 +62,28 @@ def load_rows(
     return parts
 
 
-def row_for(rows: dict[str, list], seed: int) -> Any:
-    """Return the row of a seed. Successive seeds go through all rows of their split before any row
-    comes again."""
-    split = rows["held_out" if held_out(seed) else "train"]
-    return split[seed % len(split)]
+class QuestionEnv(TextEnv):
+    """The base of tasks whose questions come from `data`, or else are generated from the seed.
+
+    Successive seeds go through all rows of their split before any row comes again.
+    """
+
+    settings: tuple[str, ...] = ("data",)
+    fields: tuple[str, ...]  # of a row of data
+    # It raises ValueError with a sentence about the field that cannot be used.
+    from_row: Callable[[dict], Any]
+    generate: Callable[[int], Any]  # the question of a seed
+
+    def __init__(self, data: str = "", **common: Any):
+        """Read the questions of `data`, if there is any. Raises ValueError if that fails."""
+        super().__init__(**common)
+        self.data = data
+        if data:
+            self.rows = load_rows(data, self.fields, self.from_row)
+
+    def start(self, seed: int) -> None:
+        rows = self.rows.get("held_out" if held_out(seed) else "train")
+        self.question = rows[seed % len(rows)] if rows else self.generate(seed)
 
 
 def select_fields(row: dict, fields: tuple[str, ...]) -> dict:
@@ -108,12 +127,12 @@ def read_splits(source: str) -> dict[str, list[dict]]:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     splits = {}
     try:
-        # Streaming leaves no copy of a local file in the cache.
-        if path.is_dir():
-            loaded = datasets.load_dataset(str(path), streaming=True)
-        elif path.is_file():
-            folder = str(path.parent.resolve())
-            loaded = datasets.load_dataset(folder, data_files={"train": path.name}, streaming=True)
+        if path.exists():
+            folder, files = path, None
+            if path.is_file():
+                folder, files = path.parent.resolve(), {"train": path.name}
+            # Streaming leaves no copy of a local file in the cache.
+            loaded = datasets.load_dataset(str(folder), data_files=files, streaming=True)
         else:
             loaded = datasets.load_dataset(*source.split(":"))
 

@@ -154,7 +154,11 @@ class FrozenLake(GridWorld):
     def observe(self) -> Observation:
         grid = self.grid()
         if self.style == "full":
-            text = self.full_text(grid)
+            rows = "\n".join(map(" ".join, grid)).translate(SYMBOLS)
+            state = "The image shows the lake." if self.image else f"State:\n{rows}"
+            legend = IMAGE_LEGEND if self.image else LEGEND
+            slippery = SLIPPERY if self.slippery else ""
+            text = self.prompt(RULES, f"{state}\n{FORM}", slippery=slippery, legend=legend)
         elif self.image:
             text = ""
             grid = np.vstack([grid, self.beside()])
@@ -164,14 +168,6 @@ class FrozenLake(GridWorld):
 
         images = (draw(grid, self.cell_size),) if self.image else ()
         return Observation(text, images)
-
-    def full_text(self, grid: np.ndarray) -> str:
-        """Return the text of the "full" style."""
-        rows = "\n".join(map(" ".join, grid)).translate(SYMBOLS)
-        state = "The image shows the lake." if self.image else f"State:\n{rows}"
-        legend = IMAGE_LEGEND if self.image else LEGEND
-        slippery = SLIPPERY if self.slippery else ""
-        return self.prompt(RULES, f"{state}\n{FORM}", slippery=slippery, legend=legend)
 
 
 ICE = "#d6eeff"

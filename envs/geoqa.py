@@ -37,9 +37,9 @@ QUESTIONS = {
 }
 COLUMNS = (" a", " b", " c", " d", " e")  # of the points in a caption: " b3"
 ANSWERS = ("1", "2", "3", "4", "5", "6", "8", "10", "45", "90", "135")  # to generated questions
-FILL = (170, 210, 250)
-EDGE = (16, 32, 96)
-RED = (224, 24, 40)
+FILL = "#aad2fa"
+EDGE = "#102060"
+RED = "#e01828"
 TOLERANCE = 0.005  # relative, for decimals such as 3.46 for 2√3
 CHOICE = r"\(?([A-F])(?:[).:]+ *(.*))?"  # letter and what is behind it
 MAX_SIDE = 896  # pixels; larger images are scaled down, to at most 1024 tokens of Qwen2.5-VL
@@ -181,11 +181,8 @@ def polygons() -> Iterator[Polygon]:
 
 def area(polygon: Polygon) -> float:
     """Return the area of a polygon by the shoelace formula."""
-    doubled = 0
-    for k, (x, y) in enumerate(polygon):
-        before_x, before_y = polygon[k - 1]
-        doubled += before_x * y - x * before_y
-    return abs(doubled) / 2
+    x, y = np.transpose(polygon)
+    return abs(np.roll(x, 1) @ y - x @ np.roll(y, 1)) / 2
 
 
 def questions_about(polygon: Polygon) -> Iterator[tuple[Figure, float]]:

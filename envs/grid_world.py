@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from envs.base import Observation, TextEnv, parse_action
+from envs.base import Step, TextEnv, parse_action
 
 FORM = """\
 Reply with one action in the form <answer> action </answer>, \
@@ -43,23 +43,13 @@ class GridWorld(TextEnv):
     `score` is the sum of rewards without these penalties.
     """
 
-    start: Callable[[int], None]  # set up the task of a seed
     act: Callable[[int], Outcome]  # take an action
 
     actions = ("Left", "Down", "Right", "Up")
     turn_reward = 0.0  # of a turn without an action
+    score = 0.0
 
-    def reset(
-        self, *, seed: int | None = None, options: dict | None = None
-    ) -> tuple[Observation, dict]:
-        super().reset(seed=seed)
-        self.turn = 0
-        self.score = 0.0
-        self.start(self.episode_seed(seed))
-        return self.observe(), {"success": False}
-
-    def step(self, reply: str) -> tuple[Observation, float, bool, bool, dict]:
-        self.turn += 1
+    def step(self, reply: str) -> Step:
         action = parse_action(reply, self.actions)
 
         if action is None:
@@ -73,12 +63,7 @@ class GridWorld(TextEnv):
             remark = "Your last reply could not be read. "
             reward -= self.format_penalty
         self.feedback = f"{remark}Reward: {reward:g}."
-        info = {
-            "success": success,
-            "valid": action is not None,
-            "metrics": dict.fromkeys(self.metrics, self.score),
-        }
-        return self.observe(), reward, ended, self.turn >= self.max_turns, info
+        return self.end_turn(reward, success, ended, valid=action is not None)
 
     def prompt(self, rules: str, state: str, **blanks: object) -> str:
         """Return the text of the "full" style: rules (in later turns feedback), turn and state.

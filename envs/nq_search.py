@@ -21,8 +21,8 @@ from typing import Any, Self
 import numpy as np
 
 from envs import synthetic_wiki
-from envs.base import Observation, TextEnv, outside_think, split_tags
-from envs.data import load_rows, row_for
+from envs.base import Observation, Step, outside_think, split_tags
+from envs.data import QuestionEnv
 from envs.search_server import retrieve
 from envs.synthetic_wiki import Question
 
@@ -73,59 +73,49 @@ def harmless(text: str) -> str:
     return text[:MAX_TEXT].replace("<", "‹").replace(">", "›")
 
 
-def from_row(row: dict) -> Question:
-    """Return the question of a row of data, which has a list of golden answers or a single one."""
-    answers = row["golden_answers"]
-    if not isinstance(answers, list):
-        answers = [answers]
-    return Question(harmless(str(row["question"])), [str(answer) for answer in answers])
-
-
-class NQSearch(TextEnv):
+class NQSearch(QuestionEnv):
     """Questions to answer by searching. Raises ValueError unless `data` and `search_url` come
     together and can be used."""
 
     settings = ("data", "search_url")
+    fields = ("question", "golden_answers")
     max_turns = 5
     metrics = ("searches",)
+    searches = 0.0
     words = ("<search>", "</search>", "<information>", "</information>", *synthetic_wiki.WORDS)
     warm_start = ((600, 1), (2400, 4))  # with less, the second name of a chain is not copied right
 
     def __init__(self, data: str = "", search_url: str = "", **common: Any):
-        super().__init__(**common)
         if bool(data) != bool(search_url) or not re.match("https?://|$", search_url):
             raise ValueError(
                 f"--data {data!r} and --search_url {search_url!r} "
                 "need each other and an http:// address"
             )
+        super().__init__(data, **common)
         self.topk = 1 if self.style == "terse" else TOPK
-        self.data = data
         self.search_url = search_url
-        if data:
-            self.rows = load_rows(data, ("question", "golden_answers"), from_row)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict | None = None
-    ) -> tuple[Observation, dict]:
-        super().reset(seed=seed)
-        seed = self.episode_seed(seed)
-        if self.data:
-            self.question = row_for(self.rows, seed)
-        else:
-            self.question = synthetic_wiki.question(seed, self.style)
+    @staticmethod
+    def from_row(row: dict) -> Question:
+        """Return the question of a row, which has a list of golden answers or a single one."""
+        answers = row["golden_answers"]
+        if not isinstance(answers, list):
+            answers = [answers]
+        return Question(harmless(str(row["question"])), [str(answer) for answer in answers])
 
-        self.turn = 0
-        self.searches = 0
-        self.readable = True
+    def generate(self, seed: int) -> Question:
+        return synthetic_wiki.question(seed, self.style)
+
+    def start(self, seed: int) -> None:
+        super().start(seed)
         self.passages: list[str] = []  # of the last search
         self.seen = [self.question.text]  # the question and all passages so far
-        return self.observe(), {"success": False}
 
-    def step(self, reply: str) -> tuple[Observation, float, bool, bool, dict]:
+    def step(self, reply: str) -> Step:
         return self.step_many([self], [reply])[0]
 
     @classmethod
-    def step_many(cls, envs: list[Self], replies: list[str]) -> list[tuple]:
+    def step_many(cls, envs: list[Self], replies: list[str]) -> list[Step]:
         """Step each environment with its reply. All searches of one corpus are one call. If the
         server fails, raises ConnectionError before any environment has taken its turn."""
         actions = [parse_action(reply) for reply in replies]
@@ -143,24 +133,19 @@ class NQSearch(TextEnv):
 
         return [env.act(*actions[k], passages.get(k, [])) for k, env in enumerate(envs)]
 
-    def act(self, kind: str, text: str, passages: list[str]) -> tuple:
+    def act(self, kind: str, text: str, passages: list[str]) -> Step:
         """Take one turn, given kind and text of a reply and the passages of its search. Returns
         the same values as `step`."""
-        self.turn += 1
-        self.readable = kind != ""
+        valid = kind != ""
+        self.feedback = "" if valid else "Your last reply could not be read.\n"
         if kind == "search":
             self.searches += 1
             self.passages = [harmless(passage) for passage in passages]
             self.seen += self.passages
 
         success = kind == "answer" and exact_match(text, self.question.answers)
-        reward = float(success) if self.readable else -self.format_penalty
-        info = {
-            "success": success,
-            "valid": self.readable,
-            "metrics": {"searches": float(self.searches)},
-        }
-        return self.observe(), reward, kind == "answer", self.turn >= self.max_turns, info
+        reward = float(success) if valid else -self.format_penalty
+        return self.end_turn(reward, success, kind == "answer", valid)
 
     def observe(self) -> Observation:
         """Return the passages of the last search, then the question."""
@@ -169,10 +154,8 @@ class NQSearch(TextEnv):
             shown = f"<information> {passages}</information>" if passages else ""
             return Observation(shown + self.question.text)
 
-        opening = ""
-        if not self.readable:
-            opening = "Your last reply could not be read.\n"
-        elif self.turn == 0:
+        opening = self.feedback
+        if self.turn == 0:
             opening = RULES.format(budget=self.budget("reply", "replies"))
         if self.searches:
             passages = "\n\n".join(self.passages) or "Nothing was found."

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from envs.answer_parsing import read_number, read_sentence
-from envs.base import WARM_START_SEEDS, Observation, TextEnv, held_out, parse_answer, part_of_ten
-from envs.data import load_rows, row_for
+from envs.base import WARM_START_SEEDS, Observation, Step, held_out, parse_answer, part_of_ten
+from envs.data import QuestionEnv
 
 WRONG = "Wrong. "
 RIGHT = "Right. "
@@ -50,15 +50,11 @@ class Problem(NamedTuple):
     kind: int = 0  # the kinds of one answer are equally likely
 
 
-class QuestionAnswering(TextEnv):
+class QuestionAnswering(QuestionEnv):
     """The base class. Every task defines what is declared here without a value."""
 
-    settings = ("data",)
     rules: str  # the first sentence of a full prompt
     form: str  # the last sentence of a full prompt: the form of the reply
-    fields: tuple[str, ...]  # of a row of data
-    # It raises ValueError with a sentence about the field that cannot be used.
-    from_row: Callable[[dict], Question]
     # It yields all problems of a style. Their answers are numbers, and equally likely.
     problems: Callable[[str], Iterator[Problem]]
     question_of: Callable[[Problem, np.random.Generator], Question]
@@ -66,13 +62,11 @@ class QuestionAnswering(TextEnv):
     max_turns = 3
     metrics = ("first_success",)
 
-    def __init__(self, data: str = "", **common: Any):
-        """Read the questions of `data` (envs/data.py), or generate them if it is empty. Raises
-        ValueError if a row of `data` is no question of this task."""
+    def __init__(self, **common: Any):
+        """Read the questions of `data`, or generate them. The random policy chooses from the
+        answers to those for training."""
         super().__init__(**common)
-        self.data = data
-        if data:
-            self.rows = load_rows(data, self.fields, self.from_row)
+        if self.rows:
             answers = sorted({question.gold for question in self.rows["train"]})
         else:
             answers = sorted(self.generated(self.style)["train"], key=float)
@@ -123,18 +117,7 @@ class QuestionAnswering(TextEnv):
         problem = problems[rng.integers(len(problems))]
         return self.question_of(problem, rng)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict | None = None
-    ) -> tuple[Observation, dict]:
-        super().reset(seed=seed)
-        seed = self.episode_seed(seed)
-        self.question = row_for(self.rows, seed) if self.data else self.generate(seed)
-        self.turn = 0
-        self.feedback = ""
-        return self.observe(), {"success": False}
-
-    def step(self, reply: str) -> tuple[Observation, float, bool, bool, dict]:
-        self.turn += 1
+    def step(self, reply: str) -> Step:
         answer = parse_answer(reply) or ""
         if not answer and self.question.one_sentence:
             answer = read_sentence(reply, self.question.text)
@@ -150,12 +133,8 @@ class QuestionAnswering(TextEnv):
         elif self.style == "full":
             self.feedback = "No answer could be read. "
 
-        info = {
-            "success": success,
-            "valid": valid,
-            "metrics": {"first_success": float(success and self.turn == 1)},
-        }
-        return self.observe(), reward, success, self.turn >= self.max_turns, info
+        self.first_success = float(success and self.turn == 0)
+        return self.end_turn(reward, success, success, valid)
 
     def observe(self) -> Observation:
         """Return feedback and question. Full prompts add the rules in the first turn, and show the

@@ -103,5 +103,4 @@ def retriever(group: str) -> Retriever:
 
 def search(group: str, queries: list[str], topk: int) -> list[list[str]]:
     """Return the `topk` best articles of a group for each query, best first."""
-    articles, _ = retriever(group).search(queries, topk)
-    return articles
+    return retriever(group).search(queries, topk)[0]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from envs import ENVS
+from envs.base import EVAL_SEEDS
 from freshper.config import Config
 from freshper.presets import PRESETS, defaults
 
@@ -88,7 +89,7 @@ def check_numbers(config: Config, require: Callable) -> None:
         if isinstance(value, str):
             continue
         if isinstance(value, int):
-            largest = 2**32 - 1 if name == "seed" else 10**7
+            largest = EVAL_SEEDS - 1 if name == "seed" else 10**7
             require(value <= largest, name, f"at most {largest}")
         elif value != 0:
             allowed = "a finite number: 0, or from 1e-30 to 1e30"

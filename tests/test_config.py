@@ -200,6 +200,12 @@ SENTENCES = """
     --max_turns is 3, but must be 0 as in the earlier run
 --resume run --slippery
     --slippery is True, but must be False as in the earlier run
+--resume run --format_penalty 0.3
+    --format_penalty is 0.3, but must be 0.15 as in the earlier run
+--resume run --data rows.jsonl
+    --data is rows.jsonl, but must be
+--resume run --search_url http://localhost:1/retrieve
+    --search_url is http://localhost:1/retrieve, but must be
 --resume run --temperature 0.5
     --temperature is 0.5, but must be 0.99 as in the earlier run
 --resume run --eval_episodes 8
@@ -249,8 +255,8 @@ above 0
     truncated_is=-2
 a finite number: 0, or from 1e-30 to 1e30
     tau=nan tau=inf lr=inf alpha=nan lr=1e39 tau=1e-320
-at most 4294967295
-    seed=4294967296
+at most 999999999
+    seed=1000000000 seed=4294967296
 at most 10000000
     capacity=10000000000 eval_every=100000000000000000000
 at most max_tokens 512

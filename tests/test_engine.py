@@ -25,6 +25,7 @@ from freshper.config import Config
 from freshper.engine_hf import HFEngine, KVCache, Sampling, truncated
 from freshper.episode import collate
 from freshper.errors import NonFiniteError
+from freshper.evaluation import evaluate
 from freshper.reinforce import Baseline, policy_loss, training_batch
 from freshper.rollout import Conversation, rollout, training_seeds
 from freshper.trainer import TorchTrainer, action_logprobs
@@ -271,6 +272,23 @@ def test_frozen_vision_reuses_features_and_changes_nothing(vision_policy):
     torch.testing.assert_close(frozen.image_features(images), expected)
     assert len(frozen.features) == 3
     assert not any(p.requires_grad for p in frozen.model.model.visual.parameters())
+
+
+def test_an_evaluation_keeps_image_features_of_its_own(vision_policy):
+    policy = copy_of(vision_policy, freeze_vision=True, features={})
+    policy.image_features([random_image(0)])
+    of_training = policy.features
+    before = dict(of_training)
+    envs = [ENVS["frozenlake_vlm"](max_turns=2) for _ in range(3)]
+    config = Config(eval_episodes=3, max_tokens=3000, max_new_tokens=5)
+    engine = HFEngine(policy, Sampling(), 0)
+
+    held_out = {}
+    episodes = evaluate(engine, policy, envs, config, held_out)
+    assert policy.features is of_training
+    assert of_training == before
+    assert len(held_out) == len({image for e in episodes for image in map(bytes, e.images)})
+    assert not held_out.keys() & before.keys()
 
 
 def trainer_for(policy, **changes):

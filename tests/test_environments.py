@@ -10,7 +10,7 @@ from gymnasium.utils.env_checker import check_env
 
 import train
 from envs import ENVS
-from envs.base import Observation, TextEnv, parse_action, play_out
+from envs.base import Observation, TextEnv, check_environment, parse_action, play_out
 from freshper import tiny
 from freshper.diagnostics import read
 
@@ -172,18 +172,13 @@ class Guess(TextEnv):
     actions = tuple("12345678")
     warm_start = ((60, 2),)
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
+    def start(self, seed):
         self.number = str(self.np_random.integers(1, 9))
-        self.turn = 0
-        return self.observe(), {"success": False}
 
     def step(self, reply):
-        self.turn += 1
         action = parse_action(reply, self.actions)
         success = action is not None and self.actions[action] == self.number
-        info = {"success": success, "valid": action is not None}
-        return self.observe(), float(success), success, self.turn >= self.max_turns, info
+        return self.end_turn(float(success), success, success, action is not None)
 
     def observe(self):
         return Observation("number?")
@@ -192,38 +187,91 @@ class Guess(TextEnv):
         return self.number
 
 
-def unseeded(env, seed=None, options=None):
-    return Guess.reset(env)
+class OwnReset(TextEnv):
+    """The same task as an environment of Gymnasium, with `reset` instead of `start`."""
+
+    max_turns = 2
+    actions = Guess.actions
+    warm_start = Guess.warm_start
+    observe = Guess.observe
+    caption = Guess.caption
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.number = str(self.np_random.integers(1, 9))
+        self.tries = 0
+        return self.observe(), {}
+
+    def step(self, reply):
+        self.tries += 1
+        success = reply == f"<answer>{self.number}</answer>"
+        return self.observe(), int(success), success, self.tries == 2, {"success": success}
 
 
-def ends(*fields):
-    return lambda env, _: (env.observe(), 0.0, *fields)
+def unseeded(_):
+    return Observation(str(np.random.default_rng().random()))
 
 
-FLOATS = Observation("", (np.zeros((14, 14, 3)),))
+def returns(reward=0.0, ended=True, **info):
+    """Return a method `step` of one result."""
+    info = info or {"success": False}
+    return lambda env, _: (env.observe(), reward, ended, False, info.get("info", info))
+
+
+def shows(images):
+    return lambda _: Observation("", images)
+
+
+STEP = r"step\(\) is \(Observatio"
+RESET = r"reset\(\) is"
+A_TUPLE = "but must be a tuple of strings, none of them empty"
 BROKEN = [
     ({"actions": ()}, "actions is empty, but"),
-    ({"actions": "12345678"}, "actions is '12345678', but must be a tuple"),
-    ({"words": ("number")}, "words is 'number', but must be a tuple"),
+    ({"actions": "12345678"}, f"actions is '12345678', {A_TUPLE}"),
+    ({"actions": (1, 2, 3)}, rf"actions is \(1, 2, 3\), {A_TUPLE}"),
+    ({"words": (1,)}, rf"words is \(1,\), {A_TUPLE}"),
+    ({"words": ("one", "")}, rf"words is \('one', ''\), {A_TUPLE}"),
+    ({"metrics": "tries"}, f"metrics is 'tries', {A_TUPLE}"),
+    ({"warm_start": (60, 2)}, r"warm_start is \(60, 2\), but must be a tuple of pairs of whole"),
+    ({"warm_start": ((60, 0),)}, r"warm_start is \(\(60, 0\),\), but must be a tuple of pairs"),
+    ({"max_turns": "2"}, "max_turns is '2', but must be a whole number above 0"),
+    ({"layers": 2.0}, "layers is 2.0, but must be a whole number above 0"),
+    ({"random_reply": lambda *_: None}, r"random_reply\(\) is None, but must be a string"),
     ({"actions": ("Süd",)}, r"random_reply\(\) returned '<answer>Süd</answer>', of which .* ASCII"),
     (
         {"random_reply": lambda *_: "<answer>9</answer>"},
         r"random_reply\(\) .* writes '<answer></answer>'",
     ),
-    ({"reset": lambda *_, **__: Observation("?")}, r"reset\(\) returned Observation\(.*, but must"),
-    ({"reset": lambda *_, **__: ("?", {})}, r"reset\(\) showed '\?', but must show an Observation"),
-    ({"reset": unseeded}, r"reset\(seed=\d\) began two different episodes, but"),
-    ({"observe": lambda _: "?"}, r"reset\(\) showed '\?', but must show an Observation"),
-    ({"observe": lambda _: FLOATS}, r"reset\(\) showed images that are not uint8"),
+    ({"reset": lambda *_, **__: Observation("?")}, rf"{RESET} Observation\(.*, but must be an Obs"),
+    ({"reset": lambda *_, **__: ("?", {})}, rf"{RESET} \('\?', {{}}\), but must be an Observation"),
+    ({"observe": unseeded}, r"reset\(seed=0\) began two different episodes, but"),
+    ({"observe": lambda _: "?"}, rf"{RESET} \('\?', .*, but must be an Observation of a text and"),
+    ({"observe": shows(None)}, rf"{RESET} \(Observatio.* and of images that are uint8 \[H, W, 3\]"),
+    ({"observe": shows((np.zeros((14, 14, 3)),))}, rf"{RESET} \(Obs.* uint8 \[H, W, 3\], and a"),
     ({"step": TextEnv.step}, r"step\(\) is missing"),
-    ({"step": ends(True, {})}, r"step\(\) returned \(Observation.*, but must return"),
-    ({"step": ends(True, False, {"won": 1})}, r"step\(\) .* \{'won': 1\}, which lacks `success`"),
-    ({"step": ends(False, False, {"success": 0})}, r"step\(\) did not end the episode in turn 2"),
+    ({"step": lambda env, _: (env.observe(), 0.0, True, {})}, rf"{STEP}.*, but must be an Obs"),
+    ({"step": returns(won=1)}, rf"{STEP}.*, {{'won': 1}}\), but must .* a dict with `success`"),
+    ({"step": returns(info=None)}, rf"{STEP}.*, 0.0, True, False, None\), but must be"),
+    ({"step": returns(info="won")}, rf"{STEP}.*, 0.0, True, False, 'won'\), but must be"),
+    ({"step": returns(info=[1])}, rf"{STEP}.*, 0.0, True, False, \[1\]\), but must be"),
+    ({"step": returns(None)}, rf"{STEP}.*, None, True, .*, a finite number below"),
+    ({"step": returns("1")}, rf"{STEP}.*, '1', True, .*, a finite number below"),
+    ({"step": returns(np.zeros(1))}, rf"{STEP}.*, array\(\[0.\]\), True, .*, a finite number b"),
+    ({"step": returns(float("nan"))}, rf"{STEP}.*, nan, True, .*, a finite number below"),
+    ({"step": returns(10**400)}, rf"{STEP}.*, a finite number below"),
+    ({"step": returns(ended=False)}, r"step\(\) did not end the episode in turn 2"),
     (
         {"caption": TextEnv.caption},
         r"caption\(\) is empty, but must say what the observation shows",
     ),
 ]
+
+
+@pytest.mark.parametrize("method", ["start", "observe"])
+def test_a_missing_method_is_named(method):
+    methods = {name: vars(Guess)[name] for name in ("start", "observe", "step") if name != method}
+    with pytest.raises(ValueError, match=rf"^Own.{method}\(\) is missing$"):
+        check_environment(type("Own", (TextEnv,), methods)())
 
 
 @pytest.mark.parametrize("change, sentence", BROKEN)
@@ -233,14 +281,15 @@ def test_an_error_of_one_s_own_environment_is_one_sentence(
     monkeypatch.setenv("FRESHPER_CACHE", str(tmp_path))
     monkeypatch.setitem(ENVS, "frozenlake", type("Own", (Guess,), change))
     monkeypatch.setattr(tiny, "SHIPPED", tmp_path)
-    assert train.main(["--out", str(tmp_path / "run")]) == 2
+    assert train.main(["--iterations", "1", "--out", str(tmp_path / "run")]) == 2
     assert re.fullmatch(rf"train.py: error: Own.{sentence}.*\n", capsys.readouterr().err)
 
 
-def test_actions_of_one_character_can_be_sampled(monkeypatch, tmp_path):
+@pytest.mark.parametrize("task", [Guess, OwnReset])
+def test_actions_of_one_character_can_be_sampled(task, monkeypatch, tmp_path):
     """Without a list of `words`, from the first evaluation on."""
     monkeypatch.setenv("FRESHPER_CACHE", str(tmp_path))
-    monkeypatch.setitem(ENVS, "frozenlake", Guess)
+    monkeypatch.setitem(ENVS, "frozenlake", task)
     monkeypatch.setattr(tiny, "SHIPPED", tmp_path)
     flags = "--iterations 1 --rollout_batch_size 32 --batch_size 8 --eval_episodes 64 --out".split()
     assert train.main([*flags, str(tmp_path / "run")]) == 0

@@ -9,7 +9,7 @@ from itertools import chain, combinations, pairwise
 import numpy as np
 import pytest
 from conftest import write_rows
-from PIL import Image
+from PIL import Image, ImageColor
 
 from envs.aime import AIME
 from envs.base import EVAL_SEEDS, WARM_START_SEEDS
@@ -171,7 +171,7 @@ def test_images_show_the_figure(style, cell_size):
         corners, _, red = env.question.image
         red_points.add(len(red))
 
-        is_red = np.abs(image - RED).sum(-1) < 90
+        is_red = np.abs(image - ImageColor.getrgb(RED)).sum(-1) < 90
         reds = (np.argwhere(is_red)[:, ::-1] + 0.5 - margin) / step
         assert bool(len(reds)) == bool(red)
         assert all(distance(point, red[0], red[-1]) < 0.3 for point in reds)

@@ -303,6 +303,9 @@ def test_equal_failures_successes_and_rounding_under_each_baseline(kind):
     assert (replayed == 0).all() if kind == "recompute" else (replayed > 0.5).all()
 
     if kind == "batch":
+        # A fresh batch of successes only has no gradient. Replay after it has one.
+        baseline.observe(successes)
+        assert of_actions(successes).abs().max() < 1e-6
         # The newest batch has no spread: the std before it stays.
         baseline.observe(failures)
         replayed = of_actions(successes)

@@ -13,12 +13,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from conftest import write_rows
 
 from envs import search_server
+from envs.nq_search import MAX_TEXT
 from envs.search_server import LocalEncoder, Retriever, SearchServer, retrieve
 
 TEXTS = [
@@ -132,7 +134,7 @@ REQUESTS = [
 
 @pytest.mark.parametrize("request_text", REQUESTS)
 def test_requests_that_are_none_or_never_end_get_an_answer(server, request_text, monkeypatch):
-    monkeypatch.setattr(search_server, "SECONDS", 0.3)
+    monkeypatch.setattr(search_server.Handler, "timeout", 0.3)
     with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as connection:
         connection.sendall(request_text)
         answer = connection.makefile("rb").read()
@@ -156,10 +158,30 @@ def test_two_hundred_clients_at_once_and_slow_ones_besides(server):
 
 
 def test_a_long_query_takes_time_in_proportion():
-    """A million letters: half a minute if each trigram copied the word, a second now."""
-    began = time.perf_counter()
-    assert LocalEncoder(TEXTS).encode(["x" * 1_000_000]).any()
-    assert time.perf_counter() - began < 15
+    """Eight times the letters take eight times as long, not 64 times as if trigrams copied them."""
+    encoder = LocalEncoder(TEXTS)
+    seconds = []
+    for letters in (40_000, 320_000):
+        began = time.process_time()
+        assert encoder.encode(["x" * letters]).any()
+        seconds.append(time.process_time() - began)
+    assert seconds[1] < 24 * seconds[0]
+
+
+def test_the_largest_batch_of_nq_search_fits_in_a_request(server):
+    """The paper's 128 queries, as long as can be, of characters that JSON writes longest."""
+    queries = ["🙂" * MAX_TEXT] * 128
+    assert post(server, {"queries": queries})[0] == 200
+
+
+@pytest.mark.parametrize("error", [RuntimeError, OSError, KeyError])
+def test_a_search_that_fails_is_answered_and_the_server_lives_on(server, error, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(server.retriever, "search", Mock(side_effect=error("no memory")))
+        status, answer = post(server, {"queries": ["Mars"]})
+        sentence = f"the search failed: {error.__name__}('no memory')"
+        assert (status, answer) == (500, {"error": sentence})
+    assert retrieve(server.url, ["Mars"], 1) == [[TEXTS[5]]]
 
 
 GOOD = b'{"result": [[{"document": {"contents": "Title\\ntext"}, "score": 0.5}]]}'
