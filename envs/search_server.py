@@ -49,8 +49,8 @@ TRIGRAM = 0.25
 # What reading JSON or HTTP of others can raise.
 FAILURES = (ValueError, TypeError, KeyError, RecursionError, OverflowError, OSError, HTTPException)
 
-# Server: the most that a request may hold, and the seconds that it waits for each part of it. The
-# paper's 128 queries of envs/nq_search.py always fit.
+# Server: the most that a request may hold, and the seconds in which it must arrive. The paper's 128
+# queries of envs/nq_search.py always fit.
 MOST_BYTES = 1 << 22
 MOST_QUERIES = 1024
 MOST_TOPK = 100
@@ -218,12 +218,15 @@ def response(status: str, **content: Any) -> bytes:
 
 
 class Handler(StreamRequestHandler):
-    """Answer one HTTP request. What does not arrive within SECONDS counts as missing."""
+    """Answer one HTTP request. What has not arrived of it after SECONDS counts as missing."""
 
-    timeout = SECONDS
+    # The seconds in which a client must take its answer.
+    timeout = 2 * SECONDS
     server: "SearchServer"
 
     def handle(self) -> None:
+        deadline = threading.Timer(SECONDS, self.connection.shutdown, [socket.SHUT_RD])
+        deadline.start()
         answer = self.answer()
         # An OSError means that the client has left.
         with contextlib.suppress(OSError):
@@ -232,8 +235,9 @@ class Handler(StreamRequestHandler):
             # The client closes first: the system drops an answer if a part of the request was not
             # read.
             self.connection.shutdown(socket.SHUT_WR)
-            while self.connection.recv(1 << 20):
+            while deadline.is_alive() and self.connection.recv(1 << 20):
                 pass
+        deadline.cancel()
 
     def answer(self) -> bytes:
         """Search for the queries of the request, or say what a request must be."""

@@ -134,7 +134,7 @@ REQUESTS = [
 
 @pytest.mark.parametrize("request_text", REQUESTS)
 def test_requests_that_are_none_or_never_end_get_an_answer(server, request_text, monkeypatch):
-    monkeypatch.setattr(search_server.Handler, "timeout", 0.3)
+    monkeypatch.setattr(search_server, "SECONDS", 0.3)
     with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as connection:
         connection.sendall(request_text)
         answer = connection.makefile("rb").read()
