@@ -1,0 +1,63 @@
+"""Read what docs/explore.html shows from a run: every fourth episode of its buffer.
+
+    python train.py --env frozenlake --iterations 60 --format_penalty 0 --seed 7 --out out/explore
+    python docs/build.py --run out/explore
+
+The page is its own template. Only its data are replaced. `drift` is the KL divergence of the policy
+that acted from the one of the checkpoint, k3, in nats a turn.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import torch
+
+import compare
+from freshper import checkpoint
+from freshper.episode import collate
+from freshper.models import load_policy
+from freshper.reinforce import policy_loss
+from freshper.trainer import action_logprobs
+
+PAGE = Path(__file__).parent / "explore.html"
+DATA = re.compile(r'(<script id="data" type="application/json">\n).*?(\n</script>)', re.DOTALL)
+EVERY = 4
+
+
+def columns(run: Path) -> dict[str, str | list]:
+    """Return the data of the page. Raises ValueError if the run has no checkpoint with episodes."""
+    saved = checkpoint.newest(run)
+    if saved is None:
+        raise ValueError(f"--run is {run}, but must be the folder of a run with a checkpoint")
+    state = torch.load(saved.folder / "state.pt", weights_only=True)["buffer"]
+    episodes = checkpoint.unpack_episodes(state["episodes"])[::EVERY]
+    if not episodes:
+        raise ValueError(f"--run is {run}, but its buffer is empty: it must be a run with replay")
+
+    config = compare.config_of(run)
+    policy = load_policy(str(saved.folder), "cpu", torch.float32)
+    batch = collate(episodes)
+    with torch.no_grad():
+        logprobs = action_logprobs(policy, batch, config.temperature)[0]
+        _, sums = policy_loss(logprobs, batch.behavior_logprobs, batch.rewards, batch.action_mask)
+    turns = torch.tensor([len(episode.turn_rewards) for episode in episodes])
+    drift = (sums["kl"] / turns).tolist()
+
+    run_name = f"{config.env}, seed {config.seed}, after {config.iterations} iterations"
+    return {
+        "run": f"{len(episodes)} episodes, one in {EVERY} of a real run's buffer ({run_name}).",
+        "age": [state["now"] - episode.step for episode in episodes],
+        "reward": [round(episode.reward, 4) for episode in episodes],
+        "seed": [episode.seed for episode in episodes],
+        "drift": [float(f"{value:.3g}") for value in drift],
+    }
+
+
+def write(run: Path) -> None:
+    """Put the data of a run into docs/explore.html, a line for each column."""
+    rows = [f"{json.dumps(name)}: {json.dumps(row)}" for name, row in columns(run).items()]
+    data = "{" + ",\n".join(rows) + "}"
+    page = PAGE.read_text(encoding="utf-8")
+    page = DATA.sub(lambda found: found[1] + data + found[2], page)
+    PAGE.write_text(page, encoding="utf-8")
