@@ -36,7 +36,8 @@ function set(sliders) {
 }
 function text(id) { return get(id).textContent; }
 function cells() {
-  const rows = [...get("numbers").rows].map((row) => [...row.cells].map((cell) => cell.textContent));
+  const texts = (row) => [...row.cells].map((cell) => cell.textContent);
+  const rows = [...get("numbers").rows].map(texts);
   return Object.fromEntries(rows.map(([name, ...numbers]) => [name, numbers.map(parseFloat)]));
 }
 """
