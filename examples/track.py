@@ -1,8 +1,8 @@
 """Follow a run in TensorBoard, and with --wandb in W&B, up to its last iteration or Ctrl-C.
 
-pip install tensorboard wandb
-python examples/track.py out/frozenlake-freshper-42 [--wandb PROJECT]
-tensorboard --logdir out
+    python examples/track.py out/frozenlake-freshper-42 [--wandb PROJECT]
+    tensorboard --logdir out
+They are not in requirements.txt: pip install tensorboard wandb
 """
 
 import argparse
