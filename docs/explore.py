@@ -1,7 +1,7 @@
 """Read what docs/explore.html shows from a run: every fourth episode of its buffer.
 
-    python train.py --env frozenlake --iterations 60 --format_penalty 0 --seed 7 --out out/explore
-    python docs/build.py --run out/explore
+    python docs/render_tour.py                            trains the tour's runs
+    python docs/build.py --run out/tour/with-decay-60
 
 The page is its own template. Only its data are replaced. `drift` is the KL divergence of the policy
 that acted from the one of the checkpoint, k3, in nats a turn.
