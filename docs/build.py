@@ -1,7 +1,7 @@
 """Write the reading edition: every module beside the paper, as static HTML that needs no network.
 
     python docs/build.py [--out out/reading]              begin at index.html
-    python docs/build.py --run out/tour/with-decay-60     put its buffer into docs/explore.html first
+    python docs/build.py --run out/tour/with-decay-60     first put its buffer into explore.html
 
 On the left docstrings and the paper's mathematics, on the right the code they belong to, function
 by function. docs/paper_to_code.md says which place of the paper belongs to which symbol: from its

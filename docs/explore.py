@@ -41,17 +41,18 @@ def columns(run: Path) -> dict[str, str | list]:
     with torch.no_grad():
         logprobs = action_logprobs(policy, batch, config.temperature)[0]
         _, sums = policy_loss(logprobs, batch.behavior_logprobs, batch.rewards, batch.action_mask)
-    turns = torch.tensor([len(episode.turn_rewards) for episode in episodes])
-    drift = (sums["kl"] / turns).tolist()
+
+    ages, rewards, seeds, drifts = [], [], [], []
+    for episode, kl in zip(episodes, sums["kl"].tolist(), strict=True):
+        drift = kl / len(episode.turn_rewards)
+        ages.append(state["now"] - episode.step)
+        rewards.append(round(episode.reward, 4))
+        seeds.append(episode.seed)
+        drifts.append(float(f"{drift:.3g}"))
 
     run_name = f"{config.env}, seed {config.seed}, after {config.iterations} iterations"
-    return {
-        "run": f"{len(episodes)} episodes, one in {EVERY} of a real run's buffer ({run_name}).",
-        "age": [state["now"] - episode.step for episode in episodes],
-        "reward": [round(episode.reward, 4) for episode in episodes],
-        "seed": [episode.seed for episode in episodes],
-        "drift": [float(f"{value:.3g}") for value in drift],
-    }
+    source = f"{len(ages)} episodes, one in {EVERY} of a real run's buffer ({run_name})."
+    return {"run": source, "age": ages, "reward": rewards, "seed": seeds, "drift": drifts}
 
 
 def write(run: Path) -> None:
