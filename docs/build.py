@@ -1,6 +1,7 @@
 """Write the reading edition: every module beside the paper, as static HTML that needs no network.
 
-    python docs/build.py [--out out/reading]         begin at index.html
+    python docs/build.py [--out out/reading]              begin at index.html
+    python docs/build.py --run out/tour/with-decay-60     first put its buffer into explore.html
 
 On the left docstrings and the paper's mathematics, on the right the code they belong to, function
 by function. docs/paper_to_code.md says which place of the paper belongs to which symbol: from its
@@ -11,6 +12,8 @@ is not in the code, or a number that the paper does not have, stops the build.
 import argparse
 import ast
 import re
+import shutil
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -27,6 +30,7 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
 SOURCES = sorted([*ROOT.glob("*.py"), *ROOT.glob("freshper/*.py"), *ROOT.glob("envs/*.py")])
 TABLE = ROOT / "docs/paper_to_code.md"
 KINDS = {
@@ -243,7 +247,8 @@ class Edition:
     def index(self) -> str:
         """Return the list of modules in reading order, and the table with an anchor for every
         label."""
-        page = "<h1>FreshPER, to read beside the paper</h1><ol class=modules>"
+        page = "<h1>FreshPER, to read beside the paper</h1>"
+        page += '<p><a href="explore.html">Play with priorities</a></p><ol class=modules>'
         for module, section in self.order().items():
             paragraph = self.parts[module][0].docstring.split("\n\n")[0]
             sentence = " ".join(paragraph.split()).split(". ")[0]
@@ -281,6 +286,7 @@ def build(out: Path) -> None:
     style = (ROOT / "docs/reading.css").read_text(encoding="utf-8")
     style += FORMATTER.get_style_defs("pre")
     (out / "style.css").write_text(style, encoding="utf-8")
+    shutil.copy(ROOT / "docs/explore.html", out)
 
     for name, body in {"index": edition.index(), **pages}.items():
         # Other pages than the table are not part of the edition.
@@ -298,9 +304,18 @@ def main() -> None:
     description = "Write the reading edition: every module beside the paper."
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, default=ROOT / "out/reading")
-    out = parser.parse_args().out
-    build(out)
-    print(f"{out}/index.html")
+    parser.add_argument("--run", type=Path, help="a run whose buffer docs/explore.html shows")
+    args = parser.parse_args()
+    if args.run:
+        # Only this needs torch.
+        from docs import explore
+
+        try:
+            explore.write(args.run)
+        except ValueError as error:
+            parser.error(str(error))
+    build(args.out)
+    print(f"{args.out}/index.html")
 
 
 if __name__ == "__main__":

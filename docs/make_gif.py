@@ -3,19 +3,22 @@
     python -m docs.make_gif out/frozenlake_vlm-freshper-42/checkpoint
 
 On the left acts the warm-started model that training starts from, on the right the policy of the
-folder, both sampled as in an evaluation. Of the first held-out maps it shows one on which the left
-one falls into a hole and the right one reaches the goal without visiting a cell twice: the one with
-the longest way.
+folder, both sampled as in an evaluation. Beside each large drawing of the lake stands the image
+that the policy gets, pixel by pixel: 56 x 70, with a ruler along each cell, and with a fifth row of
+what is left, below, right and above of the player. Of the first held-out maps the GIF shows one on
+which the left one falls into a hole and the right one reaches the goal without visiting a cell
+twice: the one with the longest way.
 """
 
 import argparse
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from envs.base import EVAL_SEEDS, parse_answer
+from envs.base import EVAL_SEEDS, Observation, parse_answer
 from envs.frozenlake import FrozenLake, draw
 from freshper.config import Config
 from freshper.engine_hf import HFEngine, Sampling
@@ -26,11 +29,14 @@ from freshper.tiny import tiny_model
 
 MAPS = 256
 # Pixels.
-CELL = 56
+CELL = 50
 SIDE = 4 * CELL
-MARGIN = 14
-HEADER = 28
-FOOTER = 30
+ENLARGED = 3  # of the policy's image
+SEEN = ENLARGED * 56  # its width
+GAP = 12
+PANEL = SIDE + SEEN + 3 * GAP
+HEADER = 52
+FOOTER = 34
 # Milliseconds that a frame stays.
 TURN_MS = 600
 LAST_MS = 2500
@@ -38,19 +44,23 @@ RESULTS = {"H": ", in a hole", "G": ", at the goal"}
 
 
 class FilmedLake(FrozenLake):
-    """A FrozenLake that keeps an image of every state and the text of every reply."""
+    """A FrozenLake that keeps two images of every state, and the text of every reply."""
 
     def reset(self, **options: Any) -> tuple:
-        result = super().reset(**options)
-        self.images = [draw(self.grid(), CELL)]
+        self.images: list[np.ndarray] = []
+        self.seen: list[np.ndarray] = []
         self.replies = [""]
-        return result
+        return super().reset(**options)
+
+    def observe(self) -> Observation:
+        observation = super().observe()
+        self.images.append(draw(self.grid(), CELL))
+        self.seen.append(observation.images[0])
+        return observation
 
     def step(self, reply: str) -> tuple:
-        result = super().step(reply)
-        self.images.append(draw(self.grid(), CELL))
         self.replies.append(reply)
-        return result
+        return super().step(reply)
 
     def cell(self) -> str:
         """Return the cell on which the episode stands: S, F, H or G."""
@@ -88,18 +98,26 @@ def act(folder: str, config: Config) -> list[FilmedLake]:
 
 def frames(before: FilmedLake, after: FilmedLake) -> list[Image.Image]:
     """Draw both lakes side by side, a frame per turn. A lake that has ended stays as it is."""
-    font = ImageFont.load_default(15)
+    title = ImageFont.load_default(19)
+    font = ImageFont.load_default(14)
     drawn = []
     for turn in range(max(len(before.images), len(after.images))):
-        page = Image.new("RGB", (2 * SIDE + 3 * MARGIN, SIDE + HEADER + FOOTER), "white")
+        page = Image.new("RGB", (2 * PANEL, HEADER + 5 * ENLARGED * 14 + FOOTER), "white")
         pen = ImageDraw.Draw(page)
-        right = 2 * MARGIN + SIDE
 
-        for lake, x, name in ((before, MARGIN, "before"), (after, right, "after")):
+        for lake, left, name in ((before, 0, "before"), (after, PANEL, "after")):
             last = min(turn, len(lake.images) - 1)
-            pen.text((x, 5), f"{name} training", fill="black", font=font)
+            x = left + GAP
+            right = x + SIDE + GAP
+            pen.text((x, 4), f"{name} training", fill="black", font=title)
+            pen.text((right, HEADER - 20), "what the policy sees", fill="black", font=font)
             page.paste(Image.fromarray(lake.images[last]), (x, HEADER))
-            pen.text((x, HEADER + SIDE + 6), lake.text(last), fill="black", font=font)
+            # Nearest neighbor shows the pixels as they are.
+            seen = Image.fromarray(lake.seen[last])
+            page.paste(
+                seen.resize((SEEN, SEEN * 5 // 4), Image.Resampling.NEAREST), (right, HEADER)
+            )
+            pen.text((x, page.height - FOOTER + 6), lake.text(last), fill="black", font=title)
         drawn.append(page.quantize(64))
     return drawn
 

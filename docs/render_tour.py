@@ -1,71 +1,75 @@
-"""Run docs/tour.py cell by cell and write what came out: docs/tour.md, with its figures as
-docs/tour-<n>.png.
+"""Run docs/tour.py as a notebook, and write it as docs/tour.ipynb and as docs/tour.md, with its
+figures as docs/tour-<n>.png.
 
     python docs/render_tour.py [--out FOLDER]
 
-Cells are those of the percent format (`# %%`), which editors open as a notebook: `# %% [markdown]`
-is text, `# %% solution` is code that the page folds away. What a cell prints stands below it, and
-so do its figures.
+jupytext reads the cells of the percent format (`# %%`), and a Jupyter kernel runs them
+(requirements-dev.txt has both). `# %% [markdown]` is text, `# %% solution` is code that the page
+folds away. What a cell prints stands below it, and so do its figures.
 """
 
 import argparse
-import contextlib
-import io
-import re
+import base64
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+import jupytext
+import nbformat
+from nbclient import NotebookClient
+from nbformat import NotebookNode
 
 TOUR = Path(__file__).parent / "tour.py"
+KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 
 
-def cells(source: str) -> list[tuple[str, str]]:
-    """Return (kind, text) of each cell. The kind is "markdown", "solution" or "" (code)."""
-    parts = re.split(r"^# %%(.*)\n", source, flags=re.MULTILINE)[1:]
-    pairs = zip(parts[::2], parts[1::2], strict=True)
-    return [(kind.strip(" []"), text.strip()) for kind, text in pairs]
+def execute(source: Path) -> NotebookNode:
+    """Return the executed notebook. An error in a cell goes on to the caller."""
+    notebook = jupytext.read(source)
+    notebook.metadata = NotebookNode(kernelspec=KERNEL)
+    for number, cell in enumerate(notebook.cells):
+        # The ids of jupytext are random.
+        cell.id = f"cell-{number}"
+
+    # It starts where a notebook starts, in its own folder.
+    place = {"metadata": {"path": source.parent}}
+    client = NotebookClient(notebook, timeout=None, resources=place, record_timing=False)
+    client.execute()
+    for cell in notebook.cells:
+        # Warnings of libraries name folders of this machine.
+        outputs = cell.get("outputs", [])
+        outputs[:] = [output for output in outputs if output.get("name") != "stderr"]
+    return notebook
 
 
-def prose(text: str) -> str:
-    return re.sub(r"^# ?", "", text, flags=re.MULTILINE)
-
-
-def render(source: str, out: Path) -> str:
-    """Return the page as Markdown, with its figures in `out`. An error in a cell goes on to the
-    caller."""
+def markdown(notebook: NotebookNode, out: Path) -> str:
+    """Return the page, with its figures in `out`. A figure is described by the heading above it."""
     page = []
-    names = {"__name__": "tour"}
+    heading = ""
     figures = 0
-    for kind, text in cells(source):
-        if kind == "markdown":
-            page.append(prose(text))
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            page.append(cell.source)
+            heading = cell.source.splitlines()[0].lstrip("# ")
             continue
 
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(text, str(TOUR), "exec"), names)
-        block = [f"```python\n{text}\n```"]
-        if printed.getvalue():
-            block.append(f"```text\n{printed.getvalue().rstrip()}\n```")
+        block = [f"```python\n{cell.source}\n```"]
+        printed = "".join(output.get("text", "") for output in cell.outputs)
+        if printed:
+            block.append(f"```text\n{printed.rstrip()}\n```")
+        for output in cell.outputs:
+            if "image/png" in output.get("data", {}):
+                figures += 1
+                image = base64.b64decode(output.data["image/png"])
+                (out / f"tour-{figures}.png").write_bytes(image)
+                block.append(f"![{heading}](tour-{figures}.png)")
 
-        for number in plt.get_fignums():
-            figures += 1
-            figure = plt.figure(number)
-            figure.savefig(out / f"tour-{figures}.png", dpi=80)
-            block.append(f"![{figure.get_suptitle()}](tour-{figures}.png)")
-        plt.close("all")
-
-        if kind == "solution":
+        if cell.metadata.get("title") == "solution":
             block = ["<details><summary>Solution</summary>", *block, "</details>"]
         page += block
     return "\n\n".join(page) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make docs/tour.md by running docs/tour.py.")
+    parser = argparse.ArgumentParser(description="Make docs/tour.ipynb and docs/tour.md.")
     parser.add_argument("--out", type=Path, default=TOUR.parent)
     out = parser.parse_args().out
 
@@ -74,8 +78,9 @@ def main() -> None:
     except OSError as error:
         parser.error(f"--out is {out}, but must be a folder that can be made: {error.strerror}")
 
-    page = render(TOUR.read_text(encoding="utf-8"), out)
-    (out / "tour.md").write_text(page, encoding="utf-8")
+    notebook = execute(TOUR)
+    nbformat.write(notebook, out / "tour.ipynb")
+    (out / "tour.md").write_text(markdown(notebook, out), encoding="utf-8")
 
 
 if __name__ == "__main__":

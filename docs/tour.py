@@ -1,10 +1,10 @@
 # %% [markdown]
 # # A tour of the buffer, on real runs
 #
-# This page is the output of `docs/tour.py`: two training runs of text FrozenLake on a CPU, and then
-# what their buffers hold. `python docs/render_tour.py` writes it again in a few minutes; as a
-# notebook, `docs/tour.py` has a cell at each `# %%`. Sections and equations are the paper's. The
-# exercises stand at the end.
+# Two training runs of text FrozenLake on a CPU, and then what their buffers hold. Sections and
+# equations are the paper's. The exercises stand at the end. `docs/tour.ipynb` is this tour as an
+# executed notebook, and `docs/tour.md` as a page. `python docs/render_tour.py` makes both from
+# `docs/tour.py`, in a few minutes.
 
 # %%
 import dataclasses
@@ -13,7 +13,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path.cwd()))
+# A notebook starts in its own folder, a script wherever it is called.
+sys.path.extend([str(Path.cwd()), str(Path.cwd().parent)])
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -33,15 +34,16 @@ LEGEND = {
     "fontsize": "small",
     "frameon": False,
 }
-OUT = Path(os.environ.get("TOUR_OUT", "out/tour"))
+OUT = Path(os.environ.get("TOUR_OUT", Path(compare.__file__).parent / "out/tour"))
+plt.rcParams["figure.dpi"] = 80
 
 # %% [markdown]
 # ## 1. Two runs that differ in one thing
 #
 # Everything is the same but the decay: `p_i = |r_i| + epsilon` and
 # `p_i = (|r_i| + epsilon) exp(-age / tau)`. Standard PER and FreshPER of Table 5 differ in IS
-# correction as well; here neither run has it. One seed and a seventh of the usual length do not
-# show which learns better (RESULTS.md does); they show what happens to the priorities.
+# correction as well; here neither run has it. One seed and a sixth of the usual length do not show
+# which learns better (RESULTS.md does). They show what happens to the priorities.
 
 # %%
 ARMS = {"without decay": "freshper --decay none", "with decay": "freshper --tau 20"}
@@ -113,31 +115,59 @@ axes[2].set(title="ages drawn", xlabel="age, optimizer steps")
 for panel in axes:
     panel.legend(**LEGEND)
 figure.suptitle("Priorities and ages, without and with decay")
+plt.show()
 
 # %% [markdown]
 # ## 3. Effective sample size and KL divergence against age (section 3.3)
 #
 # Every replay update records how far the policy has moved on each trajectory that it drew
-# (`replay.csv`). Grouped by age, ESS / n lies below its upper bound `exp(-KL)` (eq. 11), and both
-# fall.
+# (`replay.csv`). We group the draws by age into ten bins of equal size. In every bin ESS / n lies
+# below its upper bound `exp(-KL)` (eq. 11).
+#
+# The two panels use two different KL divergences. The bound on the left has `KL(theta||mu)`, as in
+# eq. 11. It is a mean under today's policy, so the ratios `rho` are its weights. On the right is
+# the reverse, `KL(mu||theta)`: minus the mean log ratio of the trajectories as they were collected.
+#
+# The right panel grows with age. ESS jumps, because it depends on the largest ratios alone. Hollow
+# marks are bins in which a single trajectory has more than half of the sum of `rho^2`. With decay
+# it is one and the same early success in several bins: replay drew it again and again, and made its
+# unlikely tokens likely.
 
 # %%
+BINS = 10
+
+
+def largest_share(rows: diagnostics.Table) -> np.ndarray:
+    """Return for each bin of age which share one trajectory has of the sum of rho^2, [bins]."""
+    # A draw counts 1 / P(i) times, as in `diagnostics.estimate`.
+    squares = np.exp(2 * rows["log_ratio"]) / rows["probability"]
+    order = np.argsort(rows["age"], kind="stable")
+    return np.array([squares[i].max() / squares[i].sum() for i in np.array_split(order, BINS)])
+
+
 figure, axes = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
-bins = {name: diagnostics.by_age(diagnostics.read(folder), 10) for name, folder in runs.items()}
-for k, (name, means) in enumerate(bins.items()):
+bins = {}
+for k, (name, folder) in enumerate(runs.items()):
+    rows = diagnostics.read(folder)
+    bins[name] = means = diagnostics.by_age(rows, BINS)
     ages = means["age"]
-    bound = np.exp(-means["kl"])
+    alone = largest_share(rows) > 0.5
     axes[0].plot(ages, means["ess"], "o-", color=f"C{k}", label=f"ESS / n {name}")
-    axes[0].plot(ages, bound, "--", color=f"C{k}", label="its bound exp(-KL)")
+    axes[0].plot(ages[alone], means["ess"][alone], "o", mfc="white", color=f"C{k}")
+    axes[0].plot(ages, np.exp(-means["kl"]), "--", color=f"C{k}", label="exp(-KL(theta||mu))")
     axes[1].plot(ages, means["kl_reverse"], "o-", label=name)
+
     tau, offset, r2 = diagnostics.drift_rate(ages, means["kl_reverse"])
     print(f"{name}: KL(mu||theta) = {offset:.2f} + age / {tau:.0f}, R2 {r2:.2f}")
+    print(f"    one trajectory has most of the sum of rho^2 in {alone.sum()} of {BINS} bins;")
+    print(f"    the largest ratio is exp({rows['log_ratio'].max():.1f})")
 
-axes[0].set(xlabel="age, optimizer steps", yscale="log")
+axes[0].set(xlabel="age, optimizer steps", title="ESS / n and its bound", yscale="log")
 axes[1].set(xlabel="age, optimizer steps", title="KL(mu||theta) of a trajectory, nats")
 for panel in axes:
     panel.legend(**LEGEND, ncols=2)
 figure.suptitle("ESS and KL divergence of replayed trajectories")
+plt.show()
 
 # %% [markdown]
 # The heuristic of eq. 12 is a straight line in the right panel with slope `c`: the policy drifts by
@@ -177,8 +207,9 @@ for alpha, decay in settings:
 # ## 5. What beta does (eq. 3)
 #
 # IS weights undo the preference of the draw. At `beta = 1` the weighted mean over draws is the
-# plain mean over the buffer; at `beta = 0` nothing is undone. FreshPER leaves them off (Table 5),
-# because they also undo freshness.
+# plain mean over the buffer; at `beta = 0` nothing is undone. Table 5 gives FreshPER no IS
+# correction, and the paper gives no reason. One effect is seen here: the weights also undo the
+# preference for fresh trajectories.
 
 # %%
 buffer = load_buffer(folder)
@@ -285,16 +316,20 @@ print(f"against recent returns: {largest:.2f}")
 
 # %% [markdown]
 # ### Exercise 5
-# Draw 50,000 times from the buffer with decay. Estimate the buffer's mean age from them, once with
-# `beta = 1` and once without, and say how many standard errors each is off.
+# Load the buffer of the run with decay again (section 6 has added to it), and draw 50,000 times.
+# Estimate the buffer's mean age from the draws, once with weights at `beta = 1` and once without.
+# How many standard errors is each estimate off?
 
 # %% solution
+buffer = load_buffer(folder)
 replay = buffer.sample(50_000)
-w = importance_weights(replay.probabilities, len(buffer), beta=1.0)
-estimate = np.average(replay.ages, weights=w)
-error = np.sqrt(np.sum((w * (replay.ages - estimate)) ** 2)) / w.sum()
-
 mean = buffer.ages().mean()
-weighted = f"weighted {estimate:.2f} +- {error:.2f}"
-print(f"buffer {mean:.2f}; {weighted}; plain {replay.ages.mean():.2f}")
-assert abs(estimate - mean) < 5 * error
+print(f"mean age of the buffer: {mean:.2f}")
+off = {}
+for beta in (1.0, 0.0):
+    w = importance_weights(replay.probabilities, len(buffer), beta)
+    estimate = np.average(replay.ages, weights=w)
+    error = np.sqrt(np.sum((w * (replay.ages - estimate)) ** 2)) / w.sum()
+    off[beta] = abs(estimate - mean) / error
+    print(f"beta {beta:.0f}: {estimate:.2f} +- {error:.2f}, {off[beta]:.1f} standard errors off")
+assert off[1.0] < 5

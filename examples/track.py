@@ -1,0 +1,40 @@
+"""Follow a run in TensorBoard, and with --wandb in W&B, up to its last iteration or Ctrl-C.
+
+    python examples/track.py out/frozenlake-freshper-42 [--wandb PROJECT]
+    tensorboard --logdir out
+They are not in requirements.txt: pip install tensorboard wandb
+"""
+
+import argparse
+import csv
+import json
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+parser = argparse.ArgumentParser(description="Follow a run in TensorBoard or W&B.")
+parser.add_argument("run", type=Path, help="the folder of a run")
+parser.add_argument("--wandb", metavar="PROJECT", help="log to this project of W&B, too")
+args = parser.parse_args()
+if not (table := args.run / "metrics.csv").exists():
+    parser.error(f"run is {args.run}, but must be a folder with a metrics.csv")
+config = json.loads((args.run / "config.json").read_text())
+if args.wandb:
+    import wandb
+
+    wandb.init(project=args.wandb, name=args.run.name, config=config)
+iteration = -1
+with suppress(KeyboardInterrupt), SummaryWriter(args.run / "tensorboard", flush_secs=2) as writer:
+    while iteration < config["iterations"]:
+        time.sleep(1)
+        # The last line may be only half written.
+        lines = table.read_text().rpartition("\n")[0].splitlines()
+        for row in list(csv.DictReader(lines))[iteration + 1 :]:
+            values = {name: float(value) for name, value in row.items() if value}
+            iteration = int(values.pop("iteration"))
+            for name, value in values.items():
+                writer.add_scalar(name, value, iteration)
+            if args.wandb:
+                wandb.log(values, step=iteration)

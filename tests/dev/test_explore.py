@@ -1,0 +1,160 @@
+"""docs/explore.html in headless Chromium shows the numbers of the Python code.
+
+Debian's package chromium-headless-shell is enough. A script is put behind the page's own. It moves
+the sliders and clicks as a reader would, and leaves what the page then has in the document.
+"""
+
+import html
+import itertools
+import json
+import re
+import shutil
+import subprocess
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_episode
+
+from docs.explore import DATA, PAGE
+from freshper.buffer import ReplayBuffer
+from freshper.is_weights import importance_weights
+from freshper.priority import exponential_decay
+from freshper.reinforce import policy_loss
+from sumtree import SumTree
+
+BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
+USER = """
+function set(sliders) {
+  for (const [name, x] of Object.entries(sliders)) {
+    const k = SLIDERS[name].values.findIndex((v) => v === x || (x === "inf" && v === Infinity));
+    if (k < 0) throw new Error(`${name} has no ${x}`);
+    get(name).value = k;
+    get(name).dispatchEvent(new Event("input"));
+  }
+}
+function text(id) { return get(id).textContent; }
+function cells() {
+  const texts = (row) => [...row.cells].map((cell) => cell.textContent);
+  const rows = [...get("numbers").rows].map(texts);
+  return Object.fromEntries(rows.map(([name, ...numbers]) => [name, numbers.map(parseFloat)]));
+}
+"""
+
+
+def in_browser(tmp_path, expression, width=1280):
+    """Return the value of a JavaScript expression that the page computes after it has been
+    drawn."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    assert browser, f"none of {BROWSERS} is installed"
+    script = f"{USER} const result = JSON.stringify({expression});"
+    script += "document.body.innerHTML = '<pre></pre>';"
+    script += "document.querySelector('pre').textContent = result;"
+    page = tmp_path / "page.html"
+    page.write_text(f"{PAGE.read_text(encoding='utf-8')}<script>{script}</script>")
+
+    flags = "--headless --no-sandbox --disable-gpu --dump-dom".split()
+    flags += [f"--user-data-dir={tmp_path}/profile", f"--window-size={width},800"]
+    done = subprocess.run([browser, *flags, page], capture_output=True, text=True, timeout=120)
+    (result,) = re.findall("<body><pre>(.*)</pre>", done.stdout)
+    return json.loads(html.unescape(result))
+
+
+@pytest.fixture(scope="module")
+def data():
+    page = PAGE.read_text(encoding="utf-8")
+    return json.loads(DATA.search(page)[0].partition("\n")[2].rpartition("\n")[0])
+
+
+def buffer_of(data, tau, alpha, epsilon):
+    """Return a buffer with the page's episodes, refreshed at the page's time."""
+    rng = np.random.default_rng(0)
+    buffer = ReplayBuffer(len(data["age"]), alpha, partial(exponential_decay, tau=tau))
+    now = max(data["age"])
+    for age, reward in zip(data["age"], data["reward"], strict=True):
+        buffer.add([make_episode(rng, turns=1)], [abs(reward) + epsilon], now - age)
+    buffer.refresh(now)
+    return buffer
+
+
+def test_probabilities_draws_and_weights(tmp_path, data):
+    settings = [(20, 0.6, 0.1, 0.4), ("inf", 0.6, 0.1, 1), (5, 1, 1e-6, 0), (100, 0, 1, 0.5)]
+    names = ("tau", "alpha", "epsilon", "beta")
+    cases = [dict(zip(names, values, strict=True)) for values in settings]
+    after = "({...shown, cells: cells(), crossing: text('crossing')})"
+    act = f"(set(sliders), get('draw').click(), {after})"
+    results = in_browser(tmp_path, f"{json.dumps(cases)}.map((sliders) => {act})")
+
+    for (tau, alpha, epsilon, beta), shown in zip(settings, results, strict=True):
+        tau = float(tau)
+        buffer = buffer_of(data, tau, alpha, epsilon)
+        size = len(buffer)
+        p = buffer.tree[np.arange(size)] / buffer.tree.total()
+        np.testing.assert_allclose(shown["probabilities"], p, rtol=1e-12)
+        assert shown["drawn"] == buffer.tree.find(np.array(shown["masses"])).tolist()
+        slices = np.array(shown["masses"]) / buffer.tree.total() * 32
+        assert np.floor(slices).tolist() == list(range(32))
+        weights = importance_weights(p[shown["drawn"]], size, beta)
+        np.testing.assert_allclose(shown["weights"], weights, rtol=1e-12)
+
+        age = np.array(data["age"])
+        ages = [age.mean(), p @ age, age[shown["drawn"]].mean()]
+        won = np.array(data["reward"]) > 0
+        shares = [won.mean(), p @ won, won[shown["drawn"]].mean()]
+        ess = weights.sum() ** 2 / (weights**2).sum()
+        # Python and JavaScript round a tie in different directions.
+        assert shown["cells"]["mean age"] == pytest.approx(ages, abs=0.051)
+        assert shown["cells"]["successes"] == pytest.approx(100 * np.array(shares), abs=0.51)
+        assert shown["cells"]["ESS of IS weights"][-1] == pytest.approx(ess, abs=0.051)
+        if np.isfinite(tau):
+            assert shown["crossing"].endswith(f"= {tau * np.log((1 + epsilon) / epsilon):.1f}.")
+
+
+def test_the_walk_to_a_clicked_mass(tmp_path):
+    click = "new MouseEvent('click', {clientX: box.x + share * box.width})"
+    act = f"(get('mass-bar').dispatchEvent({click}), {{...showTree(), walk: text('walk')}})"
+    box = "const box = get('mass-bar').getBoundingClientRect();"
+    clicks = f"(() => {{ {box} return [0, 0.2, 0.5, 0.8, 0.99].map((share) => {act}); }})()"
+    for shown in in_browser(tmp_path, clicks):
+        nodes = list(shown["nodes"].values())
+        tree = SumTree(8)
+        tree.fill(np.array(nodes[8:]))
+        np.testing.assert_allclose(nodes, tree.nodes, rtol=1e-15)
+        leaf = tree.find(np.array([shown["mass"]]))[0]
+        assert shown["leaf"] == leaf
+        assert f"Leaf {leaf}:" in shown["walk"]
+
+
+def test_the_loss_of_a_token(tmp_path):
+    grid = itertools.product((0.5, 1, 1.3, 4), (-2, -0.5, 1), (0.1, 0.2), (0, 3))
+    names = ("rho", "advantage", "clip", "dual")
+    cases = [dict(zip(names, values, strict=True)) for values in grid]
+    results = in_browser(tmp_path, f"{json.dumps(cases)}.map((s) => (set(s), text('loss')))")
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    for case, shown in zip(cases, results, strict=True):
+        ratio = torch.tensor([[case["rho"]]], dtype=torch.float64)
+        log_ratio = ratio.log().requires_grad_()
+        advantage = torch.full((1, 1), float(case["advantage"]), dtype=torch.float64)
+        bounds = {"ratio_clip": case["clip"], "dual_clip": float(case["dual"])}
+        loss, _ = policy_loss(log_ratio, torch.zeros(1, 1), advantage, mask, **bounds)
+        loss.backward()
+        assert f"loss is {loss:.3f}." in shown, case
+        slope = -log_ratio.grad.item()
+        effect = "slope is 0" if slope == 0 else "more likely" if slope > 0 else "less likely"
+        assert effect in shown, case
+
+
+def test_it_fits_a_phone_and_the_keyboard_reaches_every_episode(tmp_path, data):
+    key = "get('plot').dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight'}))"
+    steps = f"(DATA.age.map(() => ({key}, text('episode'))))"
+    page = "document.documentElement.scrollWidth"
+    result = in_browser(tmp_path, f"{{seen: {steps}, width: innerWidth, page: {page}}}", width=390)
+    assert result["page"] <= result["width"] <= 390
+    assert len(set(result["seen"])) == len(data["age"])
+
+
+def test_the_page_loads_nothing():
+    page = PAGE.read_text(encoding="utf-8")
+    assert len(page.splitlines()) <= 400
+    assert not re.search(r"https?:|\b(?:src|href)=|@import|url\(|fetch\(", page)
