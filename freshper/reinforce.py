@@ -30,7 +30,8 @@ them, since all turns belong to one episode. The paper is silent on these points
   switches it off.
 - C is the mean number of action tokens per episode of the whole batch. The authors' code has C = 1.
 
-Exercise: set `--baseline recompute` and watch `replay_success` and `replay_grad_norm`.
+Exercise: compare `--baseline recompute` with `turn`, both at `--epsilon 1e-6 --format_penalty 0`,
+and watch `replay_grad_norm` (docs/exercises.md).
 """
 
 import numpy as np
