@@ -123,7 +123,8 @@ class RunState:
         buffer["episodes"] = unpack_episodes(buffer["episodes"])
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
-        self.policy.features.update(state["features"])
+        for key, feature in state["features"].items():
+            self.policy.features[key] = feature.to(self.policy.device)
 
         torch.set_rng_state(state["torch"])
         torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
