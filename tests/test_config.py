@@ -3,10 +3,12 @@
 import dataclasses
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +16,7 @@ from envs import ENVS
 from envs.frozenlake import FrozenLake
 from freshper.backends import choose_backend
 from freshper.config import Config
+from freshper.engine_vllm import folder_of_weights, gpus_of_vllm
 from freshper.flags import parse_args
 from freshper.presets import CONFIG_A, CONFIG_DEFAULT, PRESETS
 from freshper.trainer import MAX_GRAD_NORM, WARMUP_STEPS
@@ -411,3 +414,38 @@ def test_the_backend_follows_from_what_is_installed(flags, gpu, missing, line, m
         with pytest.raises(ValueError) as error:
             choose_backend(config, given)
         assert str(error.value).startswith(f"--{flag} is {line}")
+
+
+@pytest.mark.parametrize(
+    ("visible", "ranks", "heads", "gpus", "idle"),
+    [
+        ("0", 1, (14, 2), [], ""),  # shared
+        ("3,4", 1, (14, 2), ["4"], ""),
+        ("3,4,5,6", 1, (14, 2), ["4", "5"], "6"),
+        ("0,1,2,3,4,5,6,7", 4, (28, 4), ["4", "5", "6", "7"], ""),
+        ("0,1,2,3,4,5", 1, (12, 12), ["1", "2", "3", "4"], "5"),
+        ("0,1,2", 1, (9, 3), ["1"], "2"),  # SmolLM2
+    ],
+)
+def test_vllm_takes_as_many_gpus_as_divide_the_heads(
+    visible, ranks, heads, gpus, idle, monkeypatch, capsys
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    model = SimpleNamespace(num_attention_heads=heads[0], num_key_value_heads=heads[1])
+    assert gpus_of_vllm("cuda", model) == gpus
+    said = capsys.readouterr().out
+    assert said.startswith(f"GPUs {idle} stay idle") if idle else said == ""
+
+
+def test_weights_of_a_model_have_the_same_path_in_each_run(text_policy, vision_policy):
+    """Runs at the same time do not share it."""
+    policies = text_policy, text_policy, vision_policy
+    folders = [folder_of_weights(1, policy.model.config) for policy in policies]
+    try:
+        assert len(set(folders)) == 3
+        os.rmdir(folders[0])
+        assert folder_of_weights(1, text_policy.model.config) == folders[0]
+    finally:
+        for folder in folders:
+            os.rmdir(folder)

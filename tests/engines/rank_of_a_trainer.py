@@ -2,6 +2,9 @@
 
     torchrun --nproc_per_node 2 tests/engines/rank_of_a_trainer.py OUT [case ...] [--resume-only]
 
+ZeRO-3 partitions every parameter, of a model whose output layer is tied and whose layers are
+computed again in the backward pass.
+
 Rank 0 writes OUT/<case>/, with a checkpoint after two of three updates, and OUT/<case>.pt, with the
 numbers of plain torch, of DeepSpeed, and of a resumed DeepSpeed that makes the last update again.
 With --resume-only the checkpoint already exists.
@@ -11,6 +14,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -27,6 +31,7 @@ from freshper.reinforce import Baseline
 from freshper.tiny import build_policy
 from freshper.trainer import TorchTrainer
 
+INITIALIZE = deepspeed.initialize
 FLAGS = "--backend vllm+deepspeed --batch_size 13 --micro_batch_size 2 --lr 0.01 --iterations 4"
 TERMS = "--kl_loss_coef 0.05 --kl_reward_coef 0.1 --entropy_coef 0.01 --dtype float32"
 CASES = {
@@ -36,6 +41,10 @@ CASES = {
     "zero_3": f"--zero_stage 3 {TERMS}",
     "images": f"--zero_stage 3 --env frozenlake_vlm {TERMS}",
     "bfloat16": "--zero_stage 2 --dtype bfloat16",
+    # for `gradients`
+    "sum_1": "--zero_stage 1 --dtype bfloat16 --micro_batch_size 1",
+    "sum_2": "--zero_stage 2 --dtype bfloat16 --micro_batch_size 1",
+    "sum_3": "--zero_stage 3 --dtype bfloat16 --micro_batch_size 1",
 }
 
 
@@ -72,13 +81,54 @@ def numbers(trainer, episodes, first=0, folder=None):
     return results
 
 
+def gradients(trainer, alone):
+    """Return the direction of an update of 128 micro-batches, of DeepSpeed and of torch with its
+    sum in float32. AdamW's first moments hold it."""
+    total = {}
+
+    def backward(loss):
+        loss.backward()
+        for parameter in alone.policy.model.parameters():
+            total[parameter] = total.get(parameter, 0.0) + parameter.grad.float()
+            parameter.grad = None
+
+    alone.strategy.backward = backward
+    alone.strategy.step = lambda: 0.0
+    alone.update(speakable_episodes(alone.policy, 128))
+    expected = torch.cat([x.flatten() for x in total.values()])
+
+    trainer.update(speakable_episodes(alone.policy, 128))
+    (states,) = trainer.state_dict()["optimizer"]["ranks"]
+    computed = torch.cat([state["exp_avg"] for state in states])[: len(expected)]
+    return [x / x.norm() for x in (computed, expected)]
+
+
+def initialize(partitioned, **arguments):
+    """Call deepspeed.initialize. With `partitioned` no parameter stays whole, which is checked."""
+    if partitioned:
+        arguments["config"]["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    made = INITIALIZE(**arguments)
+    if partitioned:
+        for parameter in arguments["model"].parameters():
+            assert parameter.numel() == 0, "a parameter is not partitioned"
+    return made
+
+
 def run(case, out, resume):
     """Make the updates of a case with torch and DeepSpeed, or the last one from the checkpoint."""
     config = parse_args(f"{FLAGS} {CASES[case]}".split()).config
     folder = out / case
     rank = join_ranks(config)
+    # DeepSpeed would keep parameters of this size whole on each rank.
+    deepspeed.initialize = partial(initialize, config.zero_stage == 3)
+    freshper.trainer.ACTIVATIONS = 0 if config.zero_stage == 3 else 2**30
     if rank == 0 and not resume:
-        build_policy(config.make_env()).save(str(folder))
+        policy = build_policy(config.make_env())
+        if config.zero_stage == 3:
+            for part in (policy.model.config, policy.model.config.get_text_config()):
+                part.tie_word_embeddings = True
+            policy.model.tie_weights()
+        policy.save(str(folder))
     dist.barrier()
     load = partial(load_policy, str(folder), "cpu", getattr(torch, config.dtype))
     policy = load()
@@ -87,6 +137,10 @@ def run(case, out, resume):
         return
 
     trainer = make_trainer(policy, config)
+    if case.startswith("sum"):
+        alone = TorchTrainer(load(), config, total_updates=12)
+        torch.save(gradients(trainer, alone), f"{folder}.pt")
+        return
     episodes = speakable_episodes(policy, 13)
     if resume:
         trainer.load_state_dict(torch.load(folder / "state.pt", weights_only=True))
@@ -113,5 +167,6 @@ if __name__ == "__main__":
     for name in filter(CASES.get, sys.argv[2:]):
         if not resume_only:
             run(name, Path(sys.argv[1]), resume=False)
-        run(name, Path(sys.argv[1]), resume=True)
+        if not name.startswith("sum"):
+            run(name, Path(sys.argv[1]), resume=True)
     end()

@@ -95,6 +95,17 @@ def test_zero_3_saves_whole_parameters(two_ranks):
         assert 0.0 < difference < 0.02, name
 
 
+def test_micro_batches_are_summed_in_float32(tmp_path):
+    """The oracle sums the same gradients in bfloat16, of 128 micro-batches, one by one. At stage 1
+    DeepSpeed rounds the sum once. Sums in bfloat16 were off by 0.0075."""
+    cases = ["sum_1", "sum_2", "sum_3"]
+    status, output = run(1, tmp_path, *cases)
+    assert status == 0, output
+    for case in cases:
+        computed, expected = torch.load(tmp_path / f"{case}.pt")
+        assert (computed - expected).norm() < (3e-3 if case == "sum_1" else 1e-5)
+
+
 def test_one_rank_and_another_number_of_ranks(two_ranks, tmp_path):
     """One rank does the same; it refuses the checkpoint of two."""
     status, output = run(1, tmp_path, "zero_1")

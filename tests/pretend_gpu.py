@@ -1,0 +1,284 @@
+"""A pretend GPU, for machines without one: a torch device that keeps CUDA's rules, on the CPU.
+
+A tensor of the device `pretend` is a `DeviceTensor`, whose numbers are in `host`. What CUDA refuses
+is refused: operators on tensors of both devices, except CPU numbers without dimensions in pointwise
+operators, and CPU indices; NumPy; a generator of the other device, or its state. Optimizers take
+their foreach path, autocast casts as torch's own header says for CUDA, and a file holds the tensors
+as those of `cuda:0`, so that they cannot be loaded here without `map_location`.
+
+Not pretended are memory, speed, streams, and the rounding of a GPU's kernels. `install` is for a
+process of its own. It uses private functions of torch 2.13.
+"""
+
+import functools
+import re
+from pathlib import Path
+
+import torch
+from torch.library import Library, fallthrough_kernel
+from torch.optim.optimizer import _foreach_supported_types
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _setup_privateuseone_for_python_backend,
+)
+
+NAME = "pretend"
+aten = torch.ops.aten
+COPIES = {aten._to_copy, aten.copy_}
+INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+KEPT = []  # libraries and the mode, which end with their objects
+
+
+class DeviceTensor(torch.Tensor):
+    """A tensor of the device. `host` is a CPU tensor with its numbers."""
+
+    @staticmethod
+    def __new__(cls, host):
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            host.shape,
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            device=f"{NAME}:0",
+        )
+        tensor.host = host
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
+        return compute(operator, args, kwargs or {})
+
+    def tolist(self):
+        return self.cpu().tolist()
+
+    def __repr__(self, **_):
+        return f"{NAME}:{self.host}"
+
+    def __reduce_ex__(self, protocol):
+        self.host.untyped_storage().is_pretended = True  # for `location_of`
+        return self.host.detach().__reduce_ex__(protocol)
+
+
+class Generator(torch._C.Generator):
+    """A generator of either device. On the pretended one its state has CUDA's form: 16 bytes, the
+    seed and the number of draws."""
+
+    of = {}  # noqa: RUF012  by address: an operator gets another object
+
+    def __new__(cls, device="cpu"):
+        generator = super().__new__(cls, "cpu")
+        generator.place = torch.device(device)
+        cls.of[generator._cdata] = generator
+        return generator
+
+    @property
+    def device(self):
+        return self.place
+
+    def manual_seed(self, seed):
+        self.cuda_state = torch.tensor([seed, 0]).view(torch.uint8)
+        return super().manual_seed(seed)
+
+    def get_state(self):
+        return super().get_state() if self.place.type == "cpu" else self.cuda_state.clone()
+
+    def set_state(self, state):
+        if self.place.type == "cpu":
+            return super().set_state(state)
+        if state.shape != (16,):
+            raise RuntimeError("RNG state is wrong size")
+        self.cuda_state = state.clone()
+        return self
+
+    def advance(self):
+        """Make the next draw one of the state, and count it."""
+        seed, draws = self.cuda_state.view(torch.int64).tolist()
+        self.cuda_state.view(torch.int64)[1] += 1
+        super().manual_seed(hash((seed, draws)) % 2**63)
+
+
+class Everywhere(TorchDispatchMode):
+    """Sees the operators without a tensor of the device, such as torch.zeros(2, device=...)."""
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # what it wraps around each operator takes long
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if not types and not kwargs:
+            return operator(*args)
+        return compute(operator, args, kwargs or {})
+
+
+def is_pretended(x):
+    return isinstance(x, DeviceTensor)
+
+
+def leaves_of(values):
+    """Return arguments with those of lists in place of the lists."""
+    leaves = []
+    for value in values:
+        leaves += value if isinstance(value, list | tuple) else [value]
+    return leaves
+
+
+def with_tensors(change, values):
+    """Return arguments or results with `change(tensor)` in place of each tensor."""
+    if isinstance(values, torch.Tensor):
+        return change(values)
+    if isinstance(values, list | tuple):
+        return type(values)(with_tensors(change, value) for value in values)
+    return values
+
+
+@functools.cache
+def rules_of(operator):
+    """Return whether an operator copies between devices, indexes, takes CPU numbers, and the names
+    and places of the arguments that it writes."""
+    packet = operator.overloadpacket
+    indexes = packet in INDEXING
+    takes_numbers = indexes or torch.Tag.pointwise in operator.tags
+    written = [(x.name, k) for k, x in enumerate(operator._schema.arguments) if x.is_write]
+    return packet in COPIES, indexes, takes_numbers, written
+
+
+def compute(operator, args, kwargs):
+    """Check the devices of an operator's arguments, compute it on the CPU, and put the results on
+    the device that CUDA would put them on."""
+    leaves = leaves_of([*args, *kwargs.values()])
+    pretended = [leaf for leaf in leaves if is_pretended(leaf)]
+    if pretended:
+        check_devices(operator, args, kwargs, leaves)
+
+    to_device = bool(pretended)
+    if kwargs.get("device") is not None:
+        to_device = torch.device(kwargs["device"]).type == NAME
+    elif operator.overloadpacket is aten.copy_:
+        to_device = is_pretended(args[0])
+    for leaf in leaves:
+        if isinstance(leaf, torch._C.Generator):
+            check_generator(Generator.of.get(leaf._cdata, leaf), to_device)
+
+    host_args = with_tensors(host_of, args)
+    host_kwargs = {name: with_tensors(host_of, value) for name, value in kwargs.items()}
+    if to_device and "device" in kwargs:
+        host_kwargs["device"] = torch.device("cpu")
+    results = operator(*host_args, **host_kwargs)
+    if not to_device:
+        return results
+
+    # An operator in place returns its argument.
+    arguments = {id(tensor.host): tensor for tensor in pretended}
+
+    def place(result):
+        return arguments[id(result)] if id(result) in arguments else DeviceTensor(result)
+
+    return with_tensors(place, results)
+
+
+def host_of(tensor):
+    return tensor.host if is_pretended(tensor) else tensor
+
+
+def check_devices(operator, args, kwargs, leaves):
+    """Raise RuntimeError if CUDA would, because one of the arguments is on the CPU."""
+    copies, indexes, takes_numbers, written = rules_of(operator)
+    if copies:
+        return
+    if indexes:
+        leaves = [args[0], *args[2:3]]
+        if not is_pretended(args[0]):
+            raise RuntimeError("indices should be on the device of the indexed tensor, cpu")
+
+    on_cpu = [x for x in leaves if isinstance(x, torch.Tensor) and not is_pretended(x)]
+    if on_cpu:
+        outputs = [args[k] if k < len(args) else kwargs.get(name) for name, k in written]
+        is_output = any(x is y for x in on_cpu for y in outputs)
+        numbers = all(x.dim() == 0 for x in on_cpu)
+        if is_output or not (takes_numbers and numbers):
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"cuda:0 and cpu! ({operator})"
+            )
+
+
+def check_generator(generator, to_device):
+    """Raise RuntimeError if the generator is not one of the device that draws."""
+    if (generator.device.type == NAME) != to_device:
+        raise RuntimeError(f"Expected another device for generator but found {generator.device}")
+    if to_device:
+        generator.advance()
+
+
+def autocast_lists():
+    """Return what autocast casts on CUDA, from torch's header: operator -> dtype, None for the
+    autocast's."""
+    header = Path(torch.__path__[0], "include/ATen/autocast_mode.h").read_text()
+    dtypes = {
+        "LOWER_PRECISION_FP": None,
+        "FP32": torch.float32,
+        "FP32_SET_OPT_DTYPE": torch.float32,
+    }
+    casts = {}
+    for name, dtype in dtypes.items():
+        body = re.search(rf"AT_FORALL_{name}\(_\)(.*?)\n\n", header, re.DOTALL).group(1)
+        for operator, overload in re.findall(r"_\((\w+)(?:, (\w+))?\)", body):
+            casts[f"{operator}.{overload}" if overload else operator] = dtype
+    return casts
+
+
+def autocast_kernel(name, dtype):
+    """Return the kernel of an operator under autocast."""
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(aten, packet), overload or "default")
+    autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+
+    def cast(x):
+        if is_pretended(x) and x.is_floating_point() and x.dtype != torch.float64:
+            return x.to(dtype or torch.get_autocast_dtype(NAME))
+        return x
+
+    def kernel(*args, **kwargs):
+        with torch._C._ExcludeDispatchKeyGuard(autocast):
+            named = {name: with_tensors(cast, value) for name, value in kwargs.items()}
+            return operator(*with_tensors(cast, args), **named)
+
+    return kernel
+
+
+def location_of(storage):
+    """Return where torch.save says that a storage was."""
+    return "cuda:0" if hasattr(storage, "is_pretended") else None
+
+
+class Module(_DummyBackendModule):
+    """torch.pretend"""
+
+    def get_amp_supported_dtype(self):
+        return [torch.bfloat16]
+
+
+def install():
+    """Add the device to torch, for the rest of the process."""
+    _setup_privateuseone_for_python_backend(NAME, backend_module=Module())
+    # The engine's threads cannot call a device guard in Python.
+    torch.autograd.set_multithreading_enabled(False)
+    # `torch.tensor` then moves its numbers with an operator.
+    torch._C._set_only_lift_cpu_tensors(True)
+    # A tied parameter stays one when a module is moved.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    torch.serialization.register_package(1, location_of, lambda storage, location: None)
+    _foreach_supported_types.append(DeviceTensor)
+    torch.Generator = Generator
+
+    fallback = Library("_", "IMPL")
+    fallback.fallback(fallthrough_kernel, "AutocastPrivateUse1")
+    kernels = Library("aten", "IMPL")
+    for name, dtype in autocast_lists().items():
+        if hasattr(aten, name.partition(".")[0]):
+            kernels.impl(name, autocast_kernel(name, dtype), "AutocastPrivateUse1")
+    mode = Everywhere()
+    mode.__enter__()
+    KEPT.extend([fallback, kernels, mode])

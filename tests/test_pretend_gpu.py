@@ -1,0 +1,175 @@
+"""Runs of the real train.py on the pretend GPU (tests/pretend_gpu.py), resumed there or on the CPU.
+
+The device computes what the CPU computes, so the oracle of a run is the same run on the CPU, never
+stopped.
+"""
+
+import inspect
+import os
+import signal
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from kill_loop import SERVER
+from matplotlib.figure import Figure
+
+import train
+from freshper import models, trainer
+from freshper.config import Config
+from freshper.diagnostics import read
+from freshper.report import Report
+
+SHORT = """--model tiny --iterations 3 --rollout_batch_size 8 --eval_episodes 4 --eval_every 3
+--save_every 0 --max_turns 2 --micro_batch_size 8 --lr 0.01""".split()
+TEXT = "--env gsm8k"
+IMAGES = "--env geoqa --batch_size 4"
+CPU = "cpu"
+GPU = "pretend"
+# where a run starts, where it is resumed, its flags
+RUNS = {
+    "text": (GPU, GPU, f"{TEXT} --batch_size 4 --tau auto --entropy_coef 0.01 --truncated_is 2"),
+    "images from the GPU": (GPU, CPU, f"{IMAGES} --kl_loss_coef 0.05 --base_priority advantage"),
+    "images to the GPU": (CPU, GPU, f"{IMAGES} --kl_reward_coef 0.1 --micro_batch_size 2"),
+    "Standard PER": (CPU, GPU, f"{TEXT} --batch_size 4 --method per --baseline recompute"),
+    "on-policy": (GPU, CPU, f"{TEXT} --method on_policy --ppo_epochs 2"),
+    "bfloat16": (GPU, GPU, f"{IMAGES} --dtype bfloat16"),
+}
+
+
+def replace_in(function, right, wrong):
+    """Replace a piece of a function's source."""
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(right) == 1
+    scope = {}
+    exec(source.replace(right, wrong), function.__globals__, scope)
+    function.__code__ = scope[function.__name__].__code__
+
+
+def child(first, second, out, flags, bug):
+    """Run train.py on the device `first` until it is stopped in the second of three iterations, and
+    resume it on `second`."""
+    with open(f"{out}.log", "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    import pretend_gpu
+
+    pretend_gpu.install()
+    if bug:
+        replace_in(*bug)
+    Figure.savefig = lambda *_, **__: None
+    log_row = Report.log
+
+    def log_and_stop(report, *arguments, **named):
+        if report.done == 1:
+            signal.raise_signal(signal.SIGTERM)
+        log_row(report, *arguments, **named)
+
+    Report.log = log_and_stop
+    Config.device = first
+    status = train.main(["--out", out, *SHORT, *flags])
+    if status == 143:
+        Config.device = second
+        status = train.main(["--resume", out, "--iterations", "3"])
+    sys.exit(status)
+
+
+def run_and_resume(first, second, out, flags, bug=()):
+    """Return the exit status of `child`, and what it printed."""
+    arguments = (first, second, str(out), flags.split(), bug)
+    process = SERVER.Process(target=child, args=arguments)
+    process.start()
+    process.join()
+    return process.exitcode, Path(f"{out}.log").read_text()
+
+
+def rules():
+    """Raise AssertionError if the device does not keep one of CUDA's rules. In a child, too."""
+    import pretend_gpu
+
+    pretend_gpu.install()
+    here = torch.ones(2, 2, device=GPU)
+    there = torch.ones(2, 2)
+    generator = torch.Generator(GPU).manual_seed(0)
+    refused = (
+        lambda: here + there,
+        lambda: there.copy_(here).add_(here),
+        lambda: torch.tensor(1.0).add_(here),
+        lambda: torch.cat([here, there]),
+        lambda: there[torch.tensor([0], device=GPU)],
+        lambda: here.gather(0, torch.zeros(1, 2).long()),
+        lambda: here.numpy(),
+        lambda: np.asarray(here),
+        lambda: torch.rand(2, device=GPU, generator=torch.Generator()),
+        lambda: torch.rand(2, generator=generator),
+        lambda: torch.Generator().set_state(generator.get_state()),
+        lambda: generator.set_state(torch.get_rng_state()),
+    )
+    for number, attempt in enumerate(refused):
+        with pytest.raises(RuntimeError):
+            print(number, attempt())
+
+    assert (here * torch.tensor(3.0))[torch.tensor([1])].tolist() == [[3.0, 3.0]]
+    here[:, [0]] = torch.tensor(5.0)
+    assert here.cpu().tolist() == [[5.0, 1.0], [5.0, 1.0]]
+    with torch.autocast(GPU, torch.bfloat16):
+        assert (here @ here).dtype == (here @ here + 1).dtype == torch.bfloat16
+        assert (here @ here).softmax(-1).dtype == here.sum().dtype == torch.float32
+
+
+def test_the_device_keeps_the_rules_of_cuda():
+    process = SERVER.Process(target=rules)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_on_a_gpu_is_the_run_on_a_cpu(name, tmp_path, monkeypatch):
+    first, second, flags = RUNS[name]
+    status, output = run_and_resume(first, second, tmp_path / "gpu", flags)
+    assert status == 0, output
+    assert f"resuming from {tmp_path / 'gpu/checkpoint'}, after iteration 2 of 3" in output
+    table = read(tmp_path / "gpu", "metrics.csv")
+
+    monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
+    exact = flags.replace("bfloat16", "float32").split()
+    assert train.main(["--out", str(tmp_path / "cpu"), *SHORT, *exact]) == 0
+    expected = read(tmp_path / "cpu", "metrics.csv")
+    if name == "bfloat16":
+        for column in ("grad_norm", "replay_grad_norm", "replay_kl"):
+            rounding = abs(table[column][1] / expected[column][1] - 1)
+            assert 1e-5 < rounding < 0.05, column
+        return
+
+    for column in expected:
+        if not column.endswith("_s"):
+            close = {"rtol": 1e-3, "atol": 1e-5, "err_msg": column}
+            np.testing.assert_allclose(table[column], expected[column], **close)
+
+
+@pytest.mark.parametrize(
+    ("run", "bug"),
+    [
+        (
+            "text",
+            (
+                trainer.action_logprobs,
+                "batch.tokens[mask].to(policy.device)",
+                "batch.tokens[mask]",
+            ),
+        ),
+        (
+            "images to the GPU",
+            (models.Policy.image_features, "[key].to(self.device)", "[key]"),
+        ),
+    ],
+)
+def test_a_planted_bug_is_noticed(run, bug, tmp_path):
+    first, second, flags = RUNS[run]
+    status, output = run_and_resume(first, second, tmp_path / "gpu", flags, bug)
+    assert status == 1
+    assert "RuntimeError: Expected all tensors to be on the same device" in output
