@@ -274,7 +274,9 @@ def test_numbers_that_stop_being_finite_and_a_full_gpu_end_the_run(
         monkeypatch.setattr("freshper.backends.tiny_model", lambda env: tmp_path / "broken")
     if kind == "reward":
         ending = float("nan"), True, False, {"success": False, "valid": True}
-        monkeypatch.setattr(FrozenLake, "step", lambda env, reply: (env.observe(), *ending))
+        monkeypatch.setattr(
+            FrozenLake, "step_many", lambda envs, _: [(env.observe(), *ending) for env in envs]
+        )
     text = "--lr 1e30" if kind == "learning rate" else ""
 
     assert train.main(flags(text, tmp_path / "run")) == 1
