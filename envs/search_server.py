@@ -250,8 +250,8 @@ class Handler(StreamRequestHandler):
 
         passages, scores = self.server.retriever.search(queries, topk)
         result = []
-        for texts, cosines in zip(passages, scores, strict=True):
-            hits = zip(texts, cosines, strict=True)
+        for texts, cosines in zip(passages, scores):
+            hits = zip(texts, cosines)
             result.append(
                 [{"document": {"contents": text}, "score": score} for text, score in hits]
             )

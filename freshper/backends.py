@@ -189,7 +189,7 @@ def rows_that_fit(policy: Policy, env: TextEnv, room: int) -> dict[str, list]:
             # This is the first seed of the split that gets this row.
             seed = first + (k - first) % len(env.rows[split])
             observation = env.reset(seed=seed)[0]
-            rows[split if fits(policy, observation, room) else "left_out"].append(row)
+            rows[split if first_turn_fits(policy, observation, room) else "left_out"].append(row)
 
         if not rows[split]:
             limit = f"{room} tokens, --max_tokens less --max_new_tokens"
@@ -199,7 +199,7 @@ def rows_that_fit(policy: Policy, env: TextEnv, room: int) -> dict[str, list]:
     return rows
 
 
-def fits(policy: Policy, observation: Observation, room: int) -> bool:
+def first_turn_fits(policy: Policy, observation: Observation, room: int) -> bool:
     """Return whether the policy can read the images of a first turn, and has room for it."""
     for image in observation.images:
         sides = image.shape[:2]

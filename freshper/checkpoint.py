@@ -182,7 +182,7 @@ class RunState:
         new = Path(folder)
         # With a path instead of a file, torch does not say that the disk is full.
         with open(new / "state.pt", "wb") as file:
-            torch.save(plain(state), file)
+            torch.save(without_numpy(state), file)
 
         run = {"iteration": self.report.done, "settings": vars(self.config)}
         (new / "run.json").write_text(json.dumps(run))
@@ -263,12 +263,12 @@ def replace_folder(folder: Path, fill: Callable[[str], None], before: Path | Non
     new.rename(folder)
 
 
-def plain(tree: Any) -> Any:
+def without_numpy(tree: Any) -> Any:
     """Return a state with tensors and numbers for NumPy's, which `weights_only` does not load."""
     if isinstance(tree, dict):
-        return {key: plain(value) for key, value in tree.items()}
+        return {key: without_numpy(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)(map(plain, tree))
+        return type(tree)(map(without_numpy, tree))
     if isinstance(tree, np.ndarray):
         return torch.from_numpy(tree)
     if isinstance(tree, np.generic):

@@ -122,5 +122,5 @@ def turns_of(episode: Episode, policy: Policy) -> Iterator[dict[str, Any]]:
         yield {
             "images": [compressed(next(images)).png for _ in range(begins.sum())],
             "prompt": tokens[~sampled],
-            "reply": zip(tokens[sampled], logprobs[sampled], strict=True),
+            "reply": zip(tokens[sampled], logprobs[sampled]),
         }

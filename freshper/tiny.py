@@ -166,7 +166,7 @@ class RandomEngine:
     def __init__(self, policy: Policy, envs: list[TextEnv], seeds: list[int]):
         self.policy = policy
         self.rng = np.random.default_rng(seeds[0])
-        self.env_of = dict(zip(seeds, envs, strict=True))
+        self.env_of = dict(zip(seeds, envs))
 
     def generate(self, conversations: list[Conversation], max_new_tokens: int) -> list[Reply]:
         """Return one random reply to each conversation."""
@@ -186,7 +186,7 @@ def transcripts(policy: Policy, envs: list[TextEnv], seeds: list[int]) -> list[E
     engine = RandomEngine(policy, envs, seeds)
     episodes = rollout(engine, policy, envs, seeds, max_tokens=4096, max_new_tokens=8)
 
-    for episode, env in zip(episodes, envs, strict=True):
+    for episode, env in zip(episodes, envs):
         final = env.observe()
         caption = env.caption()
         turn = policy.bridge(final._replace(text=f"{final.text}?{caption}"), closed=True)

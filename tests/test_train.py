@@ -212,7 +212,7 @@ def test_options_together(name, tmp_path, monkeypatch):
     assert train.main(flags(OPTIONS[name], tmp_path / "run")) == 0
     table = read(tmp_path / "run", "metrics.csv")
     assert not any(np.isinf(column).any() for column in table.values())
-    assert all(e.engine_weights.max() <= 2.0 for e in episodes)
+    assert all(e.engine_correction.max() <= 2.0 for e in episodes)
     weights = load_file(tmp_path / "run/checkpoint/model.safetensors").values()
     assert {w.dtype for w in weights} == {torch.float32}
     if name == "mixed precision":
