@@ -191,7 +191,7 @@ class RunState:
         (new / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
-def find_saved(config: Config, given: tuple[str, ...]) -> Saved | None:
+def find_saved(config: Config, flags_given: tuple[str, ...]) -> Saved | None:
     """Return the checkpoint to go on from, if there is one. Raises ValueError as `newest` does, if
     a setting may not change, or if the run has done --iterations already."""
     saved = newest(Path(config.resume))
@@ -199,7 +199,7 @@ def find_saved(config: Config, given: tuple[str, ...]) -> Saved | None:
         return None
     run = json.loads((saved.folder / "run.json").read_bytes())
     check_unchanged(run["settings"], vars(config))
-    if "iterations" in given and (done := run["iteration"]) >= config.iterations:
+    if "iterations" in flags_given and (done := run["iteration"]) >= config.iterations:
         raise ValueError(
             f"--iterations is {config.iterations}, but must be above {done}, which the run has done"
         )
