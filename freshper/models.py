@@ -163,7 +163,8 @@ class Policy:
             encoded = self.model.get_image_features(**inputs)
             self.features.update(zip(unseen, encoded.pooler_output, strict=True))
 
-        features = torch.cat([self.features[key] for key in keys])
+        # Those of a checkpoint are on the CPU.
+        features = torch.cat([self.features[key].to(self.device) for key in keys])
         # With the tiny model, features of so many images take 80 MB.
         if not self.freeze_vision or len(self.features) > 20_000:
             self.features.clear()

@@ -145,8 +145,7 @@ class Report:
         return {"rows": self.rows, "replayed": self.replayed, "features": self.features}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        device = self.policy.device
-        self.features = {key: x.to(device) for key, x in state["features"].items()}
+        self.features = state["features"]
         self.replayed = state["replayed"]
         self.rows = state["rows"]
         self.done = self.rows[-1]["iteration"]
