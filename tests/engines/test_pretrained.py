@@ -114,7 +114,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(folder):
     shutil.rmtree(again)
 
 
-@pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-4), ("bfloat16", 0.12)])
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-4), ("bfloat16", 0.15)])
 def test_vllm_and_deepspeed_train_the_checkpoint(dtype, error, run, folder):
     """In bfloat16 a single token of a prompt differs by 0.7."""
     given = [*ENGINES, "--dtype", dtype]
