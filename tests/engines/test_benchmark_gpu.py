@@ -28,4 +28,4 @@ def test_every_part_of_the_plan(tmp_path):
         assert re.search(r"replay .* s .*% .* tokens/s", part)
         assert re.search(r"update: \S+ FLOP/s, \S+% of a matrix product's \S+", part)
         for name in ("file", "reload", "proof"):
-            assert (f"sync, {name}: " in part) == ("vllm" in part)
+            assert (f"sync, {name}: " in part) == ("--backend vllm" in part)
