@@ -12,7 +12,8 @@ stopped. A checkpoint is written to .checkpoint-new and renamed, after the one b
 any moment leaves one of the two whole. A file that the system cannot read (permissions, a disk) is
 not damaged: the run stops, and nothing is removed.
 
-Of the global random generators only torch's are saved. Nothing draws from Python's and NumPy's.
+A run can be resumed on another device. Of the global random generators only torch's for the CPU is
+saved. Nothing draws from Python's, NumPy's and a GPU's.
 """
 
 import contextlib
@@ -126,7 +127,6 @@ class RunState:
         self.policy.features.update(state["features"])
 
         torch.set_rng_state(state["torch"])
-        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
 
         progress = f"iteration {self.report.done} of {self.config.iterations}"
         self.report.say(f"resuming from {folder}, after {progress}")
@@ -174,7 +174,6 @@ class RunState:
             # The last bit of a feature can depend on the batch in which it was computed.
             "features": self.policy.features,
             "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all(),
             **{name: part.state_dict() for name, part in self.parts.items()},
         }
         state["buffer"]["episodes"] = pack_episodes(state["buffer"]["episodes"])

@@ -164,7 +164,7 @@ class Policy:
             encoded = self.model.get_image_features(**inputs)
             self.features.update(zip(unseen, encoded.pooler_output))
 
-        # Those of a checkpoint come from the CPU.
+        # Those of a checkpoint are on the CPU.
         features = torch.cat([self.features[key].to(self.device) for key in keys])
         # With the tiny model, features of so many images take 80 MB.
         if not self.freeze_vision or len(self.features) > 20_000:
