@@ -271,6 +271,9 @@ class Edition:
         def code(mention: re.Match) -> str:
             name = mention[1].replace("/", ".").removesuffix(".py")
             target = self.anchors.get(name) or self.anchors.get(f"{module}.{name}")
+            # A plain word of a page is seldom the name of a function.
+            if module == "docs" and re.fullmatch("[a-z]+", mention[1]):
+                return mention[0]
             return f'<a href="{target}">{mention[0]}</a>' if target else mention[0]
 
         prose = re.sub(r"\b((?:freshper|envs)/\w+\.py)\b(?!</a>)", code, prose)
