@@ -85,7 +85,7 @@ class SumTree:
             right = self.nodes.take(node + 1)
             # Rounding can lift a mass to the end of the left child, with only zeros to its right.
             go_right = (masses >= left) & (right > 0.0)
-            masses = masses - left * go_right
+            masses = np.where(go_right, masses - left, masses)
             node = node + go_right
         return node - self.size
 

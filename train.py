@@ -127,11 +127,11 @@ def main(argv: list[str] | None = None) -> int:
 def run(command_line: CommandLine, signals: StopSignals) -> int:
     """Load the policy, start the backends and train. Returns the exit status, or raises
     Interrupted."""
-    config, given, notes = command_line
+    config, flags_given, notes = command_line
     try:
-        config, backend_notes = choose_backend(config, given)
+        config, backend_notes = choose_backend(config, flags_given)
         rank = join_ranks(config)
-        policy, make_env, saved = load(config, given)
+        policy, make_env, saved = load(config, flags_given)
         if rank == 0:
             report = Report(config, policy, make_env(), notes + backend_notes)
     except ValueError as error:

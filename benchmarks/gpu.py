@@ -292,7 +292,7 @@ def run_part(name: str, size: str, flags: str, out: Path) -> str:
 
     folder = out / name.replace(", ", "-").replace(" ", "-")
     command = [sys.executable, __file__, "--run", str(folder), "--model", str(model)]
-    log = folder.with_suffix(".log")
+    log = Path(f"{folder}.log")
     with open(log, "w") as file:
         process = subprocess.Popen([*command, *flags.split()], stdout=file, stderr=file)
         try:

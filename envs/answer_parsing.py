@@ -54,7 +54,8 @@ _FILLERS = frozenset(  # words that change no value
 _TOKEN = "[a-z']+|[0-9]+"
 # Work with its = or words with their verb, the value, and words.
 _SENTENCE = (
-    r"((?:[-+*/×=a-z0-9', ]*[a-z0-9'] ?=|[a-z0-9', ]*\b(?:has|have|is))? ?)([0-9]+)([a-z' ]*)[.!]"
+    r"((?:[a-z0-9'](?:[-+*/×=a-z0-9', ]*[a-z0-9'])? ?=|[a-z0-9', ]*\b(?:has|have|is))? ?)"
+    r"([0-9]+)([a-z' ]*)[.!]"
 )
 
 

@@ -225,12 +225,14 @@ def keeps(part: str, value: Any) -> bool:
             int() | np.bool_(),
             {"success": int() | np.bool_()},
         ]:
-            return keeps("observation", observation) and keeps("reward", reward)
-        case "reward", int() | float() | np.floating():
+            return keeps("observation", observation) and keeps("number", reward)
+        case "number", int() | float() | np.floating():
             return bool(-1e30 < value < 1e30)
         case "observation", Observation(str(), tuple() | list() as images):
             return all(
-                getattr(image, "dtype", None) == np.uint8 and image.shape[2:] == (3,)
+                getattr(image, "dtype", None) == np.uint8
+                and image.size > 0
+                and image.shape[2:] == (3,)
                 for image in images
             )
     return False
@@ -280,6 +282,11 @@ def checked_episode(env: TextEnv, seed: int) -> list:
     for _ in range(env.max_turns):
         reply = checked(env, "random_reply()", env.random_reply(rng))
         observation, *results, info = checked(env, "step()", env.step(reply))
+        metrics = info.get("metrics", {})
+        complete = isinstance(metrics, dict) and metrics.keys() == set(env.metrics)
+        sentence = f"step() has the metrics {metrics!r:.80}, but must have a number for each of "
+        has_numbers = complete and all(keeps("number", value) for value in metrics.values())
+        require(has_numbers, env, f"{sentence}{env.metrics}")
         shown += [content(observation), results, info["success"]]
         if any(results[1:]):
             return shown

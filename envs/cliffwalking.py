@@ -99,7 +99,7 @@ class CliffWalking(GridWorld):
     def caption(self) -> str:
         """Return the four neighbours, such as `Up c2 Right d3 Down X Left b3`; X is the cliff."""
         words = []
-        for action, (cell, mark) in zip(self.actions, self.neighbours(), strict=True):
+        for action, (cell, mark) in zip(self.actions, self.neighbours()):
             name = "X" if mark == "C" else cell_name(*divmod(cell, COLUMNS))
             words += [action, name]
         return " ".join(words)

@@ -227,17 +227,19 @@ class Handler(StreamRequestHandler):
     def handle(self) -> None:
         deadline = threading.Timer(SECONDS, self.connection.shutdown, [socket.SHUT_RD])
         deadline.start()
-        answer = self.answer()
-        # An OSError means that the client has left.
-        with contextlib.suppress(OSError):
-            self.wfile.write(answer)
+        try:
+            answer = self.answer()
+            # An OSError means that the client has left.
+            with contextlib.suppress(OSError):
+                self.wfile.write(answer)
 
-            # The client closes first: the system drops an answer if a part of the request was not
-            # read.
-            self.connection.shutdown(socket.SHUT_WR)
-            while deadline.is_alive() and self.connection.recv(1 << 20):
-                pass
-        deadline.cancel()
+                # The client closes first: the system drops an answer if a part of the request was
+                # not read.
+                self.connection.shutdown(socket.SHUT_WR)
+                while deadline.is_alive() and self.connection.recv(1 << 20):
+                    pass
+        finally:
+            deadline.cancel()
 
     def answer(self) -> bytes:
         """Search for the queries of the request, or say what a request must be."""
@@ -248,8 +250,8 @@ class Handler(StreamRequestHandler):
 
         passages, scores = self.server.retriever.search(queries, topk)
         result = []
-        for texts, cosines in zip(passages, scores, strict=True):
-            hits = zip(texts, cosines, strict=True)
+        for texts, cosines in zip(passages, scores):
+            hits = zip(texts, cosines)
             result.append(
                 [{"document": {"contents": text}, "score": score} for text, score in hits]
             )

@@ -25,24 +25,22 @@ ITERATIONS = 5  # the upper bound of tau
 
 
 class AutoTau:
-    """A decay function of age whose tau follows `observe`, starting at its upper bound.
+    """A decay function of age whose tau follows `observe`, starting at its upper bound."""
 
-    `iteration` is the number of optimizer steps in an iteration."""
-
-    def __init__(self, alpha: float, iteration: int):
+    def __init__(self, alpha: float, steps_per_iteration: int):
         self.alpha = alpha
-        self.iteration = iteration
+        self.steps_per_iteration = steps_per_iteration
         self.sums = np.zeros(2)  # of Delta^2 and of Delta KL, over the window
 
     @property
     def tau(self) -> float:
         """Return alpha / (2 c) in optimizer steps, within the bounds."""
-        longest = ITERATIONS * self.iteration
+        longest = ITERATIONS * self.steps_per_iteration
         age_age, age_kl = self.sums
         if age_kl <= 0.0:
             return longest
         c = age_kl / age_age
-        return np.clip(self.alpha / (2.0 * c), self.iteration, longest)
+        return np.clip(self.alpha / (2.0 * c), self.steps_per_iteration, longest)
 
     def __call__(self, age: np.ndarray) -> np.ndarray:
         return exponential_decay(age, self.tau)

@@ -10,7 +10,7 @@ import dataclasses
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -36,9 +36,11 @@ ACTIVATIONS = 5 * 2**30
 MAX_ASPECT = 200
 
 
-def choose_backend(config: Config, given: tuple[str, ...] = ()) -> tuple[Config, tuple[str, ...]]:
+def choose_backend(
+    config: Config, flags_given: tuple[str, ...] = ()
+) -> tuple[Config, tuple[str, ...]]:
     """Return the settings with a concrete backend, and a note on it if it was `auto`. Raises
-    ValueError if a package is missing, or if the `given` flags do not fit the backend."""
+    ValueError if a package is missing, or if one of `flags_given` does not fit the backend."""
     missing = [name for name in ("vllm", "deepspeed") if importlib.util.find_spec(name) is None]
     notes: tuple[str, ...] = ()
     if config.backend == "auto":
@@ -54,7 +56,7 @@ def choose_backend(config: Config, given: tuple[str, ...] = ()) -> tuple[Config,
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if config.trainer == "torch" and ranks > 1:
         raise ValueError(f"{backend} must train with deepspeed on the {ranks} ranks started")
-    validate(config, given)
+    validate(config, flags_given)
     return config, notes
 
 
@@ -77,12 +79,12 @@ class Loaded(NamedTuple):
     saved: Saved | None  # the checkpoint to resume from
 
 
-def load(config: Config, given: tuple[str, ...] = ()) -> Loaded:
+def load(config: Config, flags_given: tuple[str, ...] = ()) -> Loaded:
     """Load the policy of a run or of its checkpoint, and check it on the run's first prompts.
 
     Raises ValueError if it cannot be loaded, cannot read --env's images, has no room for the first
-    turn, or has done the `given` --iterations already; if --env breaks a promise of environments;
-    or if the server at --search_url does not answer."""
+    turn, or has done the --iterations of `flags_given` already; if --env breaks a promise of
+    environments; or if the server at --search_url does not answer."""
     env = config.make_env()
     if config.search_url:
         check_search_server(config.search_url)
@@ -90,7 +92,7 @@ def load(config: Config, given: tuple[str, ...] = ()) -> Loaded:
         # With a server, this check would send it queries.
         check_environment(env)
 
-    saved = find_saved(config, given) if config.resume else None
+    saved = find_saved(config, flags_given) if config.resume else None
     name = config.model
     if saved:
         name = str(saved.folder)
@@ -189,7 +191,7 @@ def rows_that_fit(policy: Policy, env: TextEnv, room: int) -> dict[str, list]:
             # This is the first seed of the split that gets this row.
             seed = first + (k - first) % len(env.rows[split])
             observation = env.reset(seed=seed)[0]
-            rows[split if fits(policy, observation, room) else "left_out"].append(row)
+            rows[split if first_turn_fits(policy, observation, room) else "left_out"].append(row)
 
         if not rows[split]:
             limit = f"{room} tokens, --max_tokens less --max_new_tokens"
@@ -199,7 +201,7 @@ def rows_that_fit(policy: Policy, env: TextEnv, room: int) -> dict[str, list]:
     return rows
 
 
-def fits(policy: Policy, observation: Observation, room: int) -> bool:
+def first_turn_fits(policy: Policy, observation: Observation, room: int) -> bool:
     """Return whether the policy can read the images of a first turn, and has room for it."""
     for image in observation.images:
         sides = image.shape[:2]
@@ -265,7 +267,7 @@ def check(policy: Policy, config: Config) -> None:
             raise ValueError(f"{name} computes {other}; try a smaller --max_tokens")
 
 
-def make_trainer(policy: Policy, config: Config) -> Any:
+def make_trainer(policy: Policy, config: Config) -> TorchTrainer:
     """Make the trainer of this rank. That of rank 0 also runs those of the others."""
     text = policy.model.config.get_text_config()
     tokens = config.micro_batch_size * config.max_tokens
@@ -280,7 +282,8 @@ def make_trainer(policy: Policy, config: Config) -> Any:
     from freshper.trainer_deepspeed import DeepSpeedRanks, RankZero
 
     trainer = TorchTrainer(policy, config, updates, DeepSpeedRanks)
-    return RankZero(trainer) if trainer.strategy.rank == 0 else trainer
+    # `RankZero` has the methods of its trainer.
+    return cast(TorchTrainer, RankZero(trainer)) if trainer.strategy.rank == 0 else trainer
 
 
 def serve(policy: Policy, config: Config) -> int:

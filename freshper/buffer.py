@@ -101,10 +101,10 @@ class ReplayBuffer:
             lowest_first = np.lexsort((self.arrival[used], self.tree[used]))
             slots[unused:] = lowest_first[: n - unused]
 
-        for slot, episode in zip(slots, episodes, strict=True):
+        for slot, episode in zip(slots, episodes):
             episode.images = [self._stored(image) for image in episode.images]
             episode.step = step
-            self.episodes[slot : slot + 1] = [episode]  # appends at the end
+            self.episodes[slot : slot + 1] = [episode]  # appends it in the first unused slot
         self.base_priorities[slots] = base_priorities
         self.collected_at[slots] = step
         self.arrival[slots] = arrival

@@ -12,7 +12,8 @@ stopped. A checkpoint is written to .checkpoint-new and renamed, after the one b
 any moment leaves one of the two whole. A file that the system cannot read (permissions, a disk) is
 not damaged: the run stops, and nothing is removed.
 
-Of the global random generators only torch's are saved. Nothing draws from Python's and NumPy's.
+A run can be resumed on another device. Of the global random generators only torch's for the CPU is
+saved. Nothing draws from Python's, NumPy's and a GPU's.
 """
 
 import contextlib
@@ -126,7 +127,6 @@ class RunState:
         self.policy.features.update(state["features"])
 
         torch.set_rng_state(state["torch"])
-        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
 
         progress = f"iteration {self.report.done} of {self.config.iterations}"
         self.report.say(f"resuming from {folder}, after {progress}")
@@ -174,7 +174,6 @@ class RunState:
             # The last bit of a feature can depend on the batch in which it was computed.
             "features": self.policy.features,
             "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all(),
             **{name: part.state_dict() for name, part in self.parts.items()},
         }
         state["buffer"]["episodes"] = pack_episodes(state["buffer"]["episodes"])
@@ -182,7 +181,7 @@ class RunState:
         new = Path(folder)
         # With a path instead of a file, torch does not say that the disk is full.
         with open(new / "state.pt", "wb") as file:
-            torch.save(plain(state), file)
+            torch.save(without_numpy(state), file)
 
         run = {"iteration": self.report.done, "settings": vars(self.config)}
         (new / "run.json").write_text(json.dumps(run))
@@ -191,7 +190,7 @@ class RunState:
         (new / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
-def find_saved(config: Config, given: tuple[str, ...]) -> Saved | None:
+def find_saved(config: Config, flags_given: tuple[str, ...]) -> Saved | None:
     """Return the checkpoint to go on from, if there is one. Raises ValueError as `newest` does, if
     a setting may not change, or if the run has done --iterations already."""
     saved = newest(Path(config.resume))
@@ -199,7 +198,7 @@ def find_saved(config: Config, given: tuple[str, ...]) -> Saved | None:
         return None
     run = json.loads((saved.folder / "run.json").read_bytes())
     check_unchanged(run["settings"], vars(config))
-    if "iterations" in given and (done := run["iteration"]) >= config.iterations:
+    if "iterations" in flags_given and (done := run["iteration"]) >= config.iterations:
         raise ValueError(
             f"--iterations is {config.iterations}, but must be above {done}, which the run has done"
         )
@@ -263,12 +262,12 @@ def replace_folder(folder: Path, fill: Callable[[str], None], before: Path | Non
     new.rename(folder)
 
 
-def plain(tree: Any) -> Any:
+def without_numpy(tree: Any) -> Any:
     """Return a state with tensors and numbers for NumPy's, which `weights_only` does not load."""
     if isinstance(tree, dict):
-        return {key: plain(value) for key, value in tree.items()}
+        return {key: without_numpy(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)(map(plain, tree))
+        return type(tree)(map(without_numpy, tree))
     if isinstance(tree, np.ndarray):
         return torch.from_numpy(tree)
     if isinstance(tree, np.generic):

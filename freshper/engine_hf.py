@@ -117,7 +117,7 @@ class HFEngine:
         cache = self.cache_of(conversations)
         replies = [Reply([], []) for _ in conversations]
         tokens_fed = cache.visible.sum(1).tolist()  # [B]
-        chunks = [c.tokens[n:] for c, n in zip(conversations, tokens_fed, strict=True)]
+        chunks = [c.tokens[n:] for c, n in zip(conversations, tokens_fed)]
 
         # One context for all tokens, so that mixed precision casts the weights once.
         with self.policy.precision():

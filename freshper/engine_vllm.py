@@ -37,11 +37,14 @@ from envs.base import EVAL_SEEDS, TextEnv
 from freshper.config import Config
 from freshper.episode import Batch
 from freshper.errors import BackendError, alive, watched
-from freshper.models import TOLERANCE, Policy
+from freshper.models import Policy
 from freshper.rollout import Conversation, Reply
 from freshper.trainer import TorchTrainer
 
 PROBES = 4  # prompts whose log-probs are compared after each sync
+# The largest mean, and the largest 90 % quantile, of their differences. With nothing wrong,
+# SmolLM2-135M has up to 0.10 and 0.27 in bfloat16, and single tokens differ by 0.8.
+ALLOWED = {"float32": (1e-4, 1e-3), "bfloat16": (0.2, 0.5)}
 SHARED_MEMORY = "/dev/shm"
 # torchrun's variables, which vLLM's processes would take for their own.
 LAUNCHER = (
@@ -70,14 +73,15 @@ def gpus_of_vllm(device: str, text_config: Any) -> list[str]:
         raise ValueError(
             f"the {ranks} ranks of this machine must leave a GPU for vLLM, but {visible} are all"
         )
-    heads = text_config.num_attention_heads
-    heads = math.gcd(heads, getattr(text_config, "num_key_value_heads", heads))
+    # Models without key-value heads have none to divide.
+    heads = math.gcd(
+        text_config.num_attention_heads, getattr(text_config, "num_key_value_heads", 0)
+    )
     used = len(gpus)
     while used and heads % used:
         used -= 1
-    if used < len(gpus):
-        idle = ",".join(gpus[used:])
-        print(f"GPUs {idle} stay idle: vLLM's tensor parallelism must divide {heads} heads")
+    if gpus[used:]:
+        print(f"GPUs {','.join(gpus[used:])} stay idle: vLLM's must divide {heads} heads")
     return gpus[:used]
 
 
@@ -87,30 +91,23 @@ def folder_of_weights(size: int, model_config: Any) -> str:
     # Containers often have 64 MB of shared memory.
     roomy = shutil.disk_usage(SHARED_MEMORY).free > 1.2 * size
     root = SHARED_MEMORY if roomy else tempfile.gettempdir()
-    model = hashlib.sha256(model_config.to_json_string().encode()).hexdigest()[:12]
-
-    number = 0  # of runs of the model at the same time
-    while True:
-        folder = f"{root}/freshper-{model}-{number}"
-        try:
-            os.mkdir(folder, 0o700)
-        except FileExistsError:
-            number += 1
-        else:
-            return folder
+    model = hashlib.sha256(model_config.to_json_string().encode()).hexdigest()
+    try:
+        os.mkdir(folder := f"{root}/freshper-{model}", 0o700)
+    except FileExistsError:
+        # Another run of this model has it.
+        folder = tempfile.mkdtemp(prefix="freshper-", dir=root)
+    return folder
 
 
 def variables_of_vllm(device: str, gpus: list[str]) -> dict[str, str]:
     """Return the environment variables of vLLM's processes: ours, without torchrun's."""
-    variables = {"VLLM_LOGGING_LEVEL": "ERROR"}
+    defaults = {"VLLM_LOGGING_LEVEL": "ERROR"}
     if device == "cpu":
-        variables["VLLM_CPU_KVCACHE_SPACE"] = "1"
-        variables["TORCHDYNAMO_DISABLE"] = "1"
+        defaults |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
 
-    for name, value in os.environ.items():
-        if not name.startswith(LAUNCHER):
-            variables[name] = value
-
+    ours = {name: x for name, x in os.environ.items() if not name.startswith(LAUNCHER)}
+    variables = defaults | ours
     if gpus:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return variables
@@ -227,7 +224,7 @@ class VLLMEngine:
         return replies
 
     def sync(self, trainer: TorchTrainer) -> dict[str, float]:
-        """Line 12, pi_mu <- pi_theta: hand over the parameters and prove it. Returns the largest
+        """Line 12, pi_mu <- pi_theta: hand over the parameters and prove it. Returns the mean
         log-prob difference."""
         began = time.perf_counter()
         # A tied output layer is among them, because vLLM would keep the old one. They are copies,
@@ -295,8 +292,8 @@ class VLLMEngine:
         return outputs
 
     def prove(self, trainer: TorchTrainer) -> float:
-        """Return the largest log-prob difference to the trainer on held-out prompts. Raises
-        BackendError if it is above TOLERANCE."""
+        """Return the mean log-prob difference to the trainer on held-out prompts. Raises
+        BackendError if the differences are above what is ALLOWED."""
         prompts = []
         for seed in range(EVAL_SEEDS, EVAL_SEEDS + PROBES):
             observation, _ = self.env.reset(seed=seed)
@@ -319,14 +316,17 @@ class VLLMEngine:
                 logprob = output.prompt_logprobs[t][prompt.tokens[t]].logprob
                 differences.append(abs(logprob - expected[t].item()))
 
-        error = float(np.max(differences))
-        allowed = TOLERANCE[self.config.dtype]
-        if not error <= allowed:  # also if it is not a number
+        mean = float(np.mean(differences))
+        quantile = float(np.quantile(differences, 0.9))
+        most, most_of_quantile = ALLOWED[self.config.dtype]
+        # NaN is a difference, too
+        if not (mean <= most and quantile <= most_of_quantile):
             raise BackendError(
                 "vLLM does not compute with the trainer's weights: log-probs of the same tokens "
-                f"differ by up to {error:.2g}, allowed is {allowed:g}"
+                f"differ by {mean:.2g} in the mean (allowed: {most:g}), one in ten by "
+                f"{quantile:.2g} or more (allowed: {most_of_quantile:g})"
             )
-        return error
+        return mean
 
 
 class WorkerExtension:

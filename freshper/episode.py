@@ -24,6 +24,10 @@ from PIL import Image
 from torch import Tensor
 
 PADDING = 0.15  # the largest share of padding in a micro-batch
+# What `collate` pads. The last two are None without a KL term or --truncated_is.
+PER_TOKEN = (
+    "tokens", "action_mask", "behavior_logprobs", "rewards", "ref_logprobs", "engine_correction",
+)  # fmt: skip
 
 
 @dataclass
@@ -64,13 +68,14 @@ class Episode:
     # float32 [T]: log pi_ref, with a KL term
     ref_logprobs: np.ndarray | None = None
     # float32 [T]: min(pi_trainer / pi_engine, cap), with --truncated_is
-    engine_weights: np.ndarray | None = None
+    engine_correction: np.ndarray | None = None
 
     def turn_ends(self) -> np.ndarray:
         """Return the position of the last action token of each turn, int64 [n].
 
         Bridges keep the turns apart."""
-        return np.flatnonzero(self.action_mask > np.append(self.action_mask[1:], False))
+        next_sampled = np.append(self.action_mask[1:], False)
+        return np.flatnonzero(self.action_mask & ~next_sampled)
 
     @property
     def rewards(self) -> np.ndarray:
@@ -116,7 +121,7 @@ class Batch(NamedTuple):
     images: list[list[AnyImage]]  # per episode
     lengths: list[int]  # tokens of each episode before padding
     ref_logprobs: Tensor | None = None  # float32 [B, T], or None if an episode has none
-    engine_weights: Tensor | None = None  # the same
+    engine_correction: Tensor | None = None  # the same
     advantages: Tensor | None = None  # A_t, float32 [B, T]
     weights: Tensor | None = None  # w_i, float32 [B]
 
@@ -160,10 +165,9 @@ def group_by_length(lengths: list[int], most: int) -> list[list[int]]:
 def collate(episodes: list[Episode]) -> Batch:
     """Pad episodes into a batch. Raises ValueError if an episode's fields do not fit together."""
     padded: dict[str, Any] = {}
-    for name in Batch._fields:
-        arrays = [getattr(episode, name, None) for episode in episodes]
-        # The fields that every episode holds as an array.
-        if all(isinstance(array, np.ndarray) for array in arrays):
+    for name in PER_TOKEN:
+        arrays = [getattr(episode, name) for episode in episodes]
+        if all(array is not None for array in arrays):
             tensors = [torch.from_numpy(array) for array in arrays]
             padded[name] = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
     padded["tokens"] = padded["tokens"].long()

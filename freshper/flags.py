@@ -57,20 +57,20 @@ class CommandLine(NamedTuple):
     """Hold the settings of a command line, checked."""
 
     config: Config
-    given: tuple[str, ...]  # the names of its flags
+    flags_given: tuple[str, ...]  # the names of its flags
     notes: tuple[str, ...]  # what the run says of its settings
 
 
-def validate(config: Config, given: tuple[str, ...] = ()) -> None:
+def validate(config: Config, flags_given: tuple[str, ...] = ()) -> None:
     """Raise ValueError with one sentence if a setting's value is not allowed, or if one of the
-    `given` flags has no effect."""
+    `flags_given` has no effect."""
 
     def require(condition: object, flag: str, allowed: str) -> None:
         if not condition:
             raise ValueError(f"--{flag} is {getattr(config, flag)}, but must be {allowed}")
 
     def refuse_given(*flags: str, because: str) -> None:
-        for flag in given:
+        for flag in flags_given:
             if flag in flags:
                 raise ValueError(
                     f"--{flag} is {getattr(config, flag)}, but has no effect with {because}"
@@ -309,7 +309,7 @@ def parse_args(argv: list[str] | None = None) -> CommandLine:
     try:
         flags = vars(parser.parse_args(argv))
         command_line = resumed_run(flags) if flags.get("resume") else first_run(flags)
-        validate(command_line.config, command_line.given)
+        validate(command_line.config, command_line.flags_given)
     except (ValueError, argparse.ArgumentError) as error:
         parser.error(str(error))
     return command_line

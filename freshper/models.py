@@ -156,15 +156,15 @@ class Policy:
         """Return vision-tower features, [placeholders of all images, hidden]. Identical images are
         encoded once."""
         keys = [image_key(image) for image in images]
-        unseen = {k: x for k, x in zip(keys, images, strict=True) if k not in self.features}
+        unseen = {k: x for k, x in zip(keys, images) if k not in self.features}
 
         if unseen:
             pictures = [Image.fromarray(np.asarray(image)) for image in unseen.values()]
             inputs = self.image_processor(pictures, return_tensors="pt").to(self.device)
             encoded = self.model.get_image_features(**inputs)
-            self.features.update(zip(unseen, encoded.pooler_output, strict=True))
+            self.features.update(zip(unseen, encoded.pooler_output))
 
-        # Those of a checkpoint come from the CPU.
+        # Those of a checkpoint are on the CPU.
         features = torch.cat([self.features[key].to(self.device) for key in keys])
         # With the tiny model, features of so many images take 80 MB.
         if not self.freeze_vision or len(self.features) > 20_000:
@@ -228,7 +228,7 @@ class Policy:
 
     def batch_hidden(self, batch: Batch) -> Tensor:
         """Return the last hidden states of a right-padded batch, [B, T, hidden]."""
-        rows = zip(batch.tokens.tolist(), batch.images, strict=True)
+        rows = zip(batch.tokens.tolist(), batch.images)
         positions = [self.positions(tokens, images) for tokens, images in rows]  # B of [3, T]
         return self.hidden(batch.tokens, torch.stack(positions, dim=1), sum(batch.images, []))
 

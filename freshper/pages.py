@@ -141,5 +141,5 @@ def turns_of(episode: Episode, policy: Policy) -> Iterator[dict[str, Any]]:
         yield {
             "images": shown,
             "prompt": prompt,
-            "reply": zip(tokens[sampled], logprobs[sampled], strict=True),
+            "reply": zip(tokens[sampled], logprobs[sampled]),
         }

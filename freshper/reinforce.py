@@ -133,14 +133,13 @@ class Baseline:
         self.window += [table[:, row, mask] for row, mask in enumerate(batch.action_mask)]
         del self.window[: -max(WINDOW, len(episodes))]
 
-        # Returns of whole episodes count as equal if they differ by rounding only.
-        totals = torch.stack([episode[1, 0] for episode in self.window])
-        equal = len(totals) > 1 and torch.allclose(totals, totals[0])
+        # G_0 of each episode. They count as equal if they differ by rounding only.
+        first_returns = torch.stack([returns[0] for _, returns in self.window])
+        equal = len(first_returns) > 1 and torch.allclose(first_returns, first_returns[0])
 
         turns, returns = torch.cat(self.window, dim=1)  # of all action tokens
-        turns = turns.long()
-        if self.kind != "turn" and not equal:
-            turns = torch.zeros_like(turns)
+        per_turn = self.kind == "turn" or equal
+        turns = turns.long() if per_turn else torch.zeros_like(turns).long()
         self.means = torch.bincount(turns, returns) / torch.bincount(turns)
         if not equal:
             self.std = (returns - self.means[turns]).square().mean().sqrt().float()
@@ -152,7 +151,7 @@ class Baseline:
         # The mean of the last turn also counts for later ones.
         turns = turn_numbers(batch.action_mask).clamp(max=len(self.means) - 1)
         moments = self.means[turns], self.std
-        return advantages(rewards, batch.action_mask, torch.inf, moments)
+        return whiten(returns_to_go(rewards), batch.action_mask, moments)
 
     def advantages(self, episodes: list[Episode]) -> Tensor:
         """Return A_t of line 5 or 10, before any clip, float32 [B, T].
@@ -180,9 +179,9 @@ def training_batch(
     weights (None: all 1)."""
     batch = collate(episodes)
     advantages = advantages.clamp(-clip, clip)
-    if batch.engine_weights is not None:
+    if batch.engine_correction is not None:
         # A token's objective is proportional to A_t, so this weighs its policy gradient.
-        advantages = advantages * batch.engine_weights
+        advantages = advantages * batch.engine_correction
     if weights is None:
         weights = np.ones(len(episodes))
     return batch._replace(advantages=advantages, weights=torch.tensor(weights).float())

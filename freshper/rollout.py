@@ -171,7 +171,7 @@ def rollout(
     engine's. Line 3 of Algorithm 1 replaces them by the trainer's. Raises OSError if the first turn
     of an episode does not fit `max_tokens`, NonFiniteError if a reward or log-prob is not finite.
     """
-    episodes = [LiveEpisode(policy, env, seed) for env, seed in zip(envs, seeds, strict=False)]
+    episodes = [LiveEpisode(policy, env, seed) for env, seed in zip(envs, seeds)]
 
     # `load` has checked the first turns of the first batch only.
     longest = max(episodes, key=len)
@@ -186,7 +186,7 @@ def rollout(
     while live:
         conversations = [episode.conversation for episode in live]
         replies = engine.generate(conversations, max_new_tokens)
-        texts = [episode.text_of(reply) for episode, reply in zip(live, replies, strict=True)]
+        texts = [episode.text_of(reply) for episode, reply in zip(live, replies)]
         steps = type(envs[0]).step_many([episode.env for episode in live], texts)
 
         still_live = []

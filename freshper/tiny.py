@@ -166,7 +166,7 @@ class RandomEngine:
     def __init__(self, policy: Policy, envs: list[TextEnv], seeds: list[int]):
         self.policy = policy
         self.rng = np.random.default_rng(seeds[0])
-        self.env_of = dict(zip(seeds, envs, strict=True))
+        self.env_of = dict(zip(seeds, envs))
 
     def generate(self, conversations: list[Conversation], max_new_tokens: int) -> list[Reply]:
         """Return one random reply to each conversation."""
@@ -186,7 +186,7 @@ def transcripts(policy: Policy, envs: list[TextEnv], seeds: list[int]) -> list[E
     engine = RandomEngine(policy, envs, seeds)
     episodes = rollout(engine, policy, envs, seeds, max_tokens=4096, max_new_tokens=8)
 
-    for episode, env in zip(episodes, envs, strict=True):
+    for episode, env in zip(episodes, envs):
         final = env.observe()
         caption = env.caption()
         turn = policy.bridge(final._replace(text=f"{final.text}?{caption}"), closed=True)
@@ -224,16 +224,20 @@ def supervised_step(policy: Policy, episodes: list[Episode]) -> None:
 
 
 def check_words(policy: Policy, envs: list[TextEnv]) -> None:
-    """Raise ValueError if a caption is empty, or a random reply holds what the policy never
-    samples."""
+    """Raise ValueError if a caption is empty, or if an action or a random reply holds what the
+    policy never samples."""
     rng = np.random.default_rng(0)
     name = type(envs[0]).__name__
+    replies = [f"<answer>{action}</answer>" for action in envs[0].actions]
     for seed, env in enumerate(envs, WARM_START_SEEDS):
         env.reset(seed=seed)
-        if not env.caption():
-            raise ValueError(f"{name}.caption() is empty, but must say what the observation shows")
+        caption = env.caption()
+        if not (isinstance(caption, str) and caption):
+            allowed = "a string that says what the observation shows"
+            raise ValueError(f"{name}.caption() is {caption!r}, but must be {allowed}")
+        replies.append(env.random_reply(rng))
 
-        reply = env.random_reply(rng)
+    for reply in replies:
         tokens = policy.tokenizer.encode(reply)
         sampled = [token for token in tokens if token not in policy.suppressed_ids]
         written = policy.tokenizer.decode(sampled)

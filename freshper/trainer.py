@@ -66,12 +66,12 @@ def token_scores(
 
 
 def action_logprobs(
-    policy: Policy, batch: Batch, temperature: float, entropy: bool = False, max_tokens: int = 1
+    policy: Policy, batch: Batch, temperature: float, entropy: bool = False, most_tokens: int = 1
 ) -> Tensor:
     """Return log pi(token | all before it) of the action tokens, and entropies, [2, B, T].
 
     They are float32 on the CPU, and 0 off the mask. Without `entropy` all entropies are 0.
-    `max_tokens` is the largest number of action tokens on any rank: all ranks compute as many
+    `most_tokens` is the largest number of action tokens on any rank: all ranks compute as many
     chunks."""
     mask = batch.action_mask  # [B, T]
     tokens = batch.tokens[mask].to(policy.device)  # [n]
@@ -79,7 +79,7 @@ def action_logprobs(
     hidden = before_each_token[mask[:, 1:]]  # [n, H]
 
     vocabulary = policy.model.config.get_text_config().vocab_size
-    numbers = vocabulary * max(max_tokens, len(tokens))
+    numbers = vocabulary * max(most_tokens, len(tokens))
     chunks = math.ceil(numbers / LOGITS_AT_ONCE)
     score = partial(token_scores, policy, temperature, entropy)
     if chunks > 1:
@@ -179,9 +179,10 @@ class TorchTrainer:
         if self.reference:
             per_token["ref_logprobs"] = self.logprobs(batch, reference=True).numpy()
         if self.config.truncated_is:
-            per_token["engine_weights"] = np.minimum(np.exp(difference), self.config.truncated_is)
+            cap = self.config.truncated_is
+            per_token["engine_correction"] = np.minimum(np.exp(difference), cap)
         for name, values in per_token.items():
-            for episode, row in zip(episodes, values, strict=True):
+            for episode, row in zip(episodes, values):
                 # A view would keep the whole batch.
                 setattr(episode, name, row[: len(episode.tokens)].copy())
 
@@ -284,11 +285,11 @@ class TorchTrainer:
             )
             self.strategy.backward(loss)
             total_loss += loss.item()
-            drift[:, rows] += torch.stack(list(sums.values()))  # in the order of DRIFT
+            drift[:, rows] += torch.stack([sums[name] for name in DRIFT])
 
         drift = self.strategy.reduce(drift)
         total_loss = self.strategy.reduce(total_loss)
-        return total_loss.item(), dict(zip(DRIFT, drift.numpy(), strict=True))
+        return total_loss.item(), dict(zip(DRIFT, drift.numpy()))
 
     def _scheduled_lr(self) -> float:
         """Return the learning rate of the next step: a linear warm-up, then a cosine to 0."""

@@ -116,7 +116,7 @@ SENTENCES = {
     + ["Tom has 4 + 3 = 4 fish."],
     -0.15: ["Tom has 4 + 3 = 7 fish", "7", "Tom has 7 fish, and 9 more."]
     + ["Tom has 7 fish. He is happy.", "Has Tom 7 fish?", "-7.", "4 + 3 = -7."]
-    + ["Tom has 4 + 7 fish.", "Tom has 7/3 fish.", "x + 7.", "Tom has 4, 7 fish."]
+    + ["Tom has 4 + 7 fish.", "Tom has 7/3 fish.", "x + 7.", "Tom has 4, 7 fish.", "-fish = 7."]
     + ["Tom has 4 7 fish.", "Tom doesn't have 7 fish.", "Tom has no 7 fish."]
     + ["Tom does not have 4 + 3 = 7 fish.", "4 + 3 is not = 7."]
     + ["He has 1 + 2 = 3 and 4 + 3 = 7.", "He has 7 or 8 fish.", "4 + 3 = 7 - 1 = 6."]

@@ -27,8 +27,8 @@ from freshper.checkpoint import (
     fingerprint,
     newest,
     pack_episodes,
-    plain,
     unpack_episodes,
+    without_numpy,
 )
 from freshper.config import Config
 from freshper.diagnostics import read
@@ -378,11 +378,11 @@ def test_episodes_come_back_as_they_were():
         make_episode(rng, images=images[: k % 3], **fields) for k, fields in enumerate(given)
     ]
     file = io.BytesIO()
-    torch.save(plain(pack_episodes(episodes)), file)
+    torch.save(without_numpy(pack_episodes(episodes)), file)
     file.seek(0)
     back = unpack_episodes(torch.load(file, weights_only=True))
     with np.printoptions(floatmode="unique"):
         assert [repr(vars(e)) for e in back] == [repr(vars(e)) for e in episodes]
     assert all(e.tokens.base is None for e in back)  # own memory
     assert len({id(image) for e in back for image in e.images}) == 2
-    assert unpack_episodes(plain(pack_episodes([]))) == []
+    assert unpack_episodes(without_numpy(pack_episodes([]))) == []

@@ -119,10 +119,10 @@ def test_the_numbers_follow_from_the_model(flags, gpu, cached, model, notes, mon
     monkeypatch.setattr(
         "huggingface_hub.try_to_load_from_cache", lambda *_: "config.json" if cached else None
     )
-    config, given, noted = parse_args(flags.split())
+    config, flags_given, noted = parse_args(flags.split())
     expected = "small" if "small" in flags else "tiny" if model == "tiny" else "paper"
     assert (config.model, config.preset, noted) == (model, expected, notes)
-    assert given == tuple(re.findall(r"--(\w+)", flags))
+    assert flags_given == tuple(re.findall(r"--(\w+)", flags))
     env = config.make_env()
     assert (env.style, env.cell_size) == (("terse", 14) if config.tiny else ("full", 56))
 
@@ -398,21 +398,21 @@ def test_ctrl_c_during_imports():
     ],
 )
 def test_the_backend_follows_from_what_is_installed(flags, gpu, missing, line, monkeypatch):
-    config, given, _ = parse_args(flags.split())
+    config, flags_given, _ = parse_args(flags.split())
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *_: None if name == missing else name
     )
     monkeypatch.setenv("WORLD_SIZE", "2" if "2 ranks" in line else "1")
     if line.startswith("backend"):
-        chosen, notes = choose_backend(config, given)
+        chosen, notes = choose_backend(config, flags_given)
         assert notes == (line,)
         assert line.startswith(f"backend {chosen.backend}: ")
-        assert choose_backend(chosen, given) == (chosen, ())
+        assert choose_backend(chosen, flags_given) == (chosen, ())
     else:
         flag = "zero_stage" if "zero_stage" in flags else "backend"
         with pytest.raises(ValueError) as error:
-            choose_backend(config, given)
+            choose_backend(config, flags_given)
         assert str(error.value).startswith(f"--{flag} is {line}")
 
 

@@ -397,7 +397,7 @@ def test_what_the_engine_sampled_otherwise_is_logged_and_weighed(text_policy):
     low, high = np.exp(np.quantile(of_actions, [0.01, 0.99]))
     assert (stats["mismatch_p01"], stats["mismatch_p99"]) == pytest.approx((low, high), rel=1e-3)
     for e, d, row in zip(episodes, off, right, strict=True):
-        np.testing.assert_allclose(e.engine_weights, np.minimum(np.exp(d), 2.0), rtol=1e-4)
+        np.testing.assert_allclose(e.engine_correction, np.minimum(np.exp(d), 2.0), rtol=1e-4)
         np.testing.assert_array_equal(e.behavior_logprobs, row[: len(e.tokens)])
 
 

@@ -262,7 +262,16 @@ BROKEN = [
     ({"step": returns(ended=False)}, r"step\(\) did not end the episode in turn 2"),
     (
         {"caption": TextEnv.caption},
-        r"caption\(\) is empty, but must say what the observation shows",
+        r"caption\(\) is '', but must be a string that says what the observation shows",
+    ),
+    ({"caption": lambda _: 5}, r"caption\(\) is 5, but must be a string that says what the obs"),
+    ({"actions": (*"abcdefghijklmnopqrstuvwxyz" * 4, "Süd")}, r"random_reply\(\) returned .*Süd"),
+    ({"observe": shows((np.zeros((0, 14, 3), np.uint8),))}, rf"{RESET} \(Obs.* uint8 \[H, W, 3\]"),
+    ({"step": returns(success=False, metrics=None)}, r"step\(\) has the metrics None, but must"),
+    ({"step": returns(success=False, metrics={"a": 1})}, r"step\(\) has the metrics {'a': 1}, but"),
+    (
+        {"metrics": ("a",), "step": returns(success=False, metrics={"a": "b"})},
+        r"step\(\) has the metrics {'a': 'b'}, but must have a number for each of \('a',\)",
     ),
 ]
 

@@ -18,9 +18,10 @@ from kill_loop import SERVER
 from matplotlib.figure import Figure
 
 import train
-from freshper import models, trainer
+from freshper import trainer
 from freshper.config import Config
 from freshper.diagnostics import read
+from freshper.models import Policy
 from freshper.report import Report
 
 SHORT = """--model tiny --iterations 3 --rollout_batch_size 8 --eval_episodes 4 --eval_every 3
@@ -164,7 +165,7 @@ def test_a_run_on_a_gpu_is_the_run_on_a_cpu(name, tmp_path, monkeypatch):
         ),
         (
             "images to the GPU",
-            (models.Policy.image_features, "[key].to(self.device)", "[key]"),
+            (Policy.image_features, "[key].to(self.device)", "[key]"),
         ),
     ],
 )

@@ -74,8 +74,8 @@ def slow_advantages(episodes, config, collected=None):
         for turn, g in zip(slow_turns(e), slow_returns(e, kl_coef), strict=True):
             mean = means[min(turn, len(means) - 1)]
             row.append(bounded((g - mean) / (std + 1e-8), config.advantage_clip))
-        if e.engine_weights is not None:
-            row = (np.array(row) * e.engine_weights[e.action_mask]).tolist()
+        if e.engine_correction is not None:
+            row = (np.array(row) * e.engine_correction[e.action_mask]).tolist()
         advantages.append(row)
     return advantages
 
@@ -123,7 +123,7 @@ def random_episodes(rng, case, seed):
         away = rng.standard_cauchy(len(e.tokens)) * e.action_mask / 3
         e.ref_logprobs = (e.behavior_logprobs + away).astype(np.float32)
         if case == "truncated IS":
-            e.engine_weights = (2 * rng.random(len(e.tokens))).astype(np.float32)
+            e.engine_correction = (2 * rng.random(len(e.tokens))).astype(np.float32)
     return episodes, collected
 
 

@@ -212,7 +212,7 @@ def test_options_together(name, tmp_path, monkeypatch):
     assert train.main(flags(OPTIONS[name], tmp_path / "run")) == 0
     table = read(tmp_path / "run", "metrics.csv")
     assert not any(np.isinf(column).any() for column in table.values())
-    assert all(e.engine_weights.max() <= 2.0 for e in episodes)
+    assert all(e.engine_correction.max() <= 2.0 for e in episodes)
     weights = load_file(tmp_path / "run/checkpoint/model.safetensors").values()
     assert {w.dtype for w in weights} == {torch.float32}
     if name == "mixed precision":
@@ -274,7 +274,9 @@ def test_numbers_that_stop_being_finite_and_a_full_gpu_end_the_run(
         monkeypatch.setattr("freshper.backends.tiny_model", lambda env: tmp_path / "broken")
     if kind == "reward":
         ending = float("nan"), True, False, {"success": False, "valid": True}
-        monkeypatch.setattr(FrozenLake, "step", lambda env, reply: (env.observe(), *ending))
+        monkeypatch.setattr(
+            FrozenLake, "step_many", lambda envs, _: [(env.observe(), *ending) for env in envs]
+        )
     text = "--lr 1e30" if kind == "learning rate" else ""
 
     assert train.main(flags(text, tmp_path / "run")) == 1

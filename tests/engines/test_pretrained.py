@@ -114,11 +114,14 @@ def test_a_resumed_run_is_the_run_that_never_stopped(folder):
     shutil.rmtree(again)
 
 
-def test_vllm_and_deepspeed_train_the_checkpoint(run, folder):
-    train_py(flags("gsm8k", folder / "engines", *ENGINES, model=run("gsm8k") / "checkpoint"))
-    last = {name: column[-1] for name, column in read(folder / "engines", "metrics.csv").items()}
-    assert last["mismatch"] < 1e-3
-    assert last["sync_error"] < 1e-3
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-4), ("bfloat16", 0.15)])
+def test_vllm_and_deepspeed_train_the_checkpoint(dtype, error, run, folder):
+    """In bfloat16 a single token of a prompt differs by 0.7."""
+    given = [*ENGINES, "--dtype", dtype]
+    train_py(flags("gsm8k", folder / dtype, *given, model=run("gsm8k") / "checkpoint"))
+    last = {name: column[-1] for name, column in read(folder / dtype, "metrics.csv").items()}
+    assert last["mismatch"] < error
+    assert last["sync_error"] < error
     assert last["grad_norm"] > 0
 
 

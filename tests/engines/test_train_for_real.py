@@ -123,10 +123,10 @@ def wait_for_rows(process, out, n):
     assert session(process), log.read_text()
 
 
-def rank_1(process):
-    """The process of the rank that is not the controller."""
+def rank(number, process):
+    """The process of a rank; 0 is the controller."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return sorted(int(pid) for pid in children if "train.py" in session(process)[int(pid)])[1]
+    return sorted(int(pid) for pid in children if "train.py" in session(process)[int(pid)])[number]
 
 
 def ends_in_one_sentence(process, out):
@@ -151,14 +151,20 @@ def trained_and_agreed(out):
 
 
 def test_text_on_two_ranks_resumed_until_vllm_is_killed(models, tmp_path):
-    """Two iterations; --resume goes on; then vLLM's core is killed in mid-run."""
+    """Ctrl-C reaches the whole group of rank 0, with vLLM in it, and the iteration is completed;
+    --resume goes on; then vLLM's core is killed in mid-run."""
     out = tmp_path / "run"
     flags = [*SHORT, *"--backend vllm+deepspeed --zero_stage 2 --model".split()]
     flags.append(models["frozenlake"])
-    status, output = finish(start(out, 2, *flags, "--iterations", "2", "--out", str(out)), out)
-    assert status == 0, output
+    process = start(out, 2, *flags, *FOREVER, "--out", str(out))
+    wait_for_rows(process, out, 2)
+    os.killpg(rank(0, process), signal.SIGINT)
+    _, output = finish(process, out)
+    assert "stopped after iteration" in output and "interrupted by SIGINT" in output
+    assert "stopping after this iteration, with a checkpoint" in output
     trained_and_agreed(out)
-    process = start(out, 2, "--resume", str(out), *FOREVER)
+    Path(f"{out}.log").unlink()
+    process = start(out, 2, "--resume", str(out))
     wait_for_rows(process, out, 5)
     cores = [pid for pid, args in session(process).items() if args.startswith("VLLM::EngineCore")]
     os.kill(min(cores), signal.SIGKILL)
@@ -172,7 +178,7 @@ def test_images_on_two_ranks_until_one_is_killed(models, tmp_path):
     flags += [models["frozenlake_vlm"], *SHORT, *FOREVER, "--out", str(out)]
     process = start(out, 2, *flags)
     wait_for_rows(process, out, 3)
-    os.kill(rank_1(process), signal.SIGKILL)
+    os.kill(rank(1, process), signal.SIGKILL)
     # torchrun ends vLLM as well, and rank 0 may see that first.
     sentence = r"(rank 1|vLLM) \(process \d+\) died in "
     assert re.search(sentence, ends_in_one_sentence(process, out))
@@ -186,7 +192,7 @@ def test_a_rank_that_does_not_answer_ends_the_run(models, tmp_path):
     flags += [models["frozenlake"], *SHORT, *FOREVER, "--out", str(out)]
     process = start(out, 2, *flags, timeout=20)
     wait_for_rows(process, out, 2)
-    stopped = rank_1(process)
+    stopped = rank(1, process)
     os.kill(stopped, signal.SIGSTOP)
     log = Path(f"{out}.log")
     # torchrun would give the stopped rank half a minute.
@@ -216,11 +222,9 @@ def test_the_proof_finds_each_wrong_parameter(models, tmp_path):
     assert len(names) > 40
     refused = [line for line in proofs if "refusal" in line]
     assert [line["name"] for line in refused] == [*names, "all", "tied output layer"]
-    pattern = (
-        r"vLLM does not compute with the trainer's weights: .* by up to (\S+), allowed is 0\.001"
-    )
+    pattern = r"vLLM does not compute with the trainer's weights: .* differ by (\S+) in the mean .*"
     for line in refused:
-        assert float(re.fullmatch(pattern, line["refusal"])[1]) > 1e-3, line
+        assert float(re.fullmatch(pattern, line["refusal"])[1]) > 1e-5, line
 
-    agreed = {line["name"]: line["error"] < 1e-3 for line in proofs if "error" in line}
+    agreed = {line["name"]: line["error"] < 1e-5 for line in proofs if "error" in line}
     assert agreed == dict.fromkeys(("the same", "all, synced", "tied output layer, synced"), True)

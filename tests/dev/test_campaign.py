@@ -15,7 +15,7 @@ import torch
 from conftest import make_episode, speakable_episodes
 from scipy import stats as scipy_stats
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import campaign
 import controls
 import stats

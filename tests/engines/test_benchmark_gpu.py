@@ -1,0 +1,31 @@
+"""Every part of benchmarks/gpu.py runs on a CPU, with tiny models."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_part_of_the_plan(tmp_path):
+    command = [sys.executable, "benchmarks/gpu.py", str(tmp_path), "--small"]
+    variables = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+    results = (tmp_path / "results.txt").read_text()
+    assert results in done.stdout + "\n"
+
+    parts = results.split("== ")[1:]
+    assert len(parts) == 5, done.stderr
+    for part in parts:
+        assert re.search(r"^CPU; torch 2\S+, transformers \d", part, re.MULTILINE), part
+        counts = re.search(
+            r"([\d,]+) tokens collected, ([\d,]+) .*, ([\d,]+) tokens replayed", part
+        )
+        collected, sampled, replayed = (int(n.replace(",", "")) for n in counts.groups())
+        assert 0 < sampled < collected < replayed  # two replay updates of as many episodes
+        assert re.search(r"replay .* s .*% .* tokens/s", part)
+        assert re.search(r"update: \S+ FLOP/s, \S+% of a matrix product's \S+", part)
+        for name in ("file", "reload", "proof"):
+            assert (f"sync, {name}: " in part) == ("--backend vllm" in part)
