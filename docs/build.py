@@ -194,6 +194,9 @@ def lines_of_algorithm(lines: list[str], shown: list[str]) -> dict[int, tuple[st
     for n, line in enumerate(lines):
         if number := LINE.search(line):
             starts[n + 1] = (f"line-{number[1]}", "")
+            # As any citation, "Algorithm 1, line 1" becomes a link later.
+            if "Algorithm 1" in line:
+                continue
             link = f'<a href="paper_to_code.html#alg:freshper:{number[1]}"># '
             linked = shown[n].replace("# ", link, 1)
             shown[n] = linked.removesuffix("</span>") + "</a></span>"

@@ -156,7 +156,7 @@ def test_one_s_own_environment(tmp_path, monkeypatch):
         tiny_model("animals")
 
     animals.caption = lambda self: ""
-    sentence = r"^Animals.caption\(\) is empty, but must say what the observation shows$"
+    sentence = r"^Animals.caption\(\) is '', but must be a string that says what the obs"
     with pytest.raises(ValueError, match=sentence):
         warm_start(policy, animals)
 
