@@ -3,8 +3,8 @@
 An effect is a weighted sum of the means of independent groups of runs: a mean (Student's t), a
 difference (Welch's t), a difference of differences (Welch and Satterthwaite). Runs that are paired
 are given as one group, that of their differences. The 95 % intervals cover 93 to 97 % at n = 3, 5
-and 10, with equal and unequal variances (tests/dev/test_campaign.py). The lowest, 93 %, is that of 3
-runs beside 10 with a third of their spread. So no other form is needed.
+and 10, with equal and unequal variances (tests/dev/test_campaign.py). The lowest, 93 %, is that of
+3 runs beside 10 with a third of their spread. So no other form is needed.
 
 Several comparisons of one table: Holm's correction of their p-values. Several tasks: the
 interquartile mean of normalised success, with a bootstrap that draws the seeds within each task

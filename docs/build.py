@@ -1,12 +1,14 @@
-"""Write the reading edition: every module beside the paper, as static HTML that needs no network.
+"""Write the reading edition: code and pages beside the paper, as static HTML without a network.
 
     python docs/build.py [--out out/reading]              begin at index.html
     python docs/build.py --run out/tour/with-decay-60     first put its buffer into explore.html
 
-On the left docstrings and the paper's mathematics, on the right the code they belong to, function
-by function. docs/paper_to_code.md says which place of the paper belongs to which symbol: from its
-rows come the equations, the links in both directions, and the order of the modules. A symbol that
-is not in the code, or a number that the paper does not have, stops the build.
+A module's page has docstrings and the paper's mathematics on the left, and the code they belong to
+on the right, function by function. Each line of Algorithm 1 stands beside its statement in `train`.
+docs/paper_to_code.md says which place of the paper belongs to which symbol. Its rows give the
+equations, the links in both directions, and the order of the modules. The build stops at a symbol
+that is not in the code, and at a number that the paper does not have. The project's pages (README,
+results, tour and others) are in the edition, and one menu leads to all.
 """
 
 import argparse
@@ -17,7 +19,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +35,27 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 SOURCES = sorted([*ROOT.glob("*.py"), *ROOT.glob("freshper/*.py"), *ROOT.glob("envs/*.py")])
 TABLE = ROOT / "docs/paper_to_code.md"
+READMES = {
+    ROOT / "README.md": "index",
+    ROOT / "RESULTS.md": "results",
+    ROOT / "examples/README.md": "examples",
+    ROOT / "docs/reference_runs/README.md": "reference_runs",
+}
+PAGES = READMES | {path: path.stem for path in sorted(ROOT.glob("docs/*.md"))}
+MENU = {
+    "index": "Start",
+    "train": "Algorithm 1",
+    "code": "Code",
+    "paper_to_code": "Paper",
+    "explore": "Play",
+    "tour": "Tour",
+    "exercises": "Exercises",
+    "lesson": "Lesson",
+    "results": "Results",
+    "differences": "Differences",
+    "own_environment": "Your environment",
+    "examples": "Forks",
+}
 KINDS = {
     "eq": "eq.",
     "tab": "table",
@@ -48,15 +71,25 @@ CITED = re.compile(
 ROW = re.compile(r"\| ([^|`]+) `([\w:]+)` \| (.*) \| (.*) \|$")
 SYMBOL = re.compile(r"`((?:envs|freshper|compare|sumtree|train)(?:\.\w+)*)`")
 ANCHOR = re.compile(r'<a id="([^"]+)"')
+LINE = re.compile(r"# (?:Algorithm 1, line )?(\d+)\b")
+LINK = re.compile(r'<a href="([^"]+)">(.*?)</a>', re.DOTALL)
 FORMATTER = HtmlFormatter(nowrap=True, style="friendly")
 
 
 def mathml(latex: str, options: dict) -> str:
-    return convert(latex, display="block" if options["display_mode"] else "inline")
+    """Return a formula as MathML. A formula of its own line can be scrolled on a narrow screen."""
+    if not options["display_mode"]:
+        return convert(latex)
+    return f"<span class=formula>{convert(latex, display='block')}</span>"
+
+
+def colored(code: str, language: str, _: str) -> str:
+    """Return a page's block of Python as HTML, and "" (as it is) for any other language."""
+    return highlight(code, PythonLexer(), FORMATTER) if language == "python" else ""
 
 
 DOCSTRING = MarkdownIt("commonmark", {"html": False})
-MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table")
+MARKDOWN = MarkdownIt("commonmark", {"highlight": colored}).enable("table")
 MARKDOWN.use(anchors_plugin, max_level=3)
 MARKDOWN.use(dollarmath_plugin, double_inline=True, renderer=mathml)
 
@@ -144,7 +177,7 @@ def split(path: Path) -> list[Part]:
             shown[line - 1] = f'<a id="{anchor}"></a>{shown[line - 1]}'
 
     if path.name == "train.py":
-        link_lines(lines, shown)
+        starts |= lines_of_algorithm(lines, shown)
     parts = []
     for start, end in pairwise([*sorted(starts), len(lines) + 1]):
         code = [shown[n - 1] for n in range(start, end) if n not in hidden]
@@ -154,17 +187,26 @@ def split(path: Path) -> list[Part]:
     return parts
 
 
-def link_lines(lines: list[str], shown: list[str]) -> None:
-    """Link the comments in `shown` that name a line of Algorithm 1 with the table."""
+def lines_of_algorithm(lines: list[str], shown: list[str]) -> dict[int, tuple[str, str]]:
+    """Return where the lines of Algorithm 1 start, each a part "line-<n>", and link the comments in
+    `shown` that name them with the table."""
+    starts = {}
     for n, line in enumerate(lines):
-        if number := re.search(r"# (?:Algorithm 1, line )?(\d+)\b", line):
-            link = f'<a id="line-{number[1]}" href="index.html#alg:freshper:{number[1]}"># '
+        if number := LINE.search(line):
+            starts[n + 1] = (f"line-{number[1]}", "")
+            # As any citation, "Algorithm 1, line 1" becomes a link later.
+            if "Algorithm 1" in line:
+                continue
+            link = f'<a href="paper_to_code.html#alg:freshper:{number[1]}"># '
             linked = shown[n].replace("# ", link, 1)
             shown[n] = linked.removesuffix("</span>") + "</a></span>"
+    return starts
 
 
 class Edition:
-    """What links need: the rows by label, the anchor of every symbol, and which rows name it."""
+    """What links need: the rows by label, the anchor of every symbol, and which rows name it.
+
+    `files` are those that a page shows or links to."""
 
     def __init__(self) -> None:
         self.rows = {row.label: row for row in read_rows()}
@@ -172,6 +214,7 @@ class Edition:
         self.anchors: dict[str, str] = {}
         self.labels: dict[str, str] = {}  # label of a place as prose cites it: "eq. 13"
         self.naming: dict[str, list[Row]] = defaultdict(list)  # rows of a symbol
+        self.files: set[Path] = set()
 
         for module, parts in self.parts.items():
             self.anchors[module] = f"{module}.html"
@@ -179,6 +222,7 @@ class Edition:
                 self.anchors[f"{module}.{name}"] = f"{module}.html#{name}"
                 self.anchors[name.replace("Config.", "--")] = f"{module}.html#{name}"
 
+        statement = ""
         for row in self.rows.values():
             kind = KINDS.get(row.label.partition(":")[0])
             number = re.sub(r"^\D+ |[()]", "", row.place)
@@ -191,7 +235,14 @@ class Edition:
                 if symbol not in self.anchors:
                     place = f"docs/paper_to_code.md, {row.label}"
                     raise ValueError(f"{place}: {symbol} is not in the code")
-                self.naming[symbol].append(row)
+                if symbol != "train.train" or kind != "line":
+                    self.naming[symbol].append(row)
+
+            if kind == "line":
+                # The two "end for" have no statement. They stand behind the one before.
+                if f"train.line-{number}" in self.anchors:
+                    statement = f"train.line-{number}"
+                self.naming[statement].append(row)
 
     def order(self) -> dict[str, str]:
         """Return the modules in the order in which the paper needs them, each with the section that
@@ -213,15 +264,22 @@ class Edition:
             label = self.labels.get(f"{kind} {citation[2]}")
             if label is None:
                 raise ValueError(f"{module} cites {citation[0]}, which the paper does not have")
-            return f'<a href="index.html#{label}">{citation[0]}</a>'
+            return f'<a href="paper_to_code.html#{label}">{citation[0]}</a>'
+
+        return self.mention(CITED.sub(paper, prose), module)
+
+    def mention(self, prose: str, module: str) -> str:
+        """Return HTML with links from the files and symbols that it mentions."""
 
         def code(mention: re.Match) -> str:
             name = mention[1].replace("/", ".").removesuffix(".py")
             target = self.anchors.get(name) or self.anchors.get(f"{module}.{name}")
+            # A plain word of a page is seldom the name of a function.
+            if module == "docs" and re.fullmatch("[a-z]+", mention[1]):
+                return mention[0]
             return f'<a href="{target}">{mention[0]}</a>' if target else mention[0]
 
-        prose = CITED.sub(paper, prose)
-        prose = re.sub(r"\b((?:freshper|envs)/\w+\.py)\b", code, prose)
+        prose = re.sub(r"\b((?:freshper|envs)/\w+\.py)\b(?!</a>)", code, prose)
         return re.sub(r"<code>([\w./-]+)</code>", code, prose)
 
     def module(self, name: str) -> str:
@@ -235,33 +293,67 @@ class Edition:
             left = f'<a id="{part.name}"></a>' if part.name else ""
             left += self.link(DOCSTRING.render(part.docstring), name)
             for row in rows.values():
-                place = f'<a href="index.html#{row.label}">{row.place}</a>'
+                place = f'<a href="paper_to_code.html#{row.label}">{row.place}</a>'
                 says = self.link(MARKDOWN.renderInline(row.says))
                 left += f"<div class=paper>{place} {says}</div>"
 
-            kind = "head" if k == 0 else "symbol"
+            kind = "line" if part.name.startswith("line-") else "symbol"
+            kind = "head" if k == 0 else kind
             code = self.link(part.code, name)
             page.append(f"<section class={kind}><div>{left}</div><pre>{code}</pre></section>")
         return "\n".join(page)
 
-    def index(self) -> str:
-        """Return the list of modules in reading order, and the table with an anchor for every
-        label."""
-        page = "<h1>FreshPER, to read beside the paper</h1>"
-        page += '<p><a href="explore.html">Play with priorities</a></p><ol class=modules>'
-        for module, section in self.order().items():
-            paragraph = self.parts[module][0].docstring.split("\n\n")[0]
-            sentence = " ".join(paragraph.split()).split(". ")[0]
-            page += f'<li><a href="{module}.html"><code>{module}</code></a> '
-            page += f"<small>{section}</small> {DOCSTRING.renderInline(sentence)}</li>"
+    def code(self) -> str:
+        """Return the list of modules in reading order."""
+        page = "<h1>The code, in the order of the paper</h1>"
+        for section, modules in groupby(self.order().items(), key=lambda item: item[1]):
+            page += f"<h2>{section}</h2><ul class=modules>"
+            for module, _ in modules:
+                paragraph = self.parts[module][0].docstring.split("\n\n")[0]
+                # The dot of "Fig. 3" ends no sentence.
+                sentence = re.split(r"(?<!Fig)\. ", " ".join(paragraph.split()))[0].rstrip(".")
+                page += f'<li><a href="{module}.html"><code>{module}</code></a> '
+                page += f"{DOCSTRING.renderInline(sentence)}.</li>"
+            page += "</ul>"
+        return page
 
-        table = self.link(MARKDOWN.render(TABLE.read_text(encoding="utf-8")))
+    def page(self, path: Path) -> str:
+        """Return a page of the project as HTML, with links within the edition."""
+        text = path.read_text(encoding="utf-8")
+        html = MARKDOWN.render(text)
+        html = LINK.sub(lambda link: self.inside(path, link), html)
+        for image in re.findall(r'<img src="([^"]+)"', html):
+            self.files.add(path.parent / image)
+            html = html.replace(f'<img src="{image}"', f'<img src="{Path(image).name}"')
+        # Other pages number their own sections.
+        cites = path in (TABLE, ROOT / "docs/differences.md")
+        return self.link(html) if cites else self.mention(html, "docs")
+
+    def inside(self, path: Path, link: re.Match) -> str:
+        """Return a link of a page, changed to where the edition has its target."""
+        target, text = link.groups()
+        if target.startswith(("#", "https://")):
+            return link[0]
+        name, _, anchor = target.partition("#")
+        file = (path.parent / name).resolve()
+        if file in PAGES:
+            return f'<a href="{PAGES[file]}.html{anchor and "#"}{anchor}">{text}</a>'
+        if file in SOURCES:
+            return f'<a href="{module_name(file)}.html">{text}</a>'
+        if not file.is_file():
+            return text
+        self.files.add(file)
+        return f'<a href="{file.name}">{text}</a>'
+
+    def table(self) -> str:
+        """Return the page of the table, with an anchor for every label."""
+        table = self.page(TABLE)
         for label in self.rows:
             cell = f"<code>{label}</code>"
             target = self.anchors.get(f"train.line-{label.removeprefix('alg:freshper:')}")
             link = f'<br><a href="{target}">train.py</a>' if target else ""
             table = table.replace(f"{cell}</td>", f'<a id="{label}"></a>{cell}{link}</td>')
-        return f"{page}</ol>{table}"
+        return table
 
 
 def names_in(part: Part) -> list[str]:
@@ -270,34 +362,46 @@ def names_in(part: Part) -> list[str]:
     return [name for name in names if name]
 
 
+def menu(name: str) -> str:
+    """Return the menu, in which the page's own entry is marked."""
+    entries = []
+    for page, title in MENU.items():
+        here = " aria-current=page" if page == name else ""
+        entries.append(f'<a href="{page}.html"{here}>{title}</a>')
+    return f"<nav>{' '.join(entries)}</nav>"
+
+
 def build(out: Path) -> None:
     """Write the edition to a folder. Raises ValueError if the table or a docstring names what is
     not there."""
     edition = Edition()
+    pages = {name: edition.page(path) for path, name in PAGES.items()}
+    pages |= {"code": edition.code(), "paper_to_code": edition.table()}
     order = list(edition.order())
-    pages = {name: edition.module(name) for name in order}
-    navigation = {"index": ""}
-    for k, name in enumerate(order):
-        before = [f'<a href="{other}.html">← {other}</a>' for other in order[:k][-1:]]
-        after = [f'<a href="{other}.html">→ {other}</a>' for other in order[k + 1 : k + 2]]
-        navigation[name] = "".join(before + after)
+    for before, name, after in zip(["code", *order], order, [*order[1:], "code"], strict=False):
+        ways = f'<a href="{before}.html">← {before}</a> <a href="{after}.html">{after} →</a>'
+        pages[name] = f"<p class=ways>{ways}</p>{edition.module(name)}"
 
     out.mkdir(parents=True, exist_ok=True)
     style = (ROOT / "docs/reading.css").read_text(encoding="utf-8")
     style += FORMATTER.get_style_defs("pre")
     (out / "style.css").write_text(style, encoding="utf-8")
-    shutil.copy(ROOT / "docs/explore.html", out)
-
-    for name, body in {"index": edition.index(), **pages}.items():
-        # Other pages than the table are not part of the edition.
-        body = re.sub(r'<a href="[\w/.-]+\.md[^"]*">(.*?)</a>', r"\1", body)
+    for file in edition.files:
+        shutil.copy(file, out)
+    for name, body in pages.items():
         page = (
             "<!doctype html><html lang=en><meta charset=utf-8>"
-            f'<meta name=viewport content="width=device-width"><title>{name}</title>'
-            '<link rel=stylesheet href=style.css><nav><a href="index.html">Contents</a>'
-            f"{navigation[name]}</nav><main class={name}>{body}</main></html>\n"
+            '<meta name=viewport content="width=device-width, initial-scale=1">'
+            f"<title>FreshPER: {MENU.get(name, name)}</title><link rel=stylesheet href=style.css>"
+            f"{menu(name)}<main class={name}>{body}</main></html>\n"
         )
         (out / f"{name}.html").write_text(page, encoding="utf-8")
+
+    # This page has a style of its own. Of the edition's it gets the menu's.
+    rules = "\n".join(rule for rule in style.splitlines() if rule.startswith("nav"))
+    page = (ROOT / "docs/explore.html").read_text(encoding="utf-8")
+    page = page.replace("<h1>", f"<style>{rules}</style>{menu('explore')}<h1>", 1)
+    (out / "explore.html").write_text(page, encoding="utf-8")
 
 
 def main() -> None:

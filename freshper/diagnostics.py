@@ -90,24 +90,27 @@ def drift_rate(ages: np.ndarray, values: np.ndarray) -> tuple[float, float, floa
 
 
 def plot(folder: Path, estimates: Table) -> None:
-    """Write diagnostics.png to the folder, from the values of `by_age`."""
+    """Write diagnostics.png to the folder of a run, from the values of `by_age`."""
     age = estimates["age"]
     kl = estimates["kl"]
-    tau, offset, r2 = drift_rate(age, kl)
+    steps, offset, r2 = drift_rate(age, kl)
     figure = Figure(figsize=(13, 4.8), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
 
-    bound = r"bound of eq. 11, $\exp(-KL(\pi_\theta\|\pi_\mu))$"
-    left.semilogy(age, estimates["ess"], "o-", label="ESS / n of trajectories")
-    left.semilogy(age, np.exp(-kl), "k--", label=bound)
-    left.semilogy(age, estimates["ess_token"], "s-", label="ESS / n of tokens")
+    left.set(title="How much replayed episodes are worth", ylabel="ESS / n", ylim=(0, 1.05))
+    left.plot(age, estimates["ess_token"], "s-", label="of tokens")
+    left.plot(age, estimates["ess"], "o-", label="of trajectories")
+    left.plot(age, np.exp(-kl), "k--", label=r"its bound, $\exp(-KL)$ (eq. 11)")
 
-    line = f"line: tau = 1/c = {tau:.0f} steps, R² {r2:.2f}"
-    middle.plot(age, kl, "o-", label=r"$KL(\pi_\theta\|\pi_\mu)$ of a trajectory, nats")
-    middle.plot(age, offset + age / tau, "k--", label=line)
+    line = f"""line: one nat in 1/c = {steps:.0f} steps (R² {r2:.2f})
+By eq. 12 and 13 tau would be 1/c. The run has that of --tau."""
+    middle.set(title="How far the policy has moved", ylabel=r"$KL(\pi_\theta\|\pi_\mu)$, nats")
+    middle.plot(age, kl, "o-", label="KL of a trajectory")
+    middle.plot(age, offset + age / steps, "k--", label=line)
 
-    right.plot(age, estimates["clipped"], "o-", label="share of action tokens that are clipped")
+    right.set(title="How many tokens the clip stops", ylabel="share of action tokens")
+    right.plot(age, estimates["clipped"], "o-", label="clipped tokens")
     for axes in figure.axes:
-        axes.set_xlabel("age of the replayed trajectories, optimizer steps")
+        axes.set_xlabel("age of the episodes, optimizer steps")
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), frameon=False)
     figure.savefig(folder / "diagnostics.png")

@@ -6,6 +6,7 @@ the template escapes all of it.
 
 import base64
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +18,36 @@ from freshper import diagnostics
 from freshper.episode import Episode, compressed
 from freshper.models import Policy
 
-PAGE = """<!doctype html><meta charset=utf-8><style>
-body {font: 15px sans-serif; max-width: 70em; margin: auto}
-td {width: 50%; vertical-align: top}
+PAGE = """<!doctype html><html lang=en><meta charset=utf-8>
+<meta name=viewport content="width=device-width, initial-scale=1"><style>
+body {font: 16px/1.4 system-ui, sans-serif; max-width: 60em; margin: auto; padding: 0 1em}
+table {border-collapse: collapse; width: 100%}
+td {border-top: 1px solid #ccc; padding: .6em; vertical-align: top}
+td:first-child {width: 40%}
 img {width: 128px; image-rendering: pixelated}
-pre, ruby {white-space: pre-wrap}
-ruby {background: #fff3d6; padding: 0 3px}
+pre {white-space: pre-wrap; margin: 0}
+ruby {white-space: pre-wrap; background: #fff3d6; padding: 0 3px; line-height: 2.2}
+.won {color: #0072b2}
+.lost {color: #d55e00}
 </style><title>{{ title }}</title><h1>{{ title }}</h1>
-Held-out episodes. Right: the sampled tokens, each below its log-prob.
+<p>Held-out episodes, one row per turn. Left: what the policy read. Right: the tokens that it
+sampled. Above each token stands its log-prob, which is 0 for a token that was certain.
+{% if "frozenlake" in title and "preset tiny" in title %}
+<p>The fifth row is no part of the lake. It shows the four cells beside the player: left, below,
+right and above (dark or #: outside the lake). The shaded edges in an image mark its rows and
+columns.
+{% endif %}
 {% for episode in episodes %}
-<h2>seed {{ episode.seed }}: {{ "success" if episode.success else "no success" }},
-return {{ "%g" % episode.reward }}</h2><table>
+<h2 class={{ "won" if episode.success else "lost" }}>seed {{ episode.seed }}:
+{{ "success" if episode.success else "no success" }}, return {{ "%g" % episode.reward }}</h2><table>
 {% for turn in turns_of(episode, policy) %}
 <tr><td>
 {% for image in turn.images %}
 <img src="data:image/png;base64,{{ b64encode(image).decode() }}">
 {% endfor %}
-<pre>{{ policy.tokenizer.decode(turn.prompt, skip_special_tokens=True).strip() }}</pre><td>
+<pre>{{ turn.prompt }}</pre><td>
 {% for token, logprob in turn.reply %}
-<ruby>{{ policy.tokenizer.decode([token]) }}<rt>{{ "%.2f" % logprob }}</rt></ruby>
+<ruby>{{ policy.tokenizer.decode([token]) }}<rt>{{ "{:z.2f}".format(logprob) }}</rt></ruby>
 {%- endfor %}
 <p>reward {{ "%g" % episode.turn_rewards[loop.index0] }}
 {% endfor %}
@@ -106,21 +118,28 @@ def episodes_page(episodes: list[Episode], policy: Policy, title: str) -> str:
 
 
 def turns_of(episode: Episode, policy: Policy) -> Iterator[dict[str, Any]]:
-    """Yield the turns of an episode: images (PNG) and tokens that the policy read, and its reply as
+    """Yield the turns of an episode: images (PNG) and text that the policy read, and its reply as
     pairs of a token and its log-prob."""
+    decode = partial(policy.tokenizer.decode, skip_special_tokens=True)
     images = iter(episode.images)
     start = 0
     for end in episode.turn_ends() + 1:
         tokens = episode.tokens[start:end]
         sampled = episode.action_mask[start:end]
         logprobs = episode.behavior_logprobs[start:end]
-        start = end
 
         # An image stands where its placeholders begin.
         is_image = tokens == policy.image_token_id
         begins = is_image & np.diff(is_image, prepend=False)
+        shown = [compressed(next(images)).png for _ in range(begins.sum())]
+
+        # The chat template puts the names of the roles around the text.
+        roles = policy.template(len(shown), first=start == 0)
+        before, after = map(decode, map(policy.tokenizer.encode, roles))
+        prompt = decode(tokens[~sampled]).removeprefix(before).removesuffix(after)
+        start = end
         yield {
-            "images": [compressed(next(images)).png for _ in range(begins.sum())],
-            "prompt": tokens[~sampled],
+            "images": shown,
+            "prompt": prompt,
             "reply": zip(tokens[sampled], logprobs[sampled]),
         }

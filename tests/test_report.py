@@ -92,31 +92,38 @@ def test_what_is_printed(run):
     )
 
 
-def test_each_image_stands_beside_its_own_turn(vision_policy):
-    """Play the replies of the page again: every turn must show the image that the environment shows
-    then."""
-    envs = [ENVS["frozenlake_vlm"](max_turns=4) for _ in range(3)]
-    engine = RandomEngine(vision_policy, envs, [0, 1, 2])
-    episodes = rollout(engine, vision_policy, envs, [0, 1, 2], 512, 6)
+@pytest.mark.parametrize("task", ["frozenlake_vlm", "frozenlake"])
+def test_each_observation_stands_beside_its_own_turn(task, text_policy, vision_policy):
+    """Play the replies of the page again: every turn must show the text and the image that the
+    environment shows then, and nothing of the chat template."""
+    policy = vision_policy if task == "frozenlake_vlm" else text_policy
+    envs = [ENVS[task](max_turns=4) for _ in range(3)]
+    episodes = rollout(RandomEngine(policy, envs, [0, 1, 2]), policy, envs, [0, 1, 2], 512, 6)
     for episode in episodes:
         episode.behavior_logprobs -= np.arange(len(episode.tokens), dtype=np.float32)
-    page = episodes_page(episodes, vision_policy, "a < title")
+        episode.behavior_logprobs[episode.action_mask.argmax()] = -0.004
+    page = episodes_page(episodes, policy, "a < title")
     assert page.count("a &lt; title") == 2
+    assert "-0.00" not in page
     sections = iter(re.findall(r"<tr>.*?<p>", page, re.DOTALL))
     for seed, episode in enumerate(episodes):
         (observation, _), logprobs = envs[0].reset(seed=seed), []
         for reward in episode.turn_rewards:
             section = next(sections)
-            (image,) = re.findall(r"base64,([^\"]+)", section)
-            shown = Image.open(io.BytesIO(base64.b64decode(image)))
-            np.testing.assert_array_equal(np.array(shown), observation.images[0])
+            (text,) = re.findall("<pre>(.*)</pre>", section, re.DOTALL)
+            assert html.unescape(text) == observation.text
+            images = re.findall(r"base64,([^\"]+)", section)
+            for image, expected in zip(images, observation.images, strict=True):
+                shown = Image.open(io.BytesIO(base64.b64decode(image)))
+                np.testing.assert_array_equal(np.array(shown), expected)
             tokens = re.findall(r"<ruby>(.*?)<rt>(.*?)</rt>", section)
             logprobs += [float(x) for _, x in tokens]
             reply = html.unescape("".join(text for text, _ in tokens))
-            reply = reply.removesuffix(vision_policy.tokenizer.eos_token)
+            reply = reply.removesuffix(policy.tokenizer.eos_token)
             observation, again, *_ = envs[0].step(reply)
             assert again == pytest.approx(reward)
-        assert logprobs == episode.behavior_logprobs[episode.action_mask].tolist()
+        sampled = episode.behavior_logprobs[episode.action_mask]
+        assert logprobs == pytest.approx(sampled, abs=0.005)
     assert next(sections, None) is None
 
 

@@ -11,7 +11,7 @@ import torch
 from gymnasium.utils.env_checker import check_env
 
 from envs import ENVS
-from envs.base import EVAL_SEEDS, WARM_START_SEEDS, play_out
+from envs.base import EVAL_SEEDS, WARM_START_SEEDS, check_environment, play_out
 from freshper import tiny
 from freshper.engine_hf import HFEngine, Sampling
 from freshper.episode import collate
@@ -127,7 +127,7 @@ def test_the_shipped_weights_read_and_play_like_the_random_policy(name):
 def test_one_s_own_environment(tmp_path, monkeypatch):
     """The class of the page's first block, listed as its second block says, passes Gymnasium's
     checks. A tiny model is built for it once, and learns to reply."""
-    code, line = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    code, line, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert line.strip() == '"animals": Animals,'
     source = tmp_path / "animals.py"
     source.write_text(code)
@@ -156,6 +156,27 @@ def test_one_s_own_environment(tmp_path, monkeypatch):
         tiny_model("animals")
 
     animals.caption = lambda self: ""
-    sentence = r"^Animals.caption\(\) is '', but must be a string that says what the observation shows$"
+    sentence = r"^Animals.caption\(\) is '', but must be a string that says what the obs"
     with pytest.raises(ValueError, match=sentence):
         warm_start(policy, animals)
+
+
+def test_the_page_s_number_game():
+    """Halving finds every digit, and a random policy 1 - 0.9^4 of them. No reply shuts out the
+    digit."""
+    code = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[2]
+    game = {}
+    exec(code, game)
+    env = game["Digits"]()
+    check_environment(env)
+    success = [env.baselines(seed) for seed in range(1000)]
+    assert all(of_seed["optimal"] for of_seed in success)
+    random = np.mean([of_seed["random"] for of_seed in success])
+    assert random == pytest.approx(1 - 0.9**4, abs=0.06)
+
+    rng = np.random.default_rng(0)
+    for seed in range(50):
+        env.reset(seed=seed)
+        for _ in range(4):
+            env.step(env.random_reply(rng))
+            assert env.low <= env.secret <= env.high
