@@ -1,0 +1,455 @@
+"""Write the tables and figures of README.md, RESULTS.md and docs/replay_pays.md from the campaign.
+
+    python docs/results.py              write what the data has
+    python docs/results.py --check      name the pages that are not what this would write
+
+A page has blocks between two marks, and the commits of their runs stand in the first one:
+
+    <!-- results: main, commit 0123456789 -->
+    <!-- end -->
+
+A block is written if all of its runs are in docs/reference_runs/runs.csv. Until then it keeps what
+it has, below a line that says that this is old. A figure is written with its block. Verdicts:
+benchmarks/claims.py. Statistics: benchmarks/stats.py. Figures: docs/result_figures.py.
+"""
+
+import argparse
+import hashlib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import claims
+from claims import ARMS, CLAIMS, FACTOR_REFERENCES, NAMES, PAIR, Data, MissingError, Part, arm_name
+from result_figures import FIGURES, STYLE, interquartile
+from stats import Effect, bootstrap, contrast, difference, interquartile_mean
+from waves import QUEUE_TASKS, RATES, SLIPPERY, SMALL_ARMS, TASKS, normalized, tuning_runs
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("README.md", "RESULTS.md", "docs/replay_pays.md")
+BLOCK = re.compile(r"<!-- results: (\w+), commit ([^>]*?) -->\n(.*?)<!-- end -->", re.DOTALL)
+OLD = "*Old: commit {}, not yet made again.*\n\n"
+ANY_OLD = re.compile(r"\A\*Old: commit .*\n\n")
+# The best first
+FORWARD = tuple(reversed(ARMS))
+SCORED = ("sokoban_simple", "sokoban_hard", "cliffwalking")
+DESCRIPTIONS = {
+    "`aime`": ("three attempts at a number", "aime"),
+    "`gsm8k`": ("three attempts at a sum or difference of things", "gsm8k"),
+    "`geoqa`": ("three attempts at a number; shows a figure", "geoqa"),
+    "`nq_search`": (
+        "search up to five times, then answer; tiny models get one passage per search",
+        "nq_search",
+    ),
+    "`sokoban_simple`": (
+        "6x6 cells and one box; tiny models: solutions of at most five turns",
+        "sokoban_simple",
+    ),
+    "`sokoban_hard`": ("8x8 cells and two boxes; tiny models likewise", "sokoban_hard"),
+    "`cliffwalking`": (
+        "Gymnasium's; tiny models start training along the way to the goal",
+        "cliffwalking",
+    ),
+}
+
+
+# -- numbers in words
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def level(values: np.ndarray, digits: int = 3) -> str:
+    """Return the mean of runs, and half of its 95 % interval."""
+    effect = contrast([values], [1.0])
+    return f"{effect.estimate:.{digits}f} ± {effect.high - effect.estimate:.{digits}f}"
+
+
+def span(effect: Effect, form: str = "difference") -> str:
+    """Return an effect and its 95 % interval, as claims.Part has it."""
+    numbers = np.array(effect[:3])
+    sign = "+" if form == "difference" else ""
+    if form == "ratio":
+        numbers = np.exp(numbers)
+    # There is no -0.000.
+    estimate, low, high = (f"{number:{sign}.3f}" for number in numbers.round(3) + 0.0)
+    return estimate if np.isnan(effect.low) else f"{estimate} ({low} to {high})"
+
+
+def in_bold(part: Part) -> str:
+    """Return the effect of a part, in bold if its verdict is yes."""
+    text = span(part.effect, part.form)
+    return f"**{text}**" if part.answer == "yes" else text
+
+
+def image(name: str, says: str, folder: str = "docs/") -> str:
+    return f"\n![{says}]({folder}results_{name}.png)\n"
+
+
+# -- the blocks of RESULTS.md, in the order of its sections
+
+
+def decided(data: Data, claim: claims.Claim) -> tuple[claims.Verdict, int]:
+    """Return the verdict of a claim, and how many runs it is made of."""
+    before = data.used
+    data.used = set()
+    try:
+        return claim.rule(data), len(data.used)
+    finally:
+        data.used |= before
+
+
+def effects_of(parts: list[Part]) -> str:
+    """Return the effects of a claim: each of up to four, or else their range and answers."""
+    if len(parts) == 1 and parts[0].form == "difference":
+        return span(parts[0].effect)
+    if len(parts) <= 4:
+        return "; ".join(f"{part.name} {span(part.effect, part.form)}" for part in parts)
+    estimates = [part.effect.estimate for part in parts]
+    counts = claims.each(parts).answer
+    if parts[0].form == "ratio":
+        estimates = np.exp(estimates)
+    return f"{len(parts)} effects, {min(estimates):.2f} to {max(estimates):.2f}: {counts}"
+
+
+def verdicts(data: Data) -> str:
+    rows = []
+    made = 0
+    for claim in CLAIMS:
+        cells = [claim.number, claim.says, "not made yet", "", ""]
+        try:
+            verdict, n = decided(data, claim)
+        except MissingError:
+            pass
+        else:
+            made += 1
+            cells[2:] = [f"**{verdict.answer}**", effects_of(verdict.parts), str(n)]
+        rows.append([*cells, f"[{claim.section[0]}](#{claim.section})"])
+    if not made:
+        raise MissingError("the runs of every claim")
+    header = ("", "claim", "verdict", "effect (95 % interval)", "runs", "section")
+    return table(header, rows)
+
+
+def tuning(data: Data) -> str:
+    """The mean of the normalised final success of wave 1, by arm and rate."""
+    rows = []
+    for arm in FORWARD:
+        cells = [ARMS[arm]]
+        best = data.rate(arm)
+        for rate in RATES:
+            runs = [run for run in tuning_runs() if (run.arm, run.rate) == (arm, rate)]
+            mean = np.mean([normalized(data.row(run)) for run in runs])
+            cells.append(f"**{mean:.3f}**" if rate == best else f"{mean:.3f}")
+        rows.append(cells)
+    return table(("learning rate", *(f"x {rate:g}" for rate in RATES)), rows)
+
+
+def main_figure(data: Data) -> str:
+    ours = np.array([data.normalized(task, "freshper") for task in TASKS])
+
+    def less(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return interquartile_mean(x) - interquartile_mean(y)
+
+    rows = []
+    for arm in FORWARD:
+        cells = [ARMS[arm], span(interquartile(data, arm), "number"), ""]
+        if arm != "freshper":
+            theirs = np.array([data.normalized(task, arm) for task in TASKS])
+            cells[2] = span(Effect(*bootstrap(less, [ours, theirs]), np.nan))
+        rows.append(cells)
+    header = ("over nine tasks", "interquartile mean", "FreshPER less it")
+    return table(header, rows) + image(
+        "main", "Final success of six arms on nine tasks, and the mean"
+    )
+
+
+def of_tasks(data: Data, *rules: Callable[[Data], claims.Verdict]) -> list[list[str]]:
+    """Return a row per task: its name, and its effect in each of some claims about all tasks."""
+    columns = [[NAMES[task] for task in TASKS]]
+    for rule in rules:
+        columns.append([in_bold(part) for part in rule(data).parts])
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def updates(data: Data) -> str:
+    rows = of_tasks(data, claims.more_than_updates, claims.updates_help)
+    header = ("difference", "FreshPER less as many updates", "as many updates less on-policy")
+    return table(header, rows) + image("updates", "Success against updates and against CPU seconds")
+
+
+def freshness(data: Data) -> str:
+    rows = of_tasks(data, claims.decay_is_essential, claims.more_than_per, claims.more_than_age)
+    shuffled = {part.name: in_bold(part) for part in claims.freshness(data).parts}
+    rows = [[*row, shuffled.get(row[0], "")] for row in rows]
+    header = ("FreshPER less", "no decay", "Standard PER", "uniform replay", "shuffled ages")
+    return table(header, rows) + image("freshness", "FreshPER less four controls, on nine tasks")
+
+
+def tau(data: Data) -> str:
+    rate = data.rate("freshper")
+    rows = []
+    for arm in ("freshper --tau 5", "freshper", "freshper --tau 80", "no_decay"):
+        cells = [arm_name(arm)]
+        for task in PAIR:
+            cells += [level(data.values(task, arm, rate=r)) for r in (rate, rate / 4)]
+        rows.append(cells)
+    measured = ["measured 1/c, steps"]
+    for task in PAIR:
+        for r in (rate, rate / 4):
+            measured.append(level(data.values(task, "freshper", "drift_tau", r), 0))
+    rows.append(measured)
+
+    def both(name: str, arms: Sequence[str], column: str = "final") -> list[str]:
+        values = [data.values(task, arm, column) for task, arm in zip(PAIR, arms, strict=True)]
+        return [name, level(values[0]), "", level(values[1]), ""]
+
+    oracle = [claims.oracle_arm(task) for task in PAIR]
+    rows += [
+        both("FreshPER, tau auto", ["freshper --tau auto"] * 2),
+        both("FreshPER, shuffled ages", ["freshper +shuffled"] * 2),
+        both("FreshPER, drift in place of age (oracle)", oracle),
+        both("rank correlation of age and drift", oracle, "age_rank"),
+        both("R² of age and drift, each episode", oracle, "age_r2"),
+    ]
+    header = ["success"]
+    for task in PAIR:
+        header += [NAMES[task], "a quarter of the rate"]
+    figures = image("tau", "Success against tau, a curve per learning rate")
+    return table(header, rows) + figures + image("drift", "Age as a prediction of drift")
+
+
+def factors(data: Data) -> str:
+    rows = []
+    for arm, other in FACTOR_REFERENCES.items():
+        final = data.values("frozenlake", arm)
+        effect = difference(final, data.values("frozenlake", other))
+        cells = [arm_name(arm), level(final), arm_name(other), span(effect)]
+        cells.append(f"{claims.late_loss(data, 'frozenlake', arm).mean():.3f}")
+        cells.append(f"{data.values('frozenlake', arm, 'diverged').sum():.0f}")
+        rows.append(cells)
+    header = ("text FrozenLake", "success", "less", "difference", "late loss", "diverged")
+    return table(header, rows) + image("factors", "One-factor intervals on text FrozenLake")
+
+
+def unpaid(data: Data) -> str:
+    rows = []
+    for task, setting, words in (
+        ("frozenlake", "--slippery", "slippery ice"),
+        ("gsm8k", "--model good", "a good policy"),
+    ):
+        ours = data.values(task, f"freshper {setting}")
+        for arm in reversed(SLIPPERY):
+            values = data.values(task, f"{arm} {setting}")
+            effect = "" if arm == "freshper" else span(difference(ours, values))
+            rows.append([f"{NAMES[task]}, {words}", ARMS[arm], level(values), effect])
+    for task in QUEUE_TASKS:
+        values = data.values(task, "on_policy --ppo_epochs 3", rate=data.rate("epochs"))
+        effect = difference(data.values(task, "freshper"), values)
+        rows.append([NAMES[task], "three epochs of the fresh batch", level(values), span(effect)])
+    return table(("task", "arm", "success", "FreshPER less it"), rows)
+
+
+def small(data: Data) -> str:
+    ours = data.values("small", "freshper")
+    rows = []
+    for arm in SMALL_ARMS:
+        values = data.values("small", arm)
+        cells = [ARMS[arm], f"x {data.rate(arm, 'small'):g}", level(values)]
+        cells.append("" if arm == "freshper" else span(difference(ours, values)))
+        cells.append(f"{data.values('small', arm, 'cpu_s').mean() / 60:.0f}")
+        rows.append(cells)
+    header = ("SmolLM2-135M", "learning rate", "success", "FreshPER less it", "CPU minutes")
+    return table(header, rows) + image("small", "SmolLM2 on GSM8K in three attempts")
+
+
+def main_table(data: Data) -> str:
+    rows = []
+    for task in TASKS:
+        bounds = [data.values(task, "freshper", name)[0] for name in ("random", "optimal")]
+        cells = [NAMES[task], f"{bounds[0]:.3g}", f"{bounds[1]:.3g}"]
+        rows.append(cells + [level(data.values(task, arm)) for arm in FORWARD])
+    for task in SCORED:
+        scores = [level(data.values(task, arm, "final_score"), 1) for arm in FORWARD]
+        rows.append([f"score, {NAMES[task]}", "", "", *scores])
+    return table(("success", "random", "optimal", *(ARMS[arm] for arm in FORWARD)), rows)
+
+
+# -- the blocks of the other pages
+
+
+def readme(data: Data) -> str:
+    rows = []
+    for arm, words in (
+        ("freshper", "FreshPER"),
+        ("per", "Standard PER, replay without the age factor (`--method per`)"),
+        ("epochs", "on-policy training, as many updates (`--ppo_epochs 3`)"),
+        ("on_policy", "on-policy training, no replay (`--method on_policy`)"),
+    ):
+        levels = [level(data.values(task, arm), 2) for task in ("frozenlake_vlm", "frozenlake")]
+        rows.append([words, *levels])
+    says = "held-out success, five seeds: mean and half of its 95 % interval"
+    figure = image("frozenlake", "FrozenLake: FreshPER, Standard PER and on-policy training")
+    return table((says, "images", "text (`--env frozenlake`)"), rows) + figure
+
+
+def readme_tasks(data: Data) -> str:
+    rows = [
+        ["`frozenlake`, `frozenlake_vlm`", "maps of 4x4 cells, as text or as an image", "above"]
+    ]
+    for name, (words, task) in DESCRIPTIONS.items():
+        success = data.values(task, "freshper").mean()
+        random = data.values(task, "freshper", "random")[0]
+        rows.append([name, words, f"{success:.2f} ({random:.2g})"])
+    measured = "FreshPER (random policy), held-out success, five seeds"
+    return table(("`--env`", "what it is", measured), rows)
+
+
+def readme_small(data: Data) -> str:
+    values = data.values("small", "freshper")
+    minutes = data.values("small", "freshper", "cpu_s").mean() / 60
+    before = np.mean([data.curve(run)["eval_success"][0] for run in data.runs("small", "freshper")])
+    return (
+        f"`--env gsm8k --preset small --max_turns 3` takes SmolLM2-135M from {before:.2f} to "
+        f"{level(values, 2)} in {minutes:.0f} minutes of one core (five seeds).\n"
+    )
+
+
+def pays(data: Data) -> str:
+    rows = []
+    ours = claims.episodes_needed(data, "frozenlake", "freshper")
+    ours_s = claims.seconds_per_episode(data, "frozenlake", "freshper")
+    for arm in ("freshper", "epochs", "on_policy"):
+        needed = claims.episodes_needed(data, "frozenlake", arm)
+        seconds = claims.seconds_per_episode(data, "frozenlake", arm)
+        shown = " ".join("never" if np.isnan(value) else f"{value:.0f}" for value in needed)
+        cells = [ARMS[arm], shown, f"{seconds:.4f}", "1", "1"]
+        if arm != "freshper":
+            effect = difference(np.log(needed), np.log(ours))
+            free = [value + np.log(seconds / ours_s) for value in effect[:3]]
+            cells[3:] = [span(Effect(*free, np.nan), "ratio"), span(effect, "ratio")]
+        if np.isnan(needed).any():
+            cells[3:] = ["not every run has it"] * 2
+        rows.append(cells)
+    header = (
+        "FrozenLake, text: arm",
+        f"episodes until a success of {claims.SUCCESS:g}, per seed",
+        "CPU seconds per episode",
+        "time, free episodes",
+        "time, expensive episodes",
+    )
+    figure = image("pays", "Time until a success against the cost of an episode", folder="")
+    return table(header, rows) + figure
+
+
+BLOCKS = {
+    "verdicts": verdicts,
+    "tuning": tuning,
+    "main": main_figure,
+    "updates": updates,
+    "freshness": freshness,
+    "tau": tau,
+    "factors": factors,
+    "unpaid": unpaid,
+    "small": small,
+    "table": main_table,
+    "readme": readme,
+    "readme_tasks": readme_tasks,
+    "readme_small": readme_small,
+    "pays": pays,
+}
+
+
+# -- pages and figures
+
+
+def filled(match: re.Match, data: Data) -> str:
+    """Return a block with what the data says, or marked as old if runs are missing."""
+    name, commits, body = match.groups()
+    data.used.clear()
+    if name not in BLOCKS:
+        allowed = f"one of {', '.join(BLOCKS)}"
+        raise ValueError(f"the block of a page is {name}, but must be {allowed}")
+    try:
+        body = BLOCKS[name](data)
+        commits = ", ".join(sorted({data.rows[run]["commit"] for run in data.used}))
+    except MissingError:
+        body = OLD.format(commits) + ANY_OLD.sub("", body)
+    return f"<!-- results: {name}, commit {commits} -->\n{body}<!-- end -->"
+
+
+def figures_of(text: str) -> list[str]:
+    """Return the names of the figures that a page shows."""
+    return re.findall(r"\bresults_(\w+)\.png\)", text)
+
+
+def fingerprint(figure: Figure) -> str:
+    """Return a digest of what a figure shows: its lines, and its words."""
+    digest = hashlib.sha256()
+    for axes in figure.axes:
+        words = [axes.get_title(), axes.get_xlabel(), axes.get_ylabel()]
+        for line in axes.lines:
+            numbers = np.asarray(line.get_xydata(), float).ravel()
+            words += [str(line.get_label()), str(line.get_color())]
+            words += [f"{number:.4g}" for number in numbers]
+        digest.update("\n".join(words).encode())
+    return digest.hexdigest()
+
+
+def draw(name: str, data: Data, path: Path, check: bool) -> bool:
+    """Write a figure if the file does not show it, unless only checked. Returns whether it does."""
+    with matplotlib.rc_context(STYLE):
+        figure = FIGURES[name](data)
+        wanted = fingerprint(figure)
+        if path.exists() and Image.open(path).info.get("Description") == wanted:
+            return True
+        if not check:
+            figure.savefig(path, metadata={"Description": wanted})
+    return False
+
+
+def write_all(root: Path, data: Data, check: bool = False) -> list[str]:
+    """Write the pages and figures below a folder, or only check. Returns those that differed."""
+    changed = []
+    for name in PAGES:
+        page = root / name
+        text = page.read_text(encoding="utf-8")
+        new = BLOCK.sub(partial(filled, data=data), text)
+        if new != text:
+            changed.append(name)
+            if not check:
+                page.write_text(new, encoding="utf-8")
+        for figure in figures_of(new):
+            path = f"docs/results_{figure}.png"
+            if not draw(figure, data, root / path, check):
+                changed.append(path)
+    return changed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if needed")
+    args = parser.parse_args()
+    data = claims.read_data(ROOT / "docs/reference_runs")
+    changed = write_all(ROOT, data, args.check)
+    for name in changed:
+        print(f"{name} {'is not what the data says' if args.check else 'was written'}")
+    return int(args.check and bool(changed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
