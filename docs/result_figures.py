@@ -1,4 +1,4 @@
-"""The figures of RESULTS.md and docs/replay_pays.md, from the data of the campaign.
+"""The figures of the results, from the data of the campaign.
 
 docs/results.py draws them. A method has one colour everywhere: the paper's three have those of its
 Fig. 3. At half the width of a page the letters are as large as the text.
@@ -68,8 +68,7 @@ def name_rows(axes: Axes, names: Sequence[str]) -> None:
 
 def interquartile(data: Data, arm: str) -> Effect:
     """Return the interquartile mean over the nine tasks, and its interval."""
-    values = np.array([data.normalized(task, arm) for task in TASKS])
-    return Effect(*bootstrap(interquartile_mean, [values]), np.nan)
+    return Effect(*bootstrap(interquartile_mean, [data.all_normalized(arm)]), np.nan)
 
 
 def main(data: Data) -> Figure:

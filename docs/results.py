@@ -1,4 +1,4 @@
-"""Write the tables and figures of README.md, RESULTS.md and docs/replay_pays.md from the campaign.
+"""Write the tables and figures of README.md, RESULTS.md and docs/ from the campaign.
 
     python docs/results.py              write what the data has
     python docs/results.py --check      name the pages that are not what this would write
@@ -17,7 +17,7 @@ import argparse
 import hashlib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -32,16 +32,29 @@ import claims
 from claims import ARMS, CLAIMS, FACTOR_REFERENCES, NAMES, PAIR, Data, MissingError, Part, arm_name
 from result_figures import FIGURES, STYLE, interquartile
 from stats import Effect, bootstrap, contrast, difference, interquartile_mean
-from waves import QUEUE_TASKS, RATES, SLIPPERY, SMALL_ARMS, TASKS, normalized, tuning_runs
+from waves import QUEUE_TASKS, RATES, SEEDS, SLIPPERY, SMALL_ARMS, TASKS, normalized, tuning_runs
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "RESULTS.md", "docs/replay_pays.md")
+PAGES = ("README.md", "RESULTS.md", "docs/replay_pays.md", "docs/tables.md")
 BLOCK = re.compile(r"<!-- results: (\w+), commit ([^>]*?) -->\n(.*?)<!-- end -->", re.DOTALL)
 OLD = "*Old: commit {}, not yet made again.*\n\n"
 ANY_OLD = re.compile(r"\A\*Old: commit .*\n\n")
 # The best first
 FORWARD = tuple(reversed(ARMS))
-SCORED = ("sokoban_simple", "sokoban_hard", "cliffwalking")
+CONTROLS = ("on_policy", "epochs", "no_decay", "per", "uniform")
+# Further columns of runs.csv in the table of every arm.
+COLUMNS = {
+    "last": ".3f",
+    "peak": ".3f",
+    "final_score": ".2f",
+    "updates": ".0f",
+    "cpu_s": ".0f",
+    "unreadable": ".3f",
+    "diverged": ".1f",
+    "replay_age": ".1f",
+    "drift_tau": ".0f",
+    "drift_r2": ".2f",
+}
 DESCRIPTIONS = {
     "`aime`": ("three attempts at a number", "aime"),
     "`gsm8k`": ("three attempts at a sum or difference of things", "gsm8k"),
@@ -95,7 +108,7 @@ def in_bold(part: Part) -> str:
 
 
 def image(name: str, says: str, folder: str = "docs/") -> str:
-    return f"\n![{says}]({folder}results_{name}.png)\n"
+    return f"![{says}]({folder}results_{name}.png)\n"
 
 
 # -- the blocks of RESULTS.md, in the order of its sections
@@ -158,44 +171,39 @@ def tuning(data: Data) -> str:
 
 
 def main_figure(data: Data) -> str:
-    ours = np.array([data.normalized(task, "freshper") for task in TASKS])
-
-    def less(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        return interquartile_mean(x) - interquartile_mean(y)
-
-    rows = []
-    for arm in FORWARD:
-        cells = [ARMS[arm], span(interquartile(data, arm), "number"), ""]
-        if arm != "freshper":
-            theirs = np.array([data.normalized(task, arm) for task in TASKS])
-            cells[2] = span(Effect(*bootstrap(less, [ours, theirs]), np.nan))
-        rows.append(cells)
-    header = ("over nine tasks", "interquartile mean", "FreshPER less it")
-    return table(header, rows) + image(
-        "main", "Final success of six arms on nine tasks, and the mean"
-    )
-
-
-def of_tasks(data: Data, *rules: Callable[[Data], claims.Verdict]) -> list[list[str]]:
-    """Return a row per task: its name, and its effect in each of some claims about all tasks."""
-    columns = [[NAMES[task] for task in TASKS]]
-    for rule in rules:
-        columns.append([in_bold(part) for part in rule(data).parts])
-    return [list(row) for row in zip(*columns, strict=True)]
+    for task in TASKS:
+        for arm in ARMS:
+            data.values(task, arm)
+    return image("main", "Final success of six arms on nine tasks")
 
 
 def updates(data: Data) -> str:
-    rows = of_tasks(data, claims.more_than_updates, claims.updates_help)
-    header = ("difference", "FreshPER less as many updates", "as many updates less on-policy")
-    return table(header, rows) + image("updates", "Success against updates and against CPU seconds")
+    main_figure(data)
+    return image("updates", "Success against updates and against CPU seconds")
+
+
+def less(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Return the difference of two interquartile means."""
+    return interquartile_mean(x) - interquartile_mean(y)
 
 
 def freshness(data: Data) -> str:
-    rows = of_tasks(data, claims.decay_is_essential, claims.more_than_per, claims.more_than_age)
+    """FreshPER less each control, a row per task."""
+    columns = [[NAMES[task] for task in TASKS] + ["interquartile mean"]]
+    ours = data.all_normalized("freshper")
+    for arm in CONTROLS:
+        parts = claims.judge(claims.differences(data, "freshper", arm))
+        theirs = data.all_normalized(arm)
+        mean = Effect(*bootstrap(less, [ours, theirs]), np.nan)
+        columns.append([*map(in_bold, parts), span(mean)])
     shuffled = {part.name: in_bold(part) for part in claims.freshness(data).parts}
-    rows = [[*row, shuffled.get(row[0], "")] for row in rows]
-    header = ("FreshPER less", "no decay", "Standard PER", "uniform replay", "shuffled ages")
-    return table(header, rows) + image("freshness", "FreshPER less four controls, on nine tasks")
+    columns.append([shuffled.get(name, "") for name in columns[0]])
+
+    rows = list(zip(*columns, strict=True))
+    header = ("FreshPER less", *(ARMS[arm] for arm in CONTROLS), "shuffled ages")
+    return (
+        table(header, rows) + "\n" + image("freshness", "FreshPER less its controls, on nine tasks")
+    )
 
 
 def tau(data: Data) -> str:
@@ -228,38 +236,36 @@ def tau(data: Data) -> str:
     for task in PAIR:
         header += [NAMES[task], "a quarter of the rate"]
     figures = image("tau", "Success against tau, a curve per learning rate")
-    return table(header, rows) + figures + image("drift", "Age as a prediction of drift")
+    return (
+        table(header, rows) + "\n" + figures + "\n" + image("drift", "Age as a prediction of drift")
+    )
 
 
 def factors(data: Data) -> str:
-    rows = []
-    for arm, other in FACTOR_REFERENCES.items():
-        final = data.values("frozenlake", arm)
-        effect = difference(final, data.values("frozenlake", other))
-        cells = [arm_name(arm), level(final), arm_name(other), span(effect)]
-        cells.append(f"{claims.late_loss(data, 'frozenlake', arm).mean():.3f}")
-        cells.append(f"{data.values('frozenlake', arm, 'diverged').sum():.0f}")
-        rows.append(cells)
-    header = ("text FrozenLake", "success", "less", "difference", "late loss", "diverged")
-    return table(header, rows) + image("factors", "One-factor intervals on text FrozenLake")
+    for arm in FACTOR_REFERENCES:
+        data.values("frozenlake", arm)
+    return image("factors", "One-factor intervals on text FrozenLake")
 
 
 def unpaid(data: Data) -> str:
+    """A row per question. "Three epochs": of the fresh batch, where the other control replays."""
     rows = []
-    for task, setting, words in (
-        ("frozenlake", "--slippery", "slippery ice"),
-        ("gsm8k", "--model good", "a good policy"),
+    for task, flags, words in (
+        ("frozenlake", " --slippery", "text FrozenLake, slippery ice"),
+        ("gsm8k", " --model good", "GSM8K from a good policy"),
     ):
-        ours = data.values(task, f"freshper {setting}")
-        for arm in reversed(SLIPPERY):
-            values = data.values(task, f"{arm} {setting}")
-            effect = "" if arm == "freshper" else span(difference(ours, values))
-            rows.append([f"{NAMES[task]}, {words}", ARMS[arm], level(values), effect])
+        cells = [words, level(data.values(task, f"freshper{flags}"))]
+        effects = [data.effect(task, f"freshper{flags}", f"{arm}{flags}") for arm in SLIPPERY[:3]]
+        rows.append([*cells, *map(span, effects), ""])
+
     for task in QUEUE_TASKS:
-        values = data.values(task, "on_policy --ppo_epochs 3", rate=data.rate("epochs"))
-        effect = difference(data.values(task, "freshper"), values)
-        rows.append([NAMES[task], "three epochs of the fresh batch", level(values), span(effect)])
-    return table(("task", "arm", "success", "FreshPER less it"), rows)
+        cells = [NAMES[task], level(data.values(task, "freshper"))]
+        effects = [data.effect(task, "freshper", arm) for arm in SLIPPERY[:3]]
+        epochs = data.values(task, "on_policy --ppo_epochs 3", rate=data.rate("epochs"))
+        effects.append(difference(data.values(task, "freshper"), epochs))
+        rows.append([*cells, *map(span, effects)])
+    less_it = [f"less {ARMS[arm]}" for arm in SLIPPERY[:3]]
+    return table(("success", "FreshPER", *less_it, "less three epochs"), rows)
 
 
 def small(data: Data) -> str:
@@ -272,7 +278,8 @@ def small(data: Data) -> str:
         cells.append(f"{data.values('small', arm, 'cpu_s').mean() / 60:.0f}")
         rows.append(cells)
     header = ("SmolLM2-135M", "learning rate", "success", "FreshPER less it", "CPU minutes")
-    return table(header, rows) + image("small", "SmolLM2 on GSM8K in three attempts")
+    figure = image("small", "SmolLM2 on GSM8K in three attempts")
+    return "\n".join([table(header, rows), figure])
 
 
 def main_table(data: Data) -> str:
@@ -281,9 +288,8 @@ def main_table(data: Data) -> str:
         bounds = [data.values(task, "freshper", name)[0] for name in ("random", "optimal")]
         cells = [NAMES[task], f"{bounds[0]:.3g}", f"{bounds[1]:.3g}"]
         rows.append(cells + [level(data.values(task, arm)) for arm in FORWARD])
-    for task in SCORED:
-        scores = [level(data.values(task, arm, "final_score"), 1) for arm in FORWARD]
-        rows.append([f"score, {NAMES[task]}", "", "", *scores])
+    means = [span(interquartile(data, arm), "number") for arm in FORWARD]
+    rows.append(["interquartile mean", "0", "1", *means])
     return table(("success", "random", "optimal", *(ARMS[arm] for arm in FORWARD)), rows)
 
 
@@ -301,8 +307,9 @@ def readme(data: Data) -> str:
         levels = [level(data.values(task, arm), 2) for task in ("frozenlake_vlm", "frozenlake")]
         rows.append([words, *levels])
     says = "held-out success, five seeds: mean and half of its 95 % interval"
+    header = (says, "images", "text (`--env frozenlake`)")
     figure = image("frozenlake", "FrozenLake: FreshPER, Standard PER and on-policy training")
-    return table((says, "images", "text (`--env frozenlake`)"), rows) + figure
+    return "\n".join([table(header, rows), figure])
 
 
 def readme_tasks(data: Data) -> str:
@@ -351,7 +358,30 @@ def pays(data: Data) -> str:
         "time, expensive episodes",
     )
     figure = image("pays", "Time until a success against the cost of an episode", folder="")
-    return table(header, rows) + figure
+    return "\n".join([table(header, rows), figure])
+
+
+def every_arm(data: Data) -> str:
+    """A row per arm whose five runs have been made, in all waves but those of tuning."""
+    groups: dict[tuple, list] = {}
+    for run in data.rows:
+        if run.seed in SEEDS:
+            groups.setdefault(run[:3], []).append(run)
+    rows = []
+    for (task, arm, rate), runs in groups.items():
+        if len(runs) < len(SEEDS):
+            continue
+        cells = [NAMES[task], arm_name(arm), f"{rate:g}"]
+        cells.append(level(data.values(task, arm, "final", rate)))
+        for column, form in COLUMNS.items():
+            mean = data.values(task, arm, column, rate).mean()
+            cells.append("" if np.isnan(mean) else f"{mean:{form}}")
+        cells.append(f"{claims.late_loss(data, task, arm, rate).mean():.3f}")
+        rows.append(cells)
+    if not rows:
+        raise MissingError("five runs of any arm")
+    names = [name.replace("_", " ") for name in COLUMNS]
+    return table(("task", "arm", "rate", "final", *names, "late loss"), rows)
 
 
 BLOCKS = {
@@ -369,14 +399,16 @@ BLOCKS = {
     "readme_tasks": readme_tasks,
     "readme_small": readme_small,
     "pays": pays,
+    "every_arm": every_arm,
 }
 
 
 # -- pages and figures
 
 
-def filled(match: re.Match, data: Data) -> str:
-    """Return a block with what the data says, or marked as old if runs are missing."""
+def filled(match: re.Match, data: Data, figures: list[str]) -> str:
+    """Return a block with what the data says, or marked as old if runs are missing. Adds the names
+    of the figures that a block of the data shows."""
     name, commits, body = match.groups()
     data.used.clear()
     if name not in BLOCKS:
@@ -385,14 +417,12 @@ def filled(match: re.Match, data: Data) -> str:
     try:
         body = BLOCKS[name](data)
         commits = ", ".join(sorted({data.rows[run]["commit"] for run in data.used}))
+        figures += re.findall(r"\bresults_(\w+)\.png\)", body)
     except MissingError:
-        body = OLD.format(commits) + ANY_OLD.sub("", body)
+        body = ANY_OLD.sub("", body)
+        if commits != "none":
+            body = OLD.format(commits) + body
     return f"<!-- results: {name}, commit {commits} -->\n{body}<!-- end -->"
-
-
-def figures_of(text: str) -> list[str]:
-    """Return the names of the figures that a page shows."""
-    return re.findall(r"\bresults_(\w+)\.png\)", text)
 
 
 def fingerprint(figure: Figure) -> str:
@@ -426,12 +456,13 @@ def write_all(root: Path, data: Data, check: bool = False) -> list[str]:
     for name in PAGES:
         page = root / name
         text = page.read_text(encoding="utf-8")
-        new = BLOCK.sub(partial(filled, data=data), text)
+        figures: list[str] = []
+        new = BLOCK.sub(partial(filled, data=data, figures=figures), text)
         if new != text:
             changed.append(name)
             if not check:
                 page.write_text(new, encoding="utf-8")
-        for figure in figures_of(new):
+        for figure in figures:
             path = f"docs/results_{figure}.png"
             if not draw(figure, data, root / path, check):
                 changed.append(path)
