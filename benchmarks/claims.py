@@ -8,7 +8,7 @@ import csv
 import gzip
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -126,6 +126,12 @@ class Data:
         """Return a column for the runs of an arm, [5], NaN where it is empty."""
         rows = [self.row(run) for run in self.runs(task, arm, rate)]
         return np.array([float(row[column] or "nan") for row in rows])
+
+    def need(self, tasks: Sequence[str], arms: Iterable[str]) -> None:
+        """Raise MissingError unless all runs of these arms on these tasks have been made."""
+        for task in tasks:
+            for arm in arms:
+                self.values(task, arm)
 
     def normalized(self, task: str, arm: str) -> np.ndarray:
         """Return the normalised final success of the runs of an arm, [5]."""

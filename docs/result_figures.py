@@ -97,17 +97,17 @@ def main(data: Data) -> Figure:
 
 
 def mean_curve(data: Data, task: str, arm: str, column: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return x and the mean success of the runs of an arm, as far as all of them go.
+    """Return x and the mean success of the runs of an arm. A run keeps its last value.
 
     `cpu_s`: the CPU seconds of a run, spread over its course as its wall-clock time is."""
     curves = []
     for run in data.runs(task, arm):
         curve = data.curve(run)
-        share = curve["wall_s"] / curve["wall_s"][-1]
+        share = curve["wall_s"] / max(curve["wall_s"][-1], 1e-9)
         curve["cpu_s"] = float(data.row(run)["cpu_s"]) * share
         curves.append(curve)
 
-    end = min(curve[column][-1] for curve in curves)
+    end = max(curve[column][-1] for curve in curves)
     x = np.linspace(0.0, end, 40)
     means = np.mean([np.interp(x, c[column], c["eval_success"]) for c in curves], axis=0)
     return x, means

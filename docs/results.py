@@ -149,7 +149,9 @@ def verdicts(data: Data) -> str:
         else:
             made += 1
             cells[2:] = [f"**{verdict.answer}**", effects_of(verdict.parts), str(n)]
+
         rows.append([*cells, f"[{claim.section[0]}](#{claim.section})"])
+
     if not made:
         raise MissingError("the runs of every claim")
     header = ("", "claim", "verdict", "effect (95 % interval)", "runs", "section")
@@ -171,14 +173,12 @@ def tuning(data: Data) -> str:
 
 
 def main_figure(data: Data) -> str:
-    for task in TASKS:
-        for arm in ARMS:
-            data.values(task, arm)
+    data.need(TASKS, ARMS)
     return image("main", "Final success of six arms on nine tasks")
 
 
 def updates(data: Data) -> str:
-    main_figure(data)
+    data.need((*PAIR, "cliffwalking"), ARMS)
     return image("updates", "Success against updates and against CPU seconds")
 
 
@@ -201,12 +201,12 @@ def freshness(data: Data) -> str:
 
     rows = list(zip(*columns, strict=True))
     header = ("FreshPER less", *(ARMS[arm] for arm in CONTROLS), "shuffled ages")
-    return (
-        table(header, rows) + "\n" + image("freshness", "FreshPER less its controls, on nine tasks")
-    )
+    figure = image("freshness", "FreshPER less its controls, on nine tasks")
+    return "\n".join([table(header, rows), figure])
 
 
 def tau(data: Data) -> str:
+    data.need(TASKS, ["freshper"])
     rate = data.rate("freshper")
     rows = []
     for arm in ("freshper --tau 5", "freshper", "freshper --tau 80", "no_decay"):
@@ -214,6 +214,7 @@ def tau(data: Data) -> str:
         for task in PAIR:
             cells += [level(data.values(task, arm, rate=r)) for r in (rate, rate / 4)]
         rows.append(cells)
+
     measured = ["measured 1/c, steps"]
     for task in PAIR:
         for r in (rate, rate / 4):
@@ -232,18 +233,17 @@ def tau(data: Data) -> str:
         both("rank correlation of age and drift", oracle, "age_rank"),
         both("R² of age and drift, each episode", oracle, "age_r2"),
     ]
+
     header = ["success"]
     for task in PAIR:
         header += [NAMES[task], "a quarter of the rate"]
-    figures = image("tau", "Success against tau, a curve per learning rate")
-    return (
-        table(header, rows) + "\n" + figures + "\n" + image("drift", "Age as a prediction of drift")
-    )
+    curves = image("tau", "Success against tau, a curve per learning rate")
+    predictions = image("drift", "Age as a prediction of drift")
+    return "\n".join([table(header, rows), curves, predictions])
 
 
 def factors(data: Data) -> str:
-    for arm in FACTOR_REFERENCES:
-        data.values("frozenlake", arm)
+    data.need(["frozenlake"], (*FACTOR_REFERENCES, *FACTOR_REFERENCES.values()))
     return image("factors", "One-factor intervals on text FrozenLake")
 
 
@@ -275,8 +275,10 @@ def small(data: Data) -> str:
         values = data.values("small", arm)
         cells = [ARMS[arm], f"x {data.rate(arm, 'small'):g}", level(values)]
         cells.append("" if arm == "freshper" else span(difference(ours, values)))
-        cells.append(f"{data.values('small', arm, 'cpu_s').mean() / 60:.0f}")
+        minutes = data.values("small", arm, "cpu_s").mean() / 60
+        cells.append(f"{minutes:.0f}")
         rows.append(cells)
+
     header = ("SmolLM2-135M", "learning rate", "success", "FreshPER less it", "CPU minutes")
     figure = image("small", "SmolLM2 on GSM8K in three attempts")
     return "\n".join([table(header, rows), figure])
@@ -350,6 +352,7 @@ def pays(data: Data) -> str:
         if np.isnan(needed).any():
             cells[3:] = ["not every run has it"] * 2
         rows.append(cells)
+
     header = (
         "FrozenLake, text: arm",
         f"episodes until a success of {claims.SUCCESS:g}, per seed",
@@ -367,6 +370,7 @@ def every_arm(data: Data) -> str:
     for run in data.rows:
         if run.seed in SEEDS:
             groups.setdefault(run[:3], []).append(run)
+
     rows = []
     for (task, arm, rate), runs in groups.items():
         if len(runs) < len(SEEDS):
@@ -378,6 +382,7 @@ def every_arm(data: Data) -> str:
             cells.append("" if np.isnan(mean) else f"{mean:{form}}")
         cells.append(f"{claims.late_loss(data, task, arm, rate).mean():.3f}")
         rows.append(cells)
+
     if not rows:
         raise MissingError("five runs of any arm")
     names = [name.replace("_", " ") for name in COLUMNS]
@@ -430,6 +435,7 @@ def fingerprint(figure: Figure) -> str:
     digest = hashlib.sha256()
     for axes in figure.axes:
         words = [axes.get_title(), axes.get_xlabel(), axes.get_ylabel()]
+        words += [label.get_text() for label in axes.get_xticklabels() + axes.get_yticklabels()]
         for line in axes.lines:
             numbers = np.asarray(line.get_xydata(), float).ravel()
             words += [str(line.get_label()), str(line.get_color())]
