@@ -1,0 +1,292 @@
+"""The figures of the results, from the data of the campaign.
+
+docs/results.py draws them. A method has one colour everywhere: the paper's three have those of its
+Fig. 3. At half the width of a page the letters are as large as the text.
+"""
+
+from collections.abc import Sequence
+
+import claims
+import numpy as np
+from claims import ARMS, FACTOR_REFERENCES, NAMES, PAIR, Data, arm_name
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from stats import SMALLEST_EFFECT, Effect, bootstrap, contrast, difference, interquartile_mean
+from waves import SMALL_ARMS, TASKS
+
+from compare import METHOD_COLORS
+
+STYLE = {
+    "font.size": 10,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+    "savefig.dpi": 140,
+}
+WIDTH = 6.8  # inches
+COLORS = METHOD_COLORS | {"epochs": "#1A3E8C", "uniform": "#34A853", "no_decay": "#9C6500"}
+# FreshPER at the top
+FOREST = tuple(reversed(ARMS))
+COSTS = np.geomspace(0.001, 10.0, 60)  # seconds that an episode costs more
+NO_DECAY_AT = 320  # where the arm without decay stands on the axis of tau
+
+
+def new_figure(height: float) -> Figure:
+    return Figure(figsize=(WIDTH, height), layout="constrained")
+
+
+def legend(figure: Figure, axes: Axes, columns: int = 3) -> None:
+    """Put the legend of some axes below the figure."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+
+
+def interval(axes: Axes, effect: Effect, y: float, color: str, marker: str = "o") -> None:
+    """Draw an estimate and its interval as a horizontal line."""
+    axes.plot([effect.low, effect.high], [y, y], color=color, linewidth=2)
+    axes.plot(effect.estimate, y, marker, color=color, markersize=5)
+
+
+def differ(axes: Axes) -> None:
+    """Draw the effect 0, and the range of effects that do not matter."""
+    axes.axvline(0.0, color="black", linewidth=1)
+    axes.axvspan(-SMALLEST_EFFECT, SMALLEST_EFFECT, color="black", alpha=0.08)
+
+
+def name_rows(axes: Axes, names: Sequence[str]) -> None:
+    """Name the rows 0, -1, -2, ... of a figure of intervals."""
+    axes.set_yticks(-np.arange(len(names)), names)
+    axes.set_ylim(-len(names) + 0.4, 0.6)
+    axes.grid(False, axis="y")
+
+
+# -- 3. who wins?
+
+
+def interquartile(data: Data, arm: str) -> Effect:
+    """Return the interquartile mean over the nine tasks, and its interval."""
+    return Effect(*bootstrap(interquartile_mean, [data.all_normalized(arm)]), np.nan)
+
+
+def main(data: Data) -> Figure:
+    """Final success of six arms on nine tasks: the seeds, their mean, the interval of the mean."""
+    figure = new_figure(7.6)
+    grid = figure.add_gridspec(4, 3)
+    for number, task in enumerate(TASKS):
+        axes = figure.add_subplot(grid[number // 3, number % 3])
+        for row, arm in enumerate(FOREST):
+            values = data.values(task, arm)
+            axes.plot(values, np.full(5, -row - 0.3), ".", color=COLORS[arm], markersize=3)
+            interval(axes, contrast([values], [1.0]), -row, COLORS[arm])
+        name_rows(axes, [ARMS[arm] for arm in FOREST] if number % 3 == 0 else [""] * len(FOREST))
+        axes.set(title=NAMES[task], xlim=(-0.03, 1.03))
+
+    axes = figure.add_subplot(grid[3, :])
+    for row, arm in enumerate(FOREST):
+        interval(axes, interquartile(data, arm), -row, COLORS[arm], "D")
+    name_rows(axes, [ARMS[arm] for arm in FOREST])
+    axes.set_title("interquartile mean over the nine tasks, 0: random policy, 1: optimal policy")
+    figure.supxlabel("held-out success of the final policy")
+    return figure
+
+
+# -- curves
+
+
+def mean_curve(data: Data, task: str, arm: str, column: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return x and the mean success of the runs of an arm. A run keeps its last value.
+
+    `cpu_s`: the CPU seconds of a run, spread over its course as its wall-clock time is."""
+    curves = []
+    for run in data.runs(task, arm):
+        curve = data.curve(run)
+        share = curve["wall_s"] / max(curve["wall_s"][-1], 1e-9)
+        curve["cpu_s"] = float(data.row(run)["cpu_s"]) * share
+        curves.append(curve)
+
+    end = max(curve[column][-1] for curve in curves)
+    x = np.linspace(0.0, end, 40)
+    means = np.mean([np.interp(x, c[column], c["eval_success"]) for c in curves], axis=0)
+    return x, means
+
+
+def curves(axes: Axes, data: Data, task: str, arms: Sequence[str], column: str) -> None:
+    """Draw the mean curve of each arm."""
+    for arm in arms:
+        x, means = mean_curve(data, task, arm, column)
+        axes.plot(x, means, color=COLORS[arm], label=ARMS[arm], linewidth=2)
+    axes.set(title=NAMES[task], ylim=(0, 1.02))
+
+
+def updates(data: Data) -> Figure:
+    """Success against updates, and against CPU seconds."""
+    figure = new_figure(5.2)
+    panels = figure.subplots(2, 3, sharey=True)
+    for column, row in zip(("step", "cpu_s"), panels, strict=True):
+        for axes, task in zip(row, (*PAIR, "cliffwalking"), strict=True):
+            curves(axes, data, task, FOREST, column)
+        row[1].set_xlabel({"step": "updates", "cpu_s": "CPU seconds"}[column])
+        row[0].set_ylabel("success")
+    legend(figure, panels[0][0])
+    return figure
+
+
+def frozenlake(data: Data) -> Figure:
+    """Success against episodes, the paper's three methods, from images and from text."""
+    return learning(data, ("frozenlake_vlm", "frozenlake"), ("freshper", "per", "on_policy"))
+
+
+def small(data: Data) -> Figure:
+    """Success of SmolLM2 against episodes."""
+    return learning(data, ("small",), SMALL_ARMS)
+
+
+def learning(data: Data, tasks: Sequence[str], arms: Sequence[str]) -> Figure:
+    figure = new_figure(3.4)
+    panels = np.atleast_1d(figure.subplots(1, len(tasks), sharey=True))
+    for axes, task in zip(panels, tasks, strict=True):
+        curves(axes, data, task, arms, "episodes")
+        axes.set_xlabel("episodes")
+    panels[0].set_ylabel("held-out success")
+    legend(figure, panels[0], columns=4)
+    return figure
+
+
+# -- 5. is it freshness?
+
+
+def freshness(data: Data) -> Figure:
+    """Differences of FreshPER to what replays as much and knows less of freshness."""
+    figure = new_figure(5.6)
+    axes = figure.subplots()
+    differ(axes)
+    for row, task in enumerate(TASKS):
+        for place, arm in enumerate(("no_decay", "per", "uniform")):
+            effect = data.effect(task, "freshper", arm)
+            interval(axes, effect, 0.3 - 0.2 * place - row, COLORS[arm])
+            if row == 0:
+                axes.plot([], [], "o-", color=COLORS[arm], label=ARMS[arm])
+        if task in PAIR:
+            effect = data.effect(task, "freshper", "freshper +shuffled")
+            interval(axes, effect, -0.3 - row, "black", "s")
+    axes.plot([], [], "s-", color="black", label="shuffled ages")
+    name_rows(axes, [NAMES[task] for task in TASKS])
+    axes.set_xlabel("success of FreshPER, less that of")
+    legend(figure, axes, columns=4)
+    return figure
+
+
+# -- 6. what sets tau?
+
+
+def tau(data: Data) -> Figure:
+    """Success against tau, a curve per drift; the measured 1/c as a vertical line."""
+    figure = new_figure(4.2)
+    panels = figure.subplots(1, 2, sharey=True)
+    rate = data.rate("freshper")
+    arms = ("freshper --tau 5", "freshper", "freshper --tau 80", "no_decay")
+    places = (5, 20, 80, NO_DECAY_AT)
+    shown = (("learning rate", rate, COLORS["freshper"]), ("a quarter of it", rate / 4, "black"))
+    for axes, task in zip(panels, PAIR, strict=True):
+        for label, factor, color in shown:
+            effects = [contrast([data.values(task, arm, rate=factor)], [1.0]) for arm in arms]
+            means = [effect.estimate for effect in effects]
+            half = [effect.high - effect.estimate for effect in effects]
+            axes.errorbar(places, means, half, fmt="o-", capsize=3, color=color, label=label)
+            measured = np.median(data.values(task, "freshper", "drift_tau", factor))
+            axes.axvline(measured, color=color, linestyle=":", label=f"1/c, {label}")
+
+        others = ("freshper --tau auto", claims.oracle_arm(task), "freshper +shuffled")
+        for place, arm in enumerate(others, start=1):
+            effect = contrast([data.values(task, arm)], [1.0])
+            half_width = effect.high - effect.estimate
+            x = NO_DECAY_AT * 2.5**place
+            axes.errorbar(x, effect.estimate, half_width, fmt="s", capsize=3, color="#34A853")
+        ticks = [*places, *(NO_DECAY_AT * 2.5 ** np.arange(1, 4))]
+        axes.set_xscale("log")
+        axes.set_xticks(ticks, ["5", "20", "80", "none", "auto", "oracle", "shuffled"], rotation=60)
+        axes.minorticks_off()
+        axes.set(title=NAMES[task], xlabel="tau, steps")
+    panels[0].set_ylabel("held-out success")
+    legend(figure, panels[0], columns=2)
+    return figure
+
+
+def drift(data: Data) -> Figure:
+    """How well age predicts drift: of the means of 12 ages, and of each stored episode."""
+    figure = new_figure(3.8)
+    axes = figure.subplots()
+    for row, task in enumerate(TASKS):
+        r2 = data.values(task, "freshper", "drift_r2")
+        axes.plot(r2, np.full(5, 0.2 - row), "o", color=COLORS["freshper"], alpha=0.6)
+        if task in PAIR:
+            of_entries = data.values(task, claims.oracle_arm(task), "age_r2")
+            ranks = data.values(task, claims.oracle_arm(task), "age_rank")
+            axes.plot(of_entries, np.full(5, -row), "s", color="black", alpha=0.6)
+            axes.plot(ranks, np.full(5, -0.2 - row), "^", color=COLORS["uniform"], alpha=0.6)
+    axes.plot([], [], "o", color=COLORS["freshper"], label="R², means of 12 ages")
+    axes.plot([], [], "s", color="black", label="R², each episode")
+    axes.plot([], [], "^", color=COLORS["uniform"], label="rank correlation, each episode")
+    name_rows(axes, [NAMES[task] for task in TASKS])
+    axes.set_xlabel("age as a prediction of drift, a mark per run")
+    legend(figure, axes)
+    return figure
+
+
+# -- 7. which settings matter?
+
+
+def factors(data: Data) -> Figure:
+    """One-factor intervals on text FrozenLake."""
+    figure = new_figure(5.6)
+    axes = figure.subplots()
+    differ(axes)
+    for row, (arm, other) in enumerate(FACTOR_REFERENCES.items()):
+        effect = data.effect("frozenlake", arm, other)
+        interval(axes, effect, -row, COLORS[arm.split()[0]])
+    name_rows(axes, [arm_name(arm) for arm in FACTOR_REFERENCES])
+    axes.set_xlabel("difference of success")
+    return figure
+
+
+# -- 8. where replay does not pay
+
+
+def pays(data: Data) -> Figure:
+    """Time until a success, relative to FreshPER's, against the cost of an episode."""
+    figure = new_figure(3.6)
+    axes = figure.subplots()
+    needed, seconds = {}, {}
+    for arm in ("freshper", "epochs", "on_policy"):
+        needed[arm] = np.log(claims.episodes_needed(data, "frozenlake", arm))
+        seconds[arm] = claims.seconds_per_episode(data, "frozenlake", arm)
+    for arm in ("epochs", "on_policy"):
+        ratio = difference(needed[arm], needed["freshper"])
+        if np.isnan(ratio.estimate):
+            continue
+        of_costs = (seconds[arm] + COSTS) / (seconds["freshper"] + COSTS)
+        style = {"color": COLORS[arm]}
+        axes.plot(COSTS, np.exp(ratio.estimate) * of_costs, label=ARMS[arm], **style)
+        low, high = np.exp(ratio.low) * of_costs, np.exp(ratio.high) * of_costs
+        axes.fill_between(COSTS, low, high, alpha=0.2, **style)
+    axes.axhline(1.0, color=COLORS["freshper"], linewidth=2, label="FreshPER")
+    axes.set(xscale="log", xlabel="seconds that an episode costs more")
+    axes.set_ylabel(f"time to {claims.SUCCESS:g}, FreshPER = 1")
+    legend(figure, axes)
+    return figure
+
+
+FIGURES = {
+    "main": main,
+    "updates": updates,
+    "freshness": freshness,
+    "tau": tau,
+    "drift": drift,
+    "factors": factors,
+    "pays": pays,
+    "small": small,
+    "frozenlake": frozenlake,
+}

@@ -1,0 +1,481 @@
+"""Write the tables and figures of README.md, RESULTS.md and docs/ from the campaign.
+
+    python docs/results.py              write what the data has
+    python docs/results.py --check      name the pages that are not what this would write
+
+A page has blocks between two marks, and the commits of their runs stand in the first one:
+
+    <!-- results: main, commit 0123456789 -->
+    <!-- end -->
+
+A block is written if all of its runs are in docs/reference_runs/runs.csv. Until then it keeps what
+it has, below a line that says that this is old. A figure is written with its block. Verdicts:
+benchmarks/claims.py. Statistics: benchmarks/stats.py. Figures: docs/result_figures.py.
+"""
+
+import argparse
+import hashlib
+import re
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import claims
+from claims import ARMS, CLAIMS, FACTOR_REFERENCES, NAMES, PAIR, Data, MissingError, Part, arm_name
+from result_figures import FIGURES, STYLE, interquartile
+from stats import Effect, bootstrap, contrast, difference, interquartile_mean
+from waves import QUEUE_TASKS, RATES, SEEDS, SLIPPERY, SMALL_ARMS, TASKS, normalized, tuning_runs
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("README.md", "RESULTS.md", "docs/replay_pays.md", "docs/tables.md")
+BLOCK = re.compile(r"<!-- results: (\w+), commit ([^>]*?) -->\n(.*?)<!-- end -->", re.DOTALL)
+OLD = "*Old: commit {}, not yet made again.*\n\n"
+ANY_OLD = re.compile(r"\A\*Old: commit .*\n\n")
+# The best first
+FORWARD = tuple(reversed(ARMS))
+CONTROLS = ("on_policy", "epochs", "no_decay", "per", "uniform")
+# Further columns of runs.csv in the table of every arm.
+COLUMNS = {
+    "last": ".3f",
+    "peak": ".3f",
+    "final_score": ".2f",
+    "updates": ".0f",
+    "cpu_s": ".0f",
+    "unreadable": ".3f",
+    "diverged": ".1f",
+    "replay_age": ".1f",
+    "drift_tau": ".0f",
+    "drift_r2": ".2f",
+}
+DESCRIPTIONS = {
+    "`aime`": ("three attempts at a number", "aime"),
+    "`gsm8k`": ("three attempts at a sum or difference of things", "gsm8k"),
+    "`geoqa`": ("three attempts at a number; shows a figure", "geoqa"),
+    "`nq_search`": (
+        "search up to five times, then answer; tiny models get one passage per search",
+        "nq_search",
+    ),
+    "`sokoban_simple`": (
+        "6x6 cells and one box; tiny models: solutions of at most five turns",
+        "sokoban_simple",
+    ),
+    "`sokoban_hard`": ("8x8 cells and two boxes; tiny models likewise", "sokoban_hard"),
+    "`cliffwalking`": (
+        "Gymnasium's; tiny models start training along the way to the goal",
+        "cliffwalking",
+    ),
+}
+
+
+# -- numbers in words
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def level(values: np.ndarray, digits: int = 3) -> str:
+    """Return the mean of runs, and half of its 95 % interval."""
+    effect = contrast([values], [1.0])
+    return f"{effect.estimate:.{digits}f} ± {effect.high - effect.estimate:.{digits}f}"
+
+
+def span(effect: Effect, form: str = "difference") -> str:
+    """Return an effect and its 95 % interval, as claims.Part has it."""
+    numbers = np.array(effect[:3])
+    sign = "+" if form == "difference" else ""
+    if form == "ratio":
+        numbers = np.exp(numbers)
+    # There is no -0.000.
+    estimate, low, high = (f"{number:{sign}.3f}" for number in numbers.round(3) + 0.0)
+    return estimate if np.isnan(effect.low) else f"{estimate} ({low} to {high})"
+
+
+def in_bold(part: Part) -> str:
+    """Return the effect of a part, in bold if its verdict is yes."""
+    text = span(part.effect, part.form)
+    return f"**{text}**" if part.answer == "yes" else text
+
+
+def image(name: str, says: str, folder: str = "docs/") -> str:
+    return f"![{says}]({folder}results_{name}.png)\n"
+
+
+# -- the blocks of RESULTS.md, in the order of its sections
+
+
+def decided(data: Data, claim: claims.Claim) -> tuple[claims.Verdict, int]:
+    """Return the verdict of a claim, and how many runs it is made of."""
+    before = data.used
+    data.used = set()
+    try:
+        return claim.rule(data), len(data.used)
+    finally:
+        data.used |= before
+
+
+def effects_of(parts: list[Part]) -> str:
+    """Return the effects of a claim: each of up to four, or else their range and answers."""
+    if len(parts) == 1 and parts[0].form == "difference":
+        return span(parts[0].effect)
+    if len(parts) <= 4:
+        return "; ".join(f"{part.name} {span(part.effect, part.form)}" for part in parts)
+    estimates = [part.effect.estimate for part in parts]
+    counts = claims.each(parts).answer
+    if parts[0].form == "ratio":
+        estimates = np.exp(estimates)
+    return f"{len(parts)} effects, {min(estimates):.2f} to {max(estimates):.2f}: {counts}"
+
+
+def verdicts(data: Data) -> str:
+    rows = []
+    made = 0
+    for claim in CLAIMS:
+        cells = [claim.number, claim.says, "not made yet", "", ""]
+        try:
+            verdict, n = decided(data, claim)
+        except MissingError:
+            pass
+        else:
+            made += 1
+            cells[2:] = [f"**{verdict.answer}**", effects_of(verdict.parts), str(n)]
+
+        rows.append([*cells, f"[{claim.section[0]}](#{claim.section})"])
+
+    if not made:
+        raise MissingError("the runs of every claim")
+    header = ("", "claim", "verdict", "effect (95 % interval)", "runs", "section")
+    return table(header, rows)
+
+
+def tuning(data: Data) -> str:
+    """The mean of the normalised final success of wave 1, by arm and rate."""
+    rows = []
+    for arm in FORWARD:
+        cells = [ARMS[arm]]
+        best = data.rate(arm)
+        for rate in RATES:
+            runs = [run for run in tuning_runs() if (run.arm, run.rate) == (arm, rate)]
+            mean = np.mean([normalized(data.row(run)) for run in runs])
+            cells.append(f"**{mean:.3f}**" if rate == best else f"{mean:.3f}")
+        rows.append(cells)
+    return table(("learning rate", *(f"x {rate:g}" for rate in RATES)), rows)
+
+
+def main_figure(data: Data) -> str:
+    data.need(TASKS, ARMS)
+    return image("main", "Final success of six arms on nine tasks")
+
+
+def updates(data: Data) -> str:
+    data.need((*PAIR, "cliffwalking"), ARMS)
+    return image("updates", "Success against updates and against CPU seconds")
+
+
+def less(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Return the difference of two interquartile means."""
+    return interquartile_mean(x) - interquartile_mean(y)
+
+
+def freshness(data: Data) -> str:
+    """FreshPER less each control, a row per task."""
+    columns = [[NAMES[task] for task in TASKS] + ["interquartile mean"]]
+    ours = data.all_normalized("freshper")
+    for arm in CONTROLS:
+        parts = claims.judge(claims.differences(data, "freshper", arm))
+        theirs = data.all_normalized(arm)
+        mean = Effect(*bootstrap(less, [ours, theirs]), np.nan)
+        columns.append([*map(in_bold, parts), span(mean)])
+    shuffled = {part.name: in_bold(part) for part in claims.freshness(data).parts}
+    columns.append([shuffled.get(name, "") for name in columns[0]])
+
+    rows = list(zip(*columns, strict=True))
+    header = ("FreshPER less", *(ARMS[arm] for arm in CONTROLS), "shuffled ages")
+    figure = image("freshness", "FreshPER less its controls, on nine tasks")
+    return "\n".join([table(header, rows), figure])
+
+
+def tau(data: Data) -> str:
+    data.need(TASKS, ["freshper"])
+    rate = data.rate("freshper")
+    rows = []
+    for arm in ("freshper --tau 5", "freshper", "freshper --tau 80", "no_decay"):
+        cells = [arm_name(arm)]
+        for task in PAIR:
+            cells += [level(data.values(task, arm, rate=r)) for r in (rate, rate / 4)]
+        rows.append(cells)
+
+    measured = ["measured 1/c, steps"]
+    for task in PAIR:
+        for r in (rate, rate / 4):
+            measured.append(level(data.values(task, "freshper", "drift_tau", r), 0))
+    rows.append(measured)
+
+    def both(name: str, arms: Sequence[str], column: str = "final") -> list[str]:
+        values = [data.values(task, arm, column) for task, arm in zip(PAIR, arms, strict=True)]
+        return [name, level(values[0]), "", level(values[1]), ""]
+
+    oracle = [claims.oracle_arm(task) for task in PAIR]
+    rows += [
+        both("FreshPER, tau auto", ["freshper --tau auto"] * 2),
+        both("FreshPER, shuffled ages", ["freshper +shuffled"] * 2),
+        both("FreshPER, drift in place of age (oracle)", oracle),
+        both("rank correlation of age and drift", oracle, "age_rank"),
+        both("R² of age and drift, each episode", oracle, "age_r2"),
+    ]
+
+    header = ["success"]
+    for task in PAIR:
+        header += [NAMES[task], "a quarter of the rate"]
+    curves = image("tau", "Success against tau, a curve per learning rate")
+    predictions = image("drift", "Age as a prediction of drift")
+    return "\n".join([table(header, rows), curves, predictions])
+
+
+def factors(data: Data) -> str:
+    data.need(["frozenlake"], (*FACTOR_REFERENCES, *FACTOR_REFERENCES.values()))
+    return image("factors", "One-factor intervals on text FrozenLake")
+
+
+def unpaid(data: Data) -> str:
+    """A row per question. "Three epochs": of the fresh batch, where the other control replays."""
+    rows = []
+    for task, flags, words in (
+        ("frozenlake", " --slippery", "text FrozenLake, slippery ice"),
+        ("gsm8k", " --model good", "GSM8K from a good policy"),
+    ):
+        cells = [words, level(data.values(task, f"freshper{flags}"))]
+        effects = [data.effect(task, f"freshper{flags}", f"{arm}{flags}") for arm in SLIPPERY[:3]]
+        rows.append([*cells, *map(span, effects), ""])
+
+    for task in QUEUE_TASKS:
+        cells = [NAMES[task], level(data.values(task, "freshper"))]
+        effects = [data.effect(task, "freshper", arm) for arm in SLIPPERY[:3]]
+        epochs = data.values(task, "on_policy --ppo_epochs 3", rate=data.rate("epochs"))
+        effects.append(difference(data.values(task, "freshper"), epochs))
+        rows.append([*cells, *map(span, effects)])
+    less_it = [f"less {ARMS[arm]}" for arm in SLIPPERY[:3]]
+    return table(("success", "FreshPER", *less_it, "less three epochs"), rows)
+
+
+def small(data: Data) -> str:
+    ours = data.values("small", "freshper")
+    rows = []
+    for arm in SMALL_ARMS:
+        values = data.values("small", arm)
+        cells = [ARMS[arm], f"x {data.rate(arm, 'small'):g}", level(values)]
+        cells.append("" if arm == "freshper" else span(difference(ours, values)))
+        minutes = data.values("small", arm, "cpu_s").mean() / 60
+        cells.append(f"{minutes:.0f}")
+        rows.append(cells)
+
+    header = ("SmolLM2-135M", "learning rate", "success", "FreshPER less it", "CPU minutes")
+    figure = image("small", "SmolLM2 on GSM8K in three attempts")
+    return "\n".join([table(header, rows), figure])
+
+
+def main_table(data: Data) -> str:
+    rows = []
+    for task in TASKS:
+        bounds = [data.values(task, "freshper", name)[0] for name in ("random", "optimal")]
+        cells = [NAMES[task], f"{bounds[0]:.3g}", f"{bounds[1]:.3g}"]
+        rows.append(cells + [level(data.values(task, arm)) for arm in FORWARD])
+    means = [span(interquartile(data, arm), "number") for arm in FORWARD]
+    rows.append(["interquartile mean", "0", "1", *means])
+    return table(("success", "random", "optimal", *(ARMS[arm] for arm in FORWARD)), rows)
+
+
+# -- the blocks of the other pages
+
+
+def readme(data: Data) -> str:
+    rows = []
+    for arm, words in (
+        ("freshper", "FreshPER"),
+        ("per", "Standard PER, replay without the age factor (`--method per`)"),
+        ("epochs", "on-policy training, as many updates (`--ppo_epochs 3`)"),
+        ("on_policy", "on-policy training, no replay (`--method on_policy`)"),
+    ):
+        levels = [level(data.values(task, arm), 2) for task in ("frozenlake_vlm", "frozenlake")]
+        rows.append([words, *levels])
+    says = "held-out success, five seeds: mean and half of its 95 % interval"
+    header = (says, "images", "text (`--env frozenlake`)")
+    figure = image("frozenlake", "FrozenLake: FreshPER, Standard PER and on-policy training")
+    return "\n".join([table(header, rows), figure])
+
+
+def readme_tasks(data: Data) -> str:
+    rows = [
+        ["`frozenlake`, `frozenlake_vlm`", "maps of 4x4 cells, as text or as an image", "above"]
+    ]
+    for name, (words, task) in DESCRIPTIONS.items():
+        success = data.values(task, "freshper").mean()
+        random = data.values(task, "freshper", "random")[0]
+        rows.append([name, words, f"{success:.2f} ({random:.2g})"])
+    measured = "FreshPER (random policy), held-out success, five seeds"
+    return table(("`--env`", "what it is", measured), rows)
+
+
+def pays(data: Data) -> str:
+    rows = []
+    ours = claims.episodes_needed(data, "frozenlake", "freshper")
+    ours_s = claims.seconds_per_episode(data, "frozenlake", "freshper")
+    for arm in ("freshper", "epochs", "on_policy"):
+        needed = claims.episodes_needed(data, "frozenlake", arm)
+        seconds = claims.seconds_per_episode(data, "frozenlake", arm)
+        shown = " ".join("never" if np.isnan(value) else f"{value:.0f}" for value in needed)
+        cells = [ARMS[arm], shown, f"{seconds:.4f}", "1", "1"]
+        if arm != "freshper":
+            effect = difference(np.log(needed), np.log(ours))
+            free = [value + np.log(seconds / ours_s) for value in effect[:3]]
+            cells[3:] = [span(Effect(*free, np.nan), "ratio"), span(effect, "ratio")]
+        if np.isnan(needed).any():
+            cells[3:] = ["not every run has it"] * 2
+        rows.append(cells)
+
+    header = (
+        "FrozenLake, text: arm",
+        f"episodes until a success of {claims.SUCCESS:g}, per seed",
+        "CPU seconds per episode",
+        "time, free episodes",
+        "time, expensive episodes",
+    )
+    figure = image("pays", "Time until a success against the cost of an episode", folder="")
+    return "\n".join([table(header, rows), figure])
+
+
+def every_arm(data: Data) -> str:
+    """A row per arm whose five runs have been made, in all waves but those of tuning."""
+    groups: dict[tuple, list] = {}
+    for run in data.rows:
+        if run.seed in SEEDS:
+            groups.setdefault(run[:3], []).append(run)
+
+    rows = []
+    for (task, arm, rate), runs in groups.items():
+        if len(runs) < len(SEEDS):
+            continue
+        cells = [NAMES[task], arm_name(arm), f"{rate:g}"]
+        cells.append(level(data.values(task, arm, "final", rate)))
+        for column, form in COLUMNS.items():
+            mean = data.values(task, arm, column, rate).mean()
+            cells.append("" if np.isnan(mean) else f"{mean:{form}}")
+        cells.append(f"{claims.late_loss(data, task, arm, rate).mean():.3f}")
+        rows.append(cells)
+
+    if not rows:
+        raise MissingError("five runs of any arm")
+    names = [name.replace("_", " ") for name in COLUMNS]
+    return table(("task", "arm", "rate", "final", *names, "late loss"), rows)
+
+
+BLOCKS = {
+    "verdicts": verdicts,
+    "tuning": tuning,
+    "main": main_figure,
+    "updates": updates,
+    "freshness": freshness,
+    "tau": tau,
+    "factors": factors,
+    "unpaid": unpaid,
+    "small": small,
+    "table": main_table,
+    "readme": readme,
+    "readme_tasks": readme_tasks,
+    "pays": pays,
+    "every_arm": every_arm,
+}
+
+
+# -- pages and figures
+
+
+def filled(match: re.Match, data: Data, figures: list[str]) -> str:
+    """Return a block with what the data says, or marked as old if runs are missing. Adds the names
+    of the figures that a block of the data shows."""
+    name, commits, body = match.groups()
+    data.used.clear()
+    if name not in BLOCKS:
+        allowed = f"one of {', '.join(BLOCKS)}"
+        raise ValueError(f"the block of a page is {name}, but must be {allowed}")
+    try:
+        body = BLOCKS[name](data)
+        commits = ", ".join(sorted({data.rows[run]["commit"] for run in data.used}))
+        figures += re.findall(r"\bresults_(\w+)\.png\)", body)
+    except MissingError:
+        body = ANY_OLD.sub("", body)
+        if commits != "none":
+            body = OLD.format(commits) + body
+    return f"<!-- results: {name}, commit {commits} -->\n{body}<!-- end -->"
+
+
+def fingerprint(figure: Figure) -> str:
+    """Return a digest of what a figure shows: its lines, and its words."""
+    digest = hashlib.sha256()
+    for axes in figure.axes:
+        words = [axes.get_title(), axes.get_xlabel(), axes.get_ylabel()]
+        words += [label.get_text() for label in axes.get_xticklabels() + axes.get_yticklabels()]
+        for line in axes.lines:
+            numbers = np.asarray(line.get_xydata(), float).ravel()
+            words += [str(line.get_label()), str(line.get_color())]
+            words += [f"{number:.4g}" for number in numbers]
+        digest.update("\n".join(words).encode())
+    return digest.hexdigest()
+
+
+def draw(name: str, data: Data, path: Path, check: bool) -> bool:
+    """Write a figure if the file does not show it, unless only checked. Returns whether it does."""
+    with matplotlib.rc_context(STYLE):
+        figure = FIGURES[name](data)
+        wanted = fingerprint(figure)
+        if path.exists() and Image.open(path).info.get("Description") == wanted:
+            return True
+        if not check:
+            figure.savefig(path, metadata={"Description": wanted})
+    return False
+
+
+def write_all(root: Path, data: Data, check: bool = False) -> list[str]:
+    """Write the pages and figures below a folder, or only check. Returns those that differed."""
+    changed = []
+    for name in PAGES:
+        page = root / name
+        text = page.read_text(encoding="utf-8")
+        figures: list[str] = []
+        new = BLOCK.sub(partial(filled, data=data, figures=figures), text)
+        if new != text:
+            changed.append(name)
+            if not check:
+                page.write_text(new, encoding="utf-8")
+        for figure in figures:
+            path = f"docs/results_{figure}.png"
+            if not draw(figure, data, root / path, check):
+                changed.append(path)
+    return changed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if needed")
+    args = parser.parse_args()
+    data = claims.read_data(ROOT / "docs/reference_runs")
+    changed = write_all(ROOT, data, args.check)
+    for name in changed:
+        print(f"{name} {'is not what the data says' if args.check else 'was written'}")
+    return int(args.check and bool(changed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
