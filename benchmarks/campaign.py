@@ -11,6 +11,7 @@ saves the runs that are under way; after a kill they go on from their last check
 
     runs.csv               a row per run
     runs_curves.csv.gz     a row per held-out evaluation
+    runs_drift.csv.gz      of the oracle's runs, a sample of entries: age and true drift, nats
 
 Columns of runs.csv: `waves` that the run belongs to; `rate` that multiplies the preset's learning
 rate; `commit`, the newest that changed the code of training; `cpu_s` of the training process and
@@ -67,6 +68,8 @@ last peak final final_n final_score random optimal unreadable diverged replay_ag
 age_rank age_r2 evaluations""".split()
 CURVE_COLUMNS = """task arm rate seed iteration step episodes wall_s eval_success eval_reward
 eval_score train_success invalid replay_age replay_kl ess ess_token tau""".split()
+DRIFT_COLUMNS = "task arm rate seed step age drift".split()
+ENTRIES = 400  # of the oracle's table, per run
 # tests/engines/pretrained.py puts it there.
 CACHE = Path(os.environ.get("FRESHPER_CACHE", Path.home() / ".cache" / "freshper"))
 SMOLLM2 = CACHE / "SmolLM2-135M-Instruct"
@@ -202,7 +205,7 @@ class Campaign:
                 return
 
         row = self.row(run, wave_list)
-        record(self.data, row, curve_rows(run, folder))
+        record(self.data, row, curve_rows(run, folder), drift_rows(run, folder))
         remove_state(run, folder)
         result = f"last {row['last']}, final {row['final']}, {row['cpu_s']} CPU seconds"
         print(f"{time.strftime('%d %H:%M')} {run.name}: {result}", flush=True)
@@ -357,6 +360,22 @@ def curve_rows(run: Run, folder: Path) -> list[Row]:
     return rows
 
 
+def drift_rows(run: Run, folder: Path) -> list[Row]:
+    """Return a random sample of the ages and the true drift that a run of the oracle measured, or
+    [] of another run."""
+    if not (folder / TABLE).exists():
+        return []
+    entries = read(folder, TABLE)
+    total = len(entries["age"])
+    sample = np.random.default_rng(run.seed).permutation(total)[:ENTRIES]
+    rows = []
+    for k in np.sort(sample):
+        row: Row = dict(run._asdict())
+        row |= {name: values[k] for name, values in entries.items()}
+        rows.append({name: plain(row[name]) for name in DRIFT_COLUMNS})
+    return rows
+
+
 def table(columns: list[str], rows: list[Row]) -> str:
     """Return rows as CSV, in the order of task, arm, rate and seed."""
     text = io.StringIO()
@@ -386,24 +405,28 @@ def write(path: Path, content: bytes) -> None:
     new.replace(path)
 
 
-def record(folder: Path, row: Row, curve: list[Row]) -> None:
-    """Write or replace the row and the curve of a run."""
+def record(folder: Path, row: Row, curve: list[Row], entries: list[Row]) -> None:
+    """Write or replace the row of a run, its curve, and a sample of its buffer's entries."""
     run = waves.key(row)
     with locked(folder):
+        for name, columns, rows in (
+            ("runs_curves.csv.gz", CURVE_COLUMNS, curve),
+            ("runs_drift.csv.gz", DRIFT_COLUMNS, entries),
+        ):
+            path = folder / name
+            others = []
+            if path.exists():
+                text = gzip.decompress(path.read_bytes()).decode()
+                others = list(csv.DictReader(io.StringIO(text)))
+                others = [other for other in others if waves.key(other) != run]
+            if rows or others:
+                text = table(columns, [*others, *rows])
+                write(path, gzip.compress(text.encode(), mtime=0))
+
+        # The row comes last: a run that has one is done.
         runs = folder / "runs.csv"
         rows = list(csv.DictReader(runs.open())) if runs.exists() else []
         rows = [other for other in rows if waves.key(other) != run]
-
-        curves = folder / "runs_curves.csv.gz"
-        points = []
-        if curves.exists():
-            text = gzip.decompress(curves.read_bytes()).decode()
-            points = list(csv.DictReader(io.StringIO(text)))
-            points = [other for other in points if waves.key(other) != run]
-
-        # The row comes last: a run that has one is done.
-        text = table(CURVE_COLUMNS, [*points, *curve])
-        write(curves, gzip.compress(text.encode(), mtime=0))
         write(runs, table(COLUMNS, [*rows, row]).encode())
 
 

@@ -139,16 +139,32 @@ def test_a_row_is_replaced_and_the_bytes_do_not_depend_on_the_order(tmp_path):
             values = {"last": "0.5", "waves": "2"} if k == len(order) - 1 else {"last": "0.5"}
             row = a_row(run, **values)
             points = [dict.fromkeys(campaign.CURVE_COLUMNS, "") | run._asdict()] * 2
-            campaign.record(tmp_path / folder, row, points)
+            entries = [dict.fromkeys(campaign.DRIFT_COLUMNS, "") | run._asdict()]
+            campaign.record(tmp_path / folder, row, points, entries if run == first else [])
         campaign.mark_waves(tmp_path / folder, {first: [2, 3], second: [2]})
 
-    for name in ("runs.csv", "runs_curves.csv.gz"):
+    for name in ("runs.csv", "runs_curves.csv.gz", "runs_drift.csv.gz"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     rows = list(csv.DictReader((tmp_path / "a/runs.csv").open()))
     assert [(waves.key(row), row["waves"]) for row in rows] == [(second, "2"), (first, "2 3")]
     curves = gzip.decompress((tmp_path / "a/runs_curves.csv.gz").read_bytes())
     assert len(curves.splitlines()) == 1 + 4
     assert (tmp_path / "a/runs_curves.csv.gz").read_bytes()[4:8] == bytes(4)  # no time
+    assert len(gzip.decompress((tmp_path / "a/runs_drift.csv.gz").read_bytes()).splitlines()) == 2
+
+
+def test_a_sample_of_the_oracle_s_entries_is_kept(tmp_path):
+    run = Run("nq_search", "freshper +oracle", 1.0, 501)
+    assert campaign.drift_rows(run, tmp_path) == []
+    lines = [f"{k // 100},{k % 100},{k / 8}" for k in range(1000)]
+    (tmp_path / controls.TABLE).write_text("\n".join(["step,age,drift", *lines]))
+    rows = campaign.drift_rows(run, tmp_path)
+    assert len(rows) == campaign.ENTRIES
+    assert len({row["drift"] for row in rows}) == campaign.ENTRIES
+    for row in rows:
+        entry = f"{row['step']},{row['age']},{float(row['drift'])}"
+        assert entry in lines
+        assert waves.key(row) == run
 
 
 def test_an_interrupted_campaign_goes_on_to_the_same_numbers(tmp_path, monkeypatch):
