@@ -138,24 +138,26 @@ class QuestionAnswering(QuestionEnv):
 
     def observe(self) -> Observation:
         """Return feedback and question. Full prompts add the rules in the first turn, and show the
-        feedback alone in later turns."""
+        feedback alone in later turns, unless they ask for one sentence."""
         question = self.question
         if self.style == "terse":
             return Observation(self.feedback + question.text, self.images())
 
         left = self.max_turns - self.turn
-        form = "Answer in one short sentence." if question.one_sentence else self.form
+        if self.turn > 0 and (left == 0 or self.feedback == RIGHT):
+            return Observation(self.feedback.strip())
+        if question.one_sentence:
+            # A model too small for longer instructions needs the question in each turn.
+            text = f"{self.feedback}{question.text}\n\nAnswer in one short sentence."
+            return Observation(text, self.images())
         if self.turn > 0:
-            if left == 0 or self.feedback == RIGHT:
-                return Observation(self.feedback.strip())
-            return Observation(f"{self.feedback}Try again; attempts left: {left}.\n{form}")
+            return Observation(f"{self.feedback}Try again; attempts left: {left}.\n{self.form}")
 
-        rules = "" if question.one_sentence else f"{self.rules} "
+        attempts = "one attempt"
         if left > 1:
-            rules += f"You have {left} attempts; after a wrong answer you may try again."
-        elif rules:
-            rules += "You have one attempt."
-        return Observation(f"{rules}\n\n{question.text}\n\n{form}".strip(), self.images())
+            attempts = f"{left} attempts; after a wrong answer you may try again"
+        text = f"{self.rules} You have {attempts}.\n\n{question.text}\n\n{self.form}"
+        return Observation(text, self.images())
 
     def optimal_reply(self) -> str:
         return f"<answer> {self.question.gold}</answer>"

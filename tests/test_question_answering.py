@@ -39,8 +39,10 @@ def test_three_attempts_and_reward_whenever_it_is_right(task, style, right_at):
             "metrics": {"first_success": float(right and turn == 1)},
         }
         assert ("Wrong" in observation.text) != right
-        invited = f"attempts left: {3 - turn}" in observation.text
-        assert invited == (style == "full" and turn < 3 and not right)
+        invitation = f"attempts left: {3 - turn}"
+        if env.question.one_sentence:
+            invitation = env.question.text
+        assert (invitation in observation.text) == (style == "full" and turn < 3 and not right)
 
 
 def solve_gsm8k(text, _):
