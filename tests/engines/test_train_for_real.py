@@ -86,7 +86,7 @@ def session(process):
     """{pid: command} of every process that is left of a run. torchrun gives its workers sessions of
     their own, which are known from the first look on, so that nothing is lost when a parent
     dies."""
-    listing = subprocess.check_output(["ps", "-eo", "pid=,ppid=,sid=,stat=,args="], text=True)
+    listing = subprocess.check_output(["ps", "-ww", "-eo", "pid=,ppid=,sid=,stat=,args="], text=True)
     table = [line.split(maxsplit=4) for line in listing.splitlines()]
     sids = process.sessions
     before = 0
