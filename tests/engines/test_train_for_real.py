@@ -86,7 +86,8 @@ def session(process):
     """{pid: command} of every process that is left of a run. torchrun gives its workers sessions of
     their own, which are known from the first look on, so that nothing is lost when a parent
     dies."""
-    listing = subprocess.check_output(["ps", "-ww", "-eo", "pid=,ppid=,sid=,stat=,args="], text=True)
+    command = ["ps", "-ww", "-eo", "pid=,ppid=,sid=,stat=,args="]  # in full width
+    listing = subprocess.check_output(command, text=True)
     table = [line.split(maxsplit=4) for line in listing.splitlines()]
     sids = process.sessions
     before = 0
