@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import campaign
 import claims
 import results
 import waves
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BEST = dict.fromkeys(waves.ARMS, 1.0)
 ALL = dict.fromkeys(run for wave in waves.QUESTIONS for run in waves.wave_runs(wave, BEST, BEST))
 # Seed by seed. Two arms of five such runs differ by 0 ± HALF.
