@@ -29,7 +29,7 @@ from freshper.episode import collate
 from freshper.flags import parse_args
 from freshper.reinforce import training_batch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     ROOT / "RESULTS.md",
