@@ -102,8 +102,7 @@ class Campaign:
 
     def rows(self) -> list[Row]:
         """Return the rows of runs.csv."""
-        path = self.data / "runs.csv"
-        return list(csv.DictReader(path.open())) if path.exists() else []
+        return waves.read_rows(self.data / "runs.csv")
 
     def best(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return the best rates of the arms: of tiny models and of the small one."""
@@ -414,19 +413,14 @@ def record(folder: Path, row: Row, curve: list[Row], entries: list[Row]) -> None
             ("runs_drift.csv.gz", DRIFT_COLUMNS, entries),
         ):
             path = folder / name
-            others = []
-            if path.exists():
-                text = gzip.decompress(path.read_bytes()).decode()
-                others = list(csv.DictReader(io.StringIO(text)))
-                others = [other for other in others if waves.key(other) != run]
+            others = [other for other in waves.read_rows(path) if waves.key(other) != run]
             if rows or others:
                 text = table(columns, [*others, *rows])
                 write(path, gzip.compress(text.encode(), mtime=0))
 
         # The row comes last: a run that has one is done.
         runs = folder / "runs.csv"
-        rows = list(csv.DictReader(runs.open())) if runs.exists() else []
-        rows = [other for other in rows if waves.key(other) != run]
+        rows = [other for other in waves.read_rows(runs) if waves.key(other) != run]
         write(runs, table(COLUMNS, [*rows, row]).encode())
 
 
@@ -436,7 +430,7 @@ def mark_waves(folder: Path, members: dict[Run, list[int]]) -> None:
         path = folder / "runs.csv"
         if not path.exists():
             return
-        rows = list(csv.DictReader(path.open()))
+        rows = waves.read_rows(path)
         for row in rows:
             known = set(map(int, row["waves"].split())) | set(members.get(waves.key(row), []))
             row["waves"] = " ".join(map(str, sorted(known)))

@@ -4,9 +4,6 @@ Each rule is a function of the data. It returns a verdict, or raises MissingErro
 needs has not been made. CLAIMS is the table of all rules.
 """
 
-import csv
-import gzip
-import io
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -17,7 +14,19 @@ import common  # noqa: F401
 import numpy as np
 from scipy.stats import spearmanr
 from stats import SMALLEST_EFFECT, Effect, contrast, difference, holm, verdict
-from waves import FACTORS, ORACLE_CAPACITY, SEEDS, TASKS, Row, Run, best_rates, key, normalized
+from waves import (
+    FACTORS,
+    PAIR,
+    SEEDS,
+    TASKS,
+    Row,
+    Run,
+    best_rates,
+    key,
+    normalized,
+    oracle_arm,
+    read_rows,
+)
 
 NAMES = {
     "frozenlake": "text FrozenLake",
@@ -68,7 +77,6 @@ FACTOR_REFERENCES = {arm: "freshper" for arm in FACTORS} | {
     "per --epsilon 1e-6 +buffer_maximum": "per --epsilon 1e-6",
     "freshper --capacity 640 --eviction lowest_priority": "freshper --capacity 640",
 }
-PAIR = ("frozenlake", "nq_search")  # the tasks of wave 3
 SUCCESS = 0.6  # of the time to a success
 
 
@@ -155,12 +163,7 @@ class Data:
 
 def read_data(folder: Path) -> Data:
     """Read runs.csv and runs_curves.csv.gz of a folder. Without them nothing has been made."""
-    runs = folder / "runs.csv"
-    if not runs.exists():
-        return Data([], [])
-    rows = list(csv.DictReader(runs.open()))
-    text = gzip.decompress((folder / "runs_curves.csv.gz").read_bytes()).decode()
-    return Data(rows, list(csv.DictReader(io.StringIO(text))))
+    return Data(read_rows(folder / "runs.csv"), read_rows(folder / "runs_curves.csv.gz"))
 
 
 # -- what a verdict consists of
@@ -480,10 +483,6 @@ def more_than_age(data: Data) -> Verdict:
 
 def freshness(data: Data) -> Verdict:
     return each(judge(differences(data, "freshper", "freshper +shuffled", tasks=PAIR)))
-
-
-def oracle_arm(task: str) -> str:
-    return f"freshper --capacity {ORACLE_CAPACITY[task]} +oracle"
 
 
 def drift_beats_age(data: Data) -> Verdict:

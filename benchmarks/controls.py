@@ -20,6 +20,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import common  # noqa: F401
 import numpy as np
@@ -175,19 +176,8 @@ def age_against_drift(folder: Path) -> dict[str, float]:
 # -- each control: a context in which train.main trains with it
 
 
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Any:
-    """Replace an attribute in the block."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 def shuffled() -> Any:
-    return replaced(train, "ReplayBuffer", ShuffledBuffer)
+    return patch.object(train, "ReplayBuffer", ShuffledBuffer)
 
 
 def oracle() -> Any:
@@ -196,17 +186,17 @@ def oracle() -> Any:
     def train_with_oracle(config, policy, make_env, trainer, engine, report, signals, saved):
         known = {"trainer": trainer, "folder": report.folder}
         buffer = type("Oracle", (OracleBuffer,), known)
-        with replaced(train, "ReplayBuffer", buffer):
+        with patch.object(train, "ReplayBuffer", buffer):
             algorithm(config, policy, make_env, trainer, engine, report, signals, saved)
 
-    return replaced(train, "train", train_with_oracle)
+    return patch.object(train, "train", train_with_oracle)
 
 
 def constant() -> Any:
     def lr(trainer: TorchTrainer) -> float:
         return trainer.config.lr * min(trainer.step / WARMUP_STEPS, 1.0)
 
-    return replaced(TorchTrainer, "_scheduled_lr", lr)
+    return patch.object(TorchTrainer, "_scheduled_lr", lr)
 
 
 def buffer_maximum() -> Any:
@@ -218,8 +208,8 @@ def buffer_maximum() -> Any:
             return drawn
 
     stack = contextlib.ExitStack()
-    stack.enter_context(replaced(train, "importance_weights", importance_weights))
-    stack.enter_context(replaced(train, "ReplayBuffer", Buffer))
+    stack.enter_context(patch.object(train, "importance_weights", importance_weights))
+    stack.enter_context(patch.object(train, "ReplayBuffer", Buffer))
     return stack
 
 

@@ -5,6 +5,9 @@ benchmarks/controls.py. A run is an arm with a rate, which multiplies the learni
 preset, and a seed. Waves share runs: the same run is made once.
 """
 
+import csv
+import gzip
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import common  # noqa: F401
@@ -45,6 +48,8 @@ QUEUE_TASKS = ("sokoban_simple", "aime", "gsm8k")
 LIMIT = 61
 LIMITS = {"gsm8k": 64, "geoqa": 64, "cliffwalking": 64}
 
+# The tasks of wave 3
+PAIR = ("frozenlake", "nq_search")
 TAUS = ("freshper", "no_decay", "freshper --tau 80", "freshper --tau 5")
 # Episodes of the newest 40 iterations. Beyond, the draws of FreshPER have 3 % of their mass.
 ORACLE_CAPACITY = {"frozenlake": 1280, "nq_search": 2560}
@@ -140,6 +145,14 @@ class Run(NamedTuple):
         return flags
 
 
+def read_rows(path: Path) -> list[Row]:
+    """Return the rows of a table of docs/reference_runs, [] if there is none yet."""
+    if not path.exists():
+        return []
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+        return list(csv.DictReader(file))
+
+
 def key(row: Row) -> Run:
     """Return the run of a row of runs.csv."""
     return Run(row["task"], row["arm"], float(row["rate"]), int(row["seed"]))
@@ -186,11 +199,15 @@ def of_arms(task: str, arms: tuple[str, ...], best: dict[str, float]) -> list[Ru
     return [Run(task, arm, best[arm.split()[0]], seed) for arm in arms for seed in SEEDS]
 
 
+def oracle_arm(task: str) -> str:
+    """Return the arm of the oracle on a task of wave 3."""
+    return f"freshper --capacity {ORACLE_CAPACITY[task]} +oracle"
+
+
 def tau_runs(task: str, rate: float) -> list[Run]:
     """Return the runs of wave 3 on a task. Without decay FreshPER is Standard PER without IS."""
-    capacity = ORACLE_CAPACITY[task]
     arms = [(arm, rate) for arm in (*TAUS, "freshper --tau auto", "freshper +shuffled")]
-    arms.append((f"freshper --capacity {capacity} +oracle", rate))
+    arms.append((oracle_arm(task), rate))
     arms += [(arm, rate / 4) for arm in TAUS]
     return [Run(task, arm, factor, seed) for arm, factor in arms for seed in SEEDS]
 
@@ -219,8 +236,7 @@ def wave_runs(wave: int, best: dict[str, float], best_small: dict[str, float]) -
     if wave == 2:
         return [run for task in TASKS for run in of_arms(task, tuple(ARMS), best)]
     if wave == 3:
-        tasks = ("frozenlake", "nq_search")
-        return [run for task in tasks for run in tau_runs(task, best["freshper"])]
+        return [run for task in PAIR for run in tau_runs(task, best["freshper"])]
     if wave == 4:
         return of_arms("frozenlake", FACTORS, best)
     if wave == 5:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import claims
 import numpy as np
-from claims import ARMS, FACTOR_REFERENCES, NAMES, PAIR, Data, arm_name
+from claims import ARMS, FACTOR_REFERENCES, NAMES, Data, arm_name
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from stats import SMALLEST_EFFECT, Effect, bootstrap, contrast, difference, interquartile_mean
-from waves import SMALL_ARMS, TASKS
+from waves import PAIR, SMALL_ARMS, TASKS, oracle_arm
 
 from compare import METHOD_COLORS
 
@@ -199,7 +199,7 @@ def tau(data: Data) -> Figure:
             measured = np.median(data.values(task, "freshper", "drift_tau", factor))
             axes.axvline(measured, color=color, linestyle=":", label=f"1/c, {label}")
 
-        others = ("freshper --tau auto", claims.oracle_arm(task), "freshper +shuffled")
+        others = ("freshper --tau auto", oracle_arm(task), "freshper +shuffled")
         for place, arm in enumerate(others, start=1):
             effect = contrast([data.values(task, arm)], [1.0])
             half_width = effect.high - effect.estimate
@@ -223,8 +223,8 @@ def drift(data: Data) -> Figure:
         r2 = data.values(task, "freshper", "drift_r2")
         axes.plot(r2, np.full(5, 0.2 - row), "o", color=COLORS["freshper"], alpha=0.6)
         if task in PAIR:
-            of_entries = data.values(task, claims.oracle_arm(task), "age_r2")
-            ranks = data.values(task, claims.oracle_arm(task), "age_rank")
+            of_entries = data.values(task, oracle_arm(task), "age_r2")
+            ranks = data.values(task, oracle_arm(task), "age_rank")
             axes.plot(of_entries, np.full(5, -row), "s", color="black", alpha=0.6)
             axes.plot(ranks, np.full(5, -0.2 - row), "^", color=COLORS["uniform"], alpha=0.6)
     axes.plot([], [], "o", color=COLORS["freshper"], label="R², means of 12 ages")

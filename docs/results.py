@@ -29,10 +29,21 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import claims
-from claims import ARMS, CLAIMS, FACTOR_REFERENCES, NAMES, PAIR, Data, MissingError, Part, arm_name
+from claims import ARMS, CLAIMS, FACTOR_REFERENCES, NAMES, Data, MissingError, Part, arm_name
 from result_figures import FIGURES, STYLE, interquartile
 from stats import Effect, bootstrap, contrast, difference, interquartile_mean
-from waves import QUEUE_TASKS, RATES, SEEDS, SLIPPERY, SMALL_ARMS, TASKS, normalized, tuning_runs
+from waves import (
+    PAIR,
+    QUEUE_TASKS,
+    RATES,
+    SEEDS,
+    SLIPPERY,
+    SMALL_ARMS,
+    TASKS,
+    normalized,
+    oracle_arm,
+    tuning_runs,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "RESULTS.md", "docs/replay_pays.md", "docs/tables.md")
@@ -225,7 +236,7 @@ def tau(data: Data) -> str:
         values = [data.values(task, arm, column) for task, arm in zip(PAIR, arms, strict=True)]
         return [name, level(values[0]), "", level(values[1]), ""]
 
-    oracle = [claims.oracle_arm(task) for task in PAIR]
+    oracle = [oracle_arm(task) for task in PAIR]
     rows += [
         both("FreshPER, tau auto", ["freshper --tau auto"] * 2),
         both("FreshPER, shuffled ages", ["freshper +shuffled"] * 2),
