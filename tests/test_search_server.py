@@ -169,9 +169,11 @@ def test_a_long_query_takes_time_in_proportion():
 
 
 def test_the_largest_batch_of_nq_search_fits_in_a_request(server):
-    """The paper's 128 queries, as long as can be, of characters that JSON writes longest."""
+    """The paper's 128 queries, as long as can be, of characters that JSON writes longest. More of
+    them are several requests."""
     queries = ["🙂" * MAX_TEXT] * 128
     assert post(server, {"queries": queries})[0] == 200
+    assert len(retrieve(server.url, [*queries, *queries, "Mars"], 1)) == 257
 
 
 @pytest.mark.parametrize("error", [RuntimeError, OSError, KeyError])
