@@ -105,7 +105,7 @@ class TextEnv(gymnasium.Env):
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
         """Begin the episode of a seed. Returns the first observation and a dict.
 
-        A task may define `reset` itself instead of `start`. This one then returns nothing of use.
+        A task may define `reset` itself instead of `start`, and call this one for the seed.
         """
         super().reset(seed=seed)
         self.turn = 0
@@ -186,7 +186,7 @@ def play_out(env: TextEnv, seed: int, reply: Callable[[], str]) -> tuple[float, 
             return total, turns, info
 
 
-# What a task must have (fields) and return (methods): `keeps` checks it, these words say it.
+# What the fields of a task must be, and what its methods must return. `keeps` checks it.
 NUMBER = "a whole number above 0"
 WORDS = "a tuple of strings, none of them empty"
 SHOWN = "an Observation of a text and of images that are uint8 [H, W, 3]"
@@ -204,7 +204,8 @@ PROMISES = {
 
 
 def keeps(part: str, value: Any) -> bool:
-    """Return whether a part of a task, or of such a part, is what PROMISES says."""
+    """Return whether a field or a result of a task is as PROMISES says. Results are checked part by
+    part."""
     match part, value:
         case "max_turns" | "layers", int():
             return value > 0

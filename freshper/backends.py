@@ -82,9 +82,9 @@ class Loaded(NamedTuple):
 def load(config: Config, flags_given: tuple[str, ...] = ()) -> Loaded:
     """Load the policy of a run or of its checkpoint, and check it on the run's first prompts.
 
-    Raises ValueError if it cannot be loaded, cannot read --env's images, has no room for the first
-    turn, or has done the --iterations of `flags_given` already; if --env breaks a promise of
-    environments; or if the server at --search_url does not answer."""
+    Raises ValueError if it cannot be loaded, cannot read --env's images, or has no room for the
+    first turn; if --env breaks a promise of environments; if the server at --search_url does not
+    answer; or if --iterations is one of `flags_given`, and the run has done as many already."""
     env = config.make_env()
     if config.search_url:
         check_search_server(config.search_url)

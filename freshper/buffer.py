@@ -104,7 +104,8 @@ class ReplayBuffer:
         for slot, episode in zip(slots, episodes):
             episode.images = [self._stored(image) for image in episode.images]
             episode.step = step
-            self.episodes[slot : slot + 1] = [episode]  # appends it in the first unused slot
+            # This replaces the episode in a used slot, and appends to fill the first unused one.
+            self.episodes[slot : slot + 1] = [episode]
         self.base_priorities[slots] = base_priorities
         self.collected_at[slots] = step
         self.arrival[slots] = arrival
