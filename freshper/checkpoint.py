@@ -1,13 +1,14 @@
 """Checkpoints: what shapes the rest of a run, saved between two iterations, restored by --resume.
 
     out/checkpoint/          the newest: a Hugging Face folder, which `--model` takes, and state.pt,
-                             run.json (iteration and settings), manifest.json (checksums)
+                             optimizer-0.pt (one file per rank of the trainer), run.json
+                             (iteration and settings), manifest.json (checksums)
     out/checkpoint-before/   the one before it, used if a file of the newest is missing, or is not
                              what the manifest says
     out/checkpoint-best/     the model alone, of the evaluation with the highest success so far
 
-state.pt is read with `torch.load(weights_only=True)`: a file from someone else cannot run code. On
-a CPU, with the same number of threads, a resumed run is bitwise identical to one that never
+The .pt files are read with `torch.load(weights_only=True)`: one from someone else cannot run code.
+On a CPU, with the same number of threads, a resumed run is bitwise identical to one that never
 stopped. A checkpoint is written to .checkpoint-new and renamed, after the one before it: a kill at
 any moment leaves one of the two whole. A file that the system cannot read (permissions, a disk) is
 not damaged: the run stops, and nothing is removed.
@@ -113,9 +114,10 @@ class RunState:
 
         try:
             state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+            self.parts["trainer"].load_optimizer(str(folder))
         except UnpicklingError as error:
             reason = str(error).splitlines()[0]
-            raise OSError(f"{folder / 'state.pt'} does not hold plain data: {reason}") from error
+            raise OSError(f"{folder} does not hold plain data: {reason}") from error
 
         buffer = state["buffer"]
         for name, value in buffer.items():
@@ -169,6 +171,7 @@ class RunState:
     def _fill(self, folder: str) -> None:
         """Write model, state and settings into a new folder, and last the manifest of them all."""
         self.parts["trainer"].save(folder)
+        self.parts["trainer"].save_optimizer(folder)
 
         state: dict[str, Any] = {
             # The last bit of a feature can depend on the batch in which it was computed.

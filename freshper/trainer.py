@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -129,10 +130,23 @@ class OneProcess:
         return self.policy.model.named_parameters(remove_duplicate=False)
 
     def optimizer_state(self) -> State:
+        """Return this process's share of the optimizer's state."""
         return self.optimizer.state_dict()
 
     def load_optimizer_state(self, state: State) -> None:
-        self.optimizer.load_state_dict(state)
+        # The run may go on on another device, with the settings of that one.
+        settings = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict(state | {"param_groups": settings})
+
+    def save_optimizer(self, folder: str) -> None:
+        """Write this process's share of the optimizer's state."""
+        with open(Path(folder, f"optimizer-{self.rank}.pt"), "wb") as file:
+            torch.save(self.optimizer_state(), file)
+
+    def load_optimizer(self, folder: str) -> None:
+        """Restore this process's share of the optimizer's state."""
+        path = Path(folder, f"optimizer-{self.rank}.pt")
+        self.load_optimizer_state(torch.load(path, map_location="cpu", weights_only=True))
 
 
 class TorchTrainer:
@@ -158,7 +172,9 @@ class TorchTrainer:
         if config.kl_reward_coef or config.kl_loss_coef:
             self.reference = copy.deepcopy(policy)
         trainable = [p for p in policy.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(trainable, lr=config.lr, weight_decay=0.0)
+        # Fused, a step needs no further memory. On a CPU it would round in another way.
+        fused = config.device != "cpu"
+        self.optimizer = torch.optim.AdamW(trainable, lr=config.lr, weight_decay=0.0, fused=fused)
         self.strategy = strategy(policy, self.optimizer, config)
 
     def record_behavior_logprobs(self, episodes: list[Episode]) -> dict[str, float]:
@@ -302,23 +318,27 @@ class TorchTrainer:
         return self.strategy.parameters()
 
     def state_dict(self) -> State:
-        """Return everything but the parameters of the policy, which is saved as a model."""
-        return {
-            "step": self.step,
-            "optimizer": self.strategy.optimizer_state(),
-            "reference": self.reference.model.state_dict() if self.reference else {},
-        }
+        """Return everything but the policy, which is saved as a model, and the optimizer."""
+        reference = self.reference.model.state_dict() if self.reference else {}
+        return {"step": self.step, "reference": reference}
 
     def load_state_dict(self, state: State) -> None:
         """Restore a state. The learning rate goes on at its step, as the config says now."""
         self.step = state["step"]
-        self.strategy.load_optimizer_state(state["optimizer"])
         if self.reference:
             self.reference.model.load_state_dict(state["reference"])
 
     def save(self, folder: str) -> None:
         """Write the policy in the Hugging Face format."""
         self.policy.save(folder, self.parameters())
+
+    def save_optimizer(self, folder: str) -> None:
+        """Write the optimizer's state, a file of each process."""
+        self.strategy.save_optimizer(folder)
+
+    def load_optimizer(self, folder: str) -> None:
+        """Restore what `save_optimizer` wrote."""
+        self.strategy.load_optimizer(folder)
 
     def close(self) -> None:
         """Do nothing: in one process nothing is left open."""

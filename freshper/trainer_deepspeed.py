@@ -26,6 +26,7 @@ import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import deepspeed
@@ -160,24 +161,19 @@ class DeepSpeedRanks(OneProcess):
                 yield name, parameter.detach()
 
     def optimizer_state(self) -> State:
-        """Return, on rank 0, what AdamW steps on in each rank, with its moments."""
-        on_cpu = []
-        for tensor in self._stepped_tensors():
-            state = {"parameter": tensor.detach(), **self.optimizer.state[tensor]}
-            on_cpu.append({name: x.to("cpu", copy=True) for name, x in state.items()})
-        of_all_ranks = [None] * self.ranks if self.rank == 0 else None
-        dist.gather_object(on_cpu, of_all_ranks, group=self.messages)
-        return {"ranks": of_all_ranks}
+        """Return what AdamW steps on in this rank, with its moments."""
+        tensors = self._stepped_tensors()
+        return {"tensors": [{"parameter": x.detach(), **self.optimizer.state[x]} for x in tensors]}
 
     def load_optimizer_state(self, state: State) -> None:
-        received: list[Any] = [None]
-        dist.scatter_object_list(received, state["ranks"], src=0, group=self.messages)
-        for tensor, moments in zip(self._stepped_tensors(), received[0], strict=True):
-            tensor.data.copy_(moments.pop("parameter"))
-            # AdamW keeps its step counter, which has no dimension, on the CPU.
-            self.optimizer.state[tensor] = {
-                name: x.to(tensor.device) if x.dim() else x for name, x in moments.items()
-            }
+        for tensor, saved in zip(self._stepped_tensors(), state["tensors"], strict=True):
+            tensor.data.copy_(saved.pop("parameter"))
+            self.optimizer.state[tensor] = {name: x.to(tensor.device) for name, x in saved.items()}
+
+    def save_optimizer(self, folder: str) -> None:
+        super().save_optimizer(folder)
+        # The checkpoint is complete with the files of all ranks.
+        dist.barrier(group=self.messages)
 
     def _stepped_tensors(self) -> list[Tensor]:
         """Return what AdamW steps on: the parameters, or this rank's flat float32 share of them."""
@@ -234,20 +230,23 @@ class RankZero:
             return self.trainer.state_dict()
 
     def load_state_dict(self, state: State) -> None:
-        """Restore a state that rank 0 has read.
+        with self._on_all_ranks("load_state_dict", state):
+            self.trainer.load_state_dict(state)
 
-        Raises BackendError if another number of ranks wrote it."""
-        saved = len(state["optimizer"]["ranks"])
+    def save_optimizer(self, folder: str) -> None:
+        with self._on_all_ranks("save_optimizer", folder):
+            self.trainer.save_optimizer(folder)
+
+    def load_optimizer(self, folder: str) -> None:
+        """Restore the optimizer. Raises BackendError if another number of ranks wrote it."""
+        saved = len(list(Path(folder).glob("optimizer-*.pt")))
         ranks = self.strategy.ranks
         if saved != ranks:
             raise BackendError(
                 f"--resume needs {saved} ranks, the number in the checkpoint, not {ranks}"
             )
-
-        # Each rank is then sent its own share of the optimizer.
-        shared = state | {"optimizer": {"ranks": None}}
-        with self._on_all_ranks("load_state_dict", shared):
-            self.trainer.load_state_dict(state)
+        with self._on_all_ranks("load_optimizer", folder):
+            self.trainer.load_optimizer(folder)
 
     def close(self) -> None:
         """End the other ranks. After a failed call they end when this process does."""

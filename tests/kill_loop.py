@@ -51,11 +51,12 @@ def finish(process, out):
 
 
 def state_of(folder):
-    """Return what state.pt holds, tensors as type and values."""
+    """Return what state.pt and optimizer-0.pt hold, tensors as type and values."""
     import torch
     from torch.utils import _pytree
 
     state = torch.load(folder / "state.pt", weights_only=True)
+    state["optimizer"] = torch.load(folder / "optimizer-0.pt", weights_only=True)
     return _pytree.tree_map_only(torch.Tensor, lambda x: (x.dtype, x.tolist()), state)
 
 

@@ -165,7 +165,15 @@ def test_a_finished_run_can_be_extended_but_not_shortened(copy, finished, capsys
 
 
 @pytest.mark.parametrize(
-    "name", ["state.pt", "model.safetensors", "generation_config.json", "manifest.json", "run.json"]
+    "name",
+    [
+        "state.pt",
+        "optimizer-0.pt",
+        "model.safetensors",
+        "generation_config.json",
+        "manifest.json",
+        "run.json",
+    ],
 )
 def test_of_a_damaged_checkpoint_the_one_before_it_is_used(copy, capsys, name, finished):
     """A flipped bit, a file that is cut short, other content, none at all."""
@@ -238,20 +246,20 @@ def test_an_edited_config_does_not_change_a_run(copy, capsys):
     assert capsys.readouterr().err == f"train.py: error: {sentence}\n"
 
 
-def test_code_in_a_checkpoint_is_not_run(copy, tmp_path, capsys):
+@pytest.mark.parametrize("name", ["state.pt", "optimizer-0.pt"])
+def test_code_in_a_checkpoint_is_not_run(copy, tmp_path, capsys, name):
     class Malicious:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "executed"),)
 
     folder = copy / "checkpoint"
-    state = torch.load(folder / "state.pt", weights_only=True)
-    torch.save(state | {"python": Malicious()}, folder / "state.pt")
-    manifest = json.loads((folder / "manifest.json").read_text()) | {
-        "state.pt": fingerprint(folder / "state.pt")
-    }
+    state = torch.load(folder / name, weights_only=True)
+    torch.save(state | {"python": Malicious()}, folder / name)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest[name] = fingerprint(folder / name)
     (folder / "manifest.json").write_text(json.dumps(manifest))
     assert resume(copy) == 1
-    assert "state.pt does not hold plain data" in capsys.readouterr().out
+    assert "checkpoint does not hold plain data" in capsys.readouterr().out
     assert not (tmp_path / "executed").exists()
 
 

@@ -71,6 +71,7 @@ def numbers(trainer, episodes, first=0, folder=None):
         if k == 2 and folder:
             trainer.save(str(folder))
             torch.save(trainer.state_dict(), folder / "state.pt")
+            trainer.save_optimizer(str(folder))
         results["updates"].append(trainer.update(*calls[k])._asdict())
 
     results["recorded"] = [(e.behavior_logprobs, e.ref_logprobs) for e in episodes]
@@ -98,7 +99,7 @@ def gradients(trainer, alone):
     expected = torch.cat([x.flatten() for x in total.values()])
 
     trainer.update(speakable_episodes(alone.policy, 128))
-    (states,) = trainer.state_dict()["optimizer"]["ranks"]
+    states = trainer.strategy.optimizer_state()["tensors"]
     computed = torch.cat([state["exp_avg"] for state in states])[: len(expected)]
     return [x / x.norm() for x in (computed, expected)]
 
@@ -144,6 +145,7 @@ def run(case, out, resume):
     episodes = speakable_episodes(policy, 13)
     if resume:
         trainer.load_state_dict(torch.load(folder / "state.pt", weights_only=True))
+        trainer.load_optimizer(str(folder))
         results = torch.load(f"{folder}.pt", weights_only=False)
         for episode, fields in zip(episodes, results["deepspeed"]["recorded"], strict=True):
             episode.behavior_logprobs, episode.ref_logprobs = fields

@@ -1,0 +1,127 @@
+"""Bytes per parameter that a trainer holds, and at the peak of an update: the table of
+docs/gpus.md.
+
+    python benchmarks/memory.py              plain torch, ZeRO 0 to 3, three kinds of AdamW
+    python benchmarks/memory.py --only torch
+
+Each line is a process of its own, with one rank, on the CPU: a model of 69 million parameters in
+bfloat16 as --dtype means it, and batches so small that activations do not count. `held` is the
+resident memory between two updates, `peak` the highest during one, both above what the process had
+before the model. `seconds` are of an update, most of them its optimizer step.
+
+The kinds: `loop` and `foreach` are torch's, without and with lists of tensors, and a GPU's default
+is `foreach`; `fused` is what the trainer asks for on a GPU. The lines with ZeRO need DeepSpeed.
+"""
+
+import argparse
+import multiprocessing
+import os
+import time
+from functools import partial
+from pathlib import Path
+
+import common
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from freshper.backends import join_ranks, make_trainer
+from freshper.flags import parse_args
+from freshper.models import Policy
+from freshper.tiny import build_tokenizer
+
+KINDS = {
+    "loop": {"foreach": False, "fused": False},
+    "foreach": {"foreach": True, "fused": False},
+    "fused": {"foreach": None, "fused": True},
+}
+TRAINERS = {
+    "torch": "--backend hf+torch",
+    "ZeRO-0": "--backend vllm+deepspeed --zero_stage 0",
+    "ZeRO-1": "--backend vllm+deepspeed --zero_stage 1",
+    "ZeRO-2": "--backend vllm+deepspeed --zero_stage 2",
+    "ZeRO-3": "--backend vllm+deepspeed --zero_stage 3",
+}
+NO_REFERENCE = "--kl_loss_coef 0 --kl_reward_coef 0"  # no copy of the policy
+VOCABULARY = 1000
+LENGTH = 16  # tokens of an episode
+UPDATES = 3  # Adam's moments exist after the first, and the last one is measured
+
+
+def resident(name: str) -> int:
+    """Return bytes of resident memory: VmRSS, those of now, or VmHWM, the most so far."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    raise LookupError(name)
+
+
+def build_policy(dtype: torch.dtype) -> Policy:
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        tie_word_embeddings=True,
+    )
+    return Policy(Qwen2ForCausalLM(config).to(dtype), build_tokenizer(()))
+
+
+def measure(trainer_flags: str, kind: str, queue: multiprocessing.Queue) -> None:
+    """Put bytes held per parameter, bytes at the peak, and seconds of an update."""
+    torch.set_num_threads(1)
+    config = parse_args(
+        f"{trainer_flags} --model tiny --dtype bfloat16 {NO_REFERENCE}".split()
+    ).config
+    join_ranks(config)
+    initialize = torch.optim.AdamW.__init__
+
+    def chosen(self, parameters, **settings):
+        initialize(self, parameters, **(settings | KINDS[kind]))
+
+    torch.optim.AdamW.__init__ = chosen
+    before = resident("VmRSS")
+
+    policy = build_policy(torch.float32 if config.trainer == "torch" else torch.bfloat16)
+    policy.mixed = config.trainer == "torch"
+    parameters = sum(x.numel() for x in policy.model.parameters())
+    trainer = make_trainer(policy, config)
+    episodes = common.random_episodes(2, LENGTH, VOCABULARY, LENGTH // 2)
+    for _ in range(UPDATES):
+        held = resident("VmRSS") - before
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+        began = time.perf_counter()
+        trainer.update(episodes)
+        seconds = time.perf_counter() - began
+
+    peak = resident("VmHWM") - before
+    queue.put((held / parameters, peak / parameters, seconds))
+    trainer.close()
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--only", default="", help="trainers whose name contains this")
+    args: argparse.Namespace = parser.parse_args()
+    # Freed memory goes back to the system at once.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
+
+    context = multiprocessing.get_context("spawn")
+    print("trainer  AdamW    held  peak  bytes per parameter, seconds", flush=True)
+    for name, flags in TRAINERS.items():
+        if args.only not in name:
+            continue
+        for kind in KINDS:
+            queue = context.Queue()
+            process = context.Process(target=partial(measure, flags, kind, queue))
+            process.start()
+            process.join()
+            if process.exitcode:
+                raise SystemExit(f"{name} with {kind} failed")
+            held, peak, seconds = queue.get()
+            print(f"{name:8s} {kind:8s} {held:4.1f}  {peak:4.1f}   {seconds:.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
