@@ -189,7 +189,9 @@ def run(env: str, arm: str, seed: int, folder: Path, flags: list[str], threads: 
         text=True,
     )
 
-    if process.returncode == 1 and re.search("(?m)^stopped after .*finite", process.stdout):
+    # A defect ends in a traceback, whatever its message says.
+    known = process.returncode == 1 and "Traceback" not in process.stderr
+    if known and re.search("(?m)^stopped after .*finite", process.stdout):
         stopped.write_text(process.stdout)
     elif process.returncode:
         output = (process.stdout + process.stderr)[-2000:]
@@ -206,7 +208,9 @@ def run_all(args: argparse.Namespace, arms: list[str], flags: list[str]) -> Resu
 
         row = {"arm": arm, "seed": seed, **summary(folder, args.metric)}
         score = f"{args.metric} {row['last']:.3f} in {row['wall_s']:.0f} s"
-        print(f"{label(arm)}, seed {seed}: {score}, {folder}", flush=True)
+        stopped = folder / "stopped.txt"
+        where = stopped if stopped.exists() else folder
+        print(f"{label(arm)}, seed {seed}: {score}, {where}", flush=True)
         return row
 
     jobs = dict.fromkeys(product(arms, args.seeds))

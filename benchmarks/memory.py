@@ -3,8 +3,9 @@ docs/gpus.md.
 
     python benchmarks/memory.py              plain torch, ZeRO 0 to 3, three kinds of AdamW
     python benchmarks/memory.py --only torch
+    python benchmarks/memory.py --only ZeRO --ranks 2      of rank 0
 
-Each line is a process of its own, with one rank, on the CPU: a model of 69 million parameters in
+Each line is a process of its own, or one per rank, on the CPU: a model of 69 million parameters in
 bfloat16 as --dtype means it, and batches so small that activations do not count. `held` is the
 resident memory between two updates, `peak` the highest during one, both above what the process had
 before the model. `seconds` are of an update, most of them its optimizer step.
@@ -13,18 +14,17 @@ The kinds: `loop` and `foreach` are torch's, without and with lists of tensors, 
 is `foreach`; `fused` is what the trainer asks for on a GPU. The lines with ZeRO need DeepSpeed.
 """
 
-import argparse
 import multiprocessing
 import os
+import socket
 import time
-from functools import partial
 from pathlib import Path
 
 import common
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from freshper.backends import join_ranks, make_trainer
+from freshper.backends import join_ranks, make_trainer, serve
 from freshper.flags import parse_args
 from freshper.models import Policy
 from freshper.tiny import build_tokenizer
@@ -68,12 +68,13 @@ def build_policy(dtype: torch.dtype) -> Policy:
     return Policy(Qwen2ForCausalLM(config).to(dtype), build_tokenizer(()))
 
 
-def measure(trainer_flags: str, kind: str, queue: multiprocessing.Queue) -> None:
-    """Put bytes held per parameter, bytes at the peak, and seconds of an update."""
+def measure(
+    rank: int, variables: dict[str, str], flags: str, kind: str, queue: multiprocessing.Queue
+) -> None:
+    """Put bytes held per parameter, bytes at the peak, and seconds of an update, on rank 0."""
     torch.set_num_threads(1)
-    config = parse_args(
-        f"{trainer_flags} --model tiny --dtype bfloat16 {NO_REFERENCE}".split()
-    ).config
+    os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
+    config = parse_args(f"{flags} --model tiny --dtype bfloat16 {NO_REFERENCE}".split()).config
     join_ranks(config)
     initialize = torch.optim.AdamW.__init__
 
@@ -86,6 +87,9 @@ def measure(trainer_flags: str, kind: str, queue: multiprocessing.Queue) -> None
     policy = build_policy(torch.float32 if config.trainer == "torch" else torch.bfloat16)
     policy.mixed = config.trainer == "torch"
     parameters = sum(x.numel() for x in policy.model.parameters())
+    if rank:
+        serve(policy, config)
+        return
     trainer = make_trainer(policy, config)
     episodes = common.random_episodes(2, LENGTH, VOCABULARY, LENGTH // 2)
     for _ in range(UPDATES):
@@ -103,7 +107,8 @@ def measure(trainer_flags: str, kind: str, queue: multiprocessing.Queue) -> None
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--only", default="", help="trainers whose name contains this")
-    args: argparse.Namespace = parser.parse_args()
+    parser.add_argument("--ranks", type=int, default=1)
+    args = parser.parse_args()
     # Freed memory goes back to the system at once.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
 
@@ -114,11 +119,19 @@ def main() -> None:
             continue
         for kind in KINDS:
             queue = context.Queue()
-            process = context.Process(target=partial(measure, flags, kind, queue))
-            process.start()
-            process.join()
-            if process.exitcode:
-                raise SystemExit(f"{name} with {kind} failed")
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = str(free.getsockname()[1])
+            world = {"WORLD_SIZE": str(args.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            processes = []
+            for rank in range(args.ranks):
+                arguments = (rank, world, flags, kind, queue)
+                processes.append(context.Process(target=measure, args=arguments))
+                processes[-1].start()
+            for process in processes:
+                process.join()
+                if process.exitcode:
+                    raise SystemExit(f"{name} with {kind} failed")
             held, peak, seconds = queue.get()
             print(f"{name:8s} {kind:8s} {held:4.1f}  {peak:4.1f}   {seconds:.2f}", flush=True)
 

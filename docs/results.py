@@ -48,8 +48,8 @@ from waves import (
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "RESULTS.md", "docs/replay_pays.md", "docs/tables.md")
 BLOCK = re.compile(r"<!-- results: (\w+), commit ([^>]*?) -->\n(.*?)<!-- end -->", re.DOTALL)
-OLD = "*Old: commit {}, not yet made again.*\n\n"
-ANY_OLD = re.compile(r"\A\*Old: commit .*\n\n")
+OLD = "*From older runs (commit {}), which are being repeated.*\n\n"
+ANY_OLD = "*From older runs (commit {}), which are being repeated.*\n\n"
 # The best first
 FORWARD = tuple(reversed(ARMS))
 CONTROLS = ("on_policy", "epochs", "no_decay", "per", "uniform")
@@ -313,13 +313,13 @@ def readme(data: Data) -> str:
     rows = []
     for arm, words in (
         ("freshper", "FreshPER"),
-        ("per", "Standard PER, replay without the age factor (`--method per`)"),
+        ("per", "Standard PER: without the age factor, with IS weights (`--method per`)"),
         ("epochs", "on-policy training, as many updates (`--ppo_epochs 3`)"),
         ("on_policy", "on-policy training, no replay (`--method on_policy`)"),
     ):
         levels = [level(data.values(task, arm), 2) for task in ("frozenlake_vlm", "frozenlake")]
         rows.append([words, *levels])
-    says = "held-out success, five seeds: mean and half of its 95 % interval"
+    says = "held-out success, five seeds: mean ± half the width of its 95 % interval (Student's t)"
     header = (says, "images", "text (`--env frozenlake`)")
     figure = image("frozenlake", "FrozenLake: FreshPER, Standard PER and on-policy training")
     return "\n".join([table(header, rows), figure])

@@ -198,7 +198,7 @@ PROMISES = {
     "metrics": WORDS,
     "warm_start": "a tuple of pairs of whole numbers above 0",
     "random_reply()": "a string",
-    "reset()": f"{SHOWN}, and a dict",
+    "reset()": f"{SHOWN}, as observe() returns it, and a dict",
     "step()": f"{SHOWN}, a finite number below 1e30, two bools, and a dict with `success`, a bool",
 }
 
@@ -268,6 +268,8 @@ def check_environment(env: TextEnv) -> None:
         sentence = "actions is empty, but the random policy chooses from them"
         require(len(env.actions) > 0, env, sentence)
 
+    env.reset(seed=0)
+    checked(env, "step()", env.step("a reply without an action"))
     for seed in range(8):
         repeatable = checked_episode(env, seed) == checked_episode(env, seed)
         advice = "all that is random must follow from the seed"

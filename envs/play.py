@@ -9,7 +9,7 @@ import gymnasium
 from PIL import Image
 
 from envs import ENVS
-from envs.base import TextEnv, play_out
+from envs.base import TextEnv, check_environment, play_out
 
 
 def show(env: TextEnv) -> None:
@@ -41,9 +41,14 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("env", choices=ENVS)
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
+    parser.add_argument("--style", default="full", help="full (default), or terse: a tiny model's")
     args = parser.parse_args(argv)
 
-    env = ENVS[args.env](style="full")
+    try:
+        env = ENVS[args.env](style=args.style)
+        check_environment(env)
+    except ValueError as error:
+        parser.error(str(error))
 
     try:
         for seed in itertools.count(args.seed):

@@ -41,6 +41,14 @@ class Replay(NamedTuple):
 class ReplayBuffer:
     """Trajectory-level prioritized replay.
 
+        buffer = ReplayBuffer(50_000, alpha=0.6, decay=partial(exponential_decay, tau=500.0))
+        buffer.add(episodes, reward_priority(returns, epsilon=0.1), step)
+        buffer.refresh(step)                    # without it nothing ages
+        drawn = buffer.sample(128, step)        # episodes, P(i), ages
+        buffer.update_base_priorities(drawn.indices, new_priorities)
+
+    Steps never go back. `add` writes `step` into each episode, and PNGs in place of its images.
+
     Raises ValueError for capacity < 1, alpha outside [0, 1], an unknown eviction, base priorities
     that are not finite and positive, and a draw from an empty buffer."""
 
@@ -130,8 +138,10 @@ class ReplayBuffer:
     def sample(self, batch_size: int, step: int = 0) -> Replay:
         """Draw a stratified batch with P(i) ~ p_i^alpha as of the last refresh (line 8).
 
-        Its ages are those at t = `step`."""
+        Its ages are those at t = `step`, or at the last refresh if that is later."""
         self.pending.result()
+        if not self.episodes:
+            raise ValueError("the buffer is empty")
         indices = self.tree.stratified_sample(batch_size, self.rng)
         episodes = [self.episodes[slot] for slot in indices]
         probabilities = self.tree[indices] / self.tree.total()
@@ -144,6 +154,8 @@ class ReplayBuffer:
         Unchanged ones keep their tree values."""
         check_priorities(priorities)
         self.pending.result()
+        if max(indices, default=0) >= len(self):
+            raise ValueError(f"the buffer has {len(self)} episodes, but no slot {max(indices)}")
         changed = indices[self.base_priorities[indices] != priorities]
         self.base_priorities[indices] = priorities
         self.tree.set(changed, self._leaves(changed))
@@ -162,7 +174,10 @@ class ReplayBuffer:
         return state
 
     def load_state_dict(self, state: dict) -> None:
-        """Restore a state of a buffer of this capacity."""
+        """Restore a state. Raises ValueError if its buffer had another capacity."""
+        saved = len(state["base_priorities"])
+        if saved != self.capacity:
+            raise ValueError(f"capacity is {self.capacity}, but must be {saved} as in the state")
         for name in STATE:
             setattr(self, name, state[name])
         self.tree.nodes[:] = state["nodes"]
@@ -191,7 +206,7 @@ class ReplayBuffer:
 
 def check_priorities(base_priorities: np.ndarray) -> None:
     """Raise ValueError if a base priority is not finite and positive."""
-    if not (np.isfinite(base_priorities) & np.greater(base_priorities, 0.0)).all():
-        raise ValueError(
-            f"base priorities must be finite and positive (epsilon > 0?), got {base_priorities}"
-        )
+    allowed = np.isfinite(base_priorities) & np.greater(base_priorities, 0.0)
+    if not allowed.all():
+        wrong = np.asarray(base_priorities)[~allowed][0]
+        raise ValueError(f"base priorities must be finite and positive, got {wrong}")

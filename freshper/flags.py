@@ -267,10 +267,10 @@ def first_run(flags: dict[str, Any]) -> CommandLine:
         source = "paper" if preset == "auto" else preset
         model = defaults(source, config.env, config.method).get("model", "tiny")
         if preset == "auto":
-            where = "on"
+            state = "and the paper's model are on"
             if not is_here(model):
-                model, where = "tiny", "not both on"
-            notes = [f"model {model}: a GPU and the paper's model are {where} this machine"]
+                model, state = "tiny", "or the paper's model is missing on"
+            notes = [f"model {model}: a GPU {state} this machine"]
     if preset == "auto":
         preset = fitting_presets(model, config.env)[0]
 

@@ -155,5 +155,10 @@ def test_bad_arguments_are_refused():
     for n, base in bad:
         with pytest.raises(ValueError):
             buffer.add(episodes(n), np.array(base), step=0)
-    with pytest.raises(ValueError, match="total"):
-        buffer.sample(1)  # nothing was stored
+    with pytest.raises(ValueError, match="the buffer is empty"):
+        buffer.sample(1)
+    buffer.add(episodes(2), np.ones(2), step=0)
+    with pytest.raises(ValueError, match="2 episodes, but no slot 2"):
+        buffer.update_base_priorities(np.array([0, 2]), np.ones(2))
+    with pytest.raises(ValueError, match="capacity is 3, but must be 4"):
+        ReplayBuffer(3, 0.6, None).load_state_dict(buffer.state_dict())

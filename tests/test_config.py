@@ -96,7 +96,7 @@ def test_there_are_at_most_48_settings_and_help_explains_them_before_torch_is_im
 
 PAPERS = "Qwen/Qwen2.5-0.5B-Instruct"
 SMALL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-NOT_BOTH = "model tiny: a GPU and the paper's model are not both on this machine"
+NOT_BOTH = "model tiny: a GPU or the paper's model is missing on this machine"
 BOTH = f"model {PAPERS}: a GPU and the paper's model are on this machine"
 
 

@@ -42,6 +42,12 @@ def test_images_are_saved_where_the_command_says():
     path.unlink()
 
 
+def test_a_person_can_see_what_a_tiny_model_sees():
+    shown = run("nq_search", "--style", "terse", "--seed", "3")
+    observation, _ = ENVS["nq_search"]().reset(seed=3)
+    assert f"\n{observation.text}\n> " in shown
+
+
 def test_a_negative_seed_is_named_in_one_sentence(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["frozenlake", "--seed", "-1"])

@@ -286,7 +286,7 @@ def test_a_complete_campaign_fills_all_pages(pages, monkeypatch, capsys):
     assert len((pages / "RESULTS.md").read_text().splitlines()) <= 200
     for name in results.BLOCKS:
         commit, body = block(pages, name)
-        assert commit == "0123456789" and "Old:" not in body
+        assert commit == "0123456789" and "older runs" not in body
     rows = list(csv.DictReader((pages / "docs/reference_runs/runs.csv").open()))
 
     def runs(task, arm, column="final"):
@@ -327,7 +327,7 @@ def test_a_question_with_a_missing_run_is_left_alone_and_marked_as_old(pages):
     left = {name for name in results.BLOCKS if block(pages, name) == before[name]}
     assert left == {"freshness", "tau"}
     commit, body = block(pages, "tau")
-    assert body.startswith(f"*Old: commit {commit}, not yet made again.*\n\n| ")
+    assert body.startswith(f"*From older runs (commit {commit}), which are being repeated.*\n\n| ")
     assert re.search(r"^\| c \|.*not made yet", block(pages, "verdicts")[1], re.MULTILINE)
     assert results.write_all(pages, data, check=True) == []
 
@@ -336,7 +336,7 @@ def test_a_question_with_a_missing_run_is_left_alone_and_marked_as_old(pages):
         results.write_all(pages, claims.Data([], []))
     commit, body = block(pages, "table")
     assert commit == "0123456789"
-    assert body.count("*Old: commit 0123456789, not yet made again.*") == 1
+    assert body.count("*From older runs (commit 0123456789), which are being repeated.*") == 1
 
 
 def test_a_number_or_a_figure_changed_by_hand_is_noticed(pages):
