@@ -49,7 +49,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "RESULTS.md", "docs/replay_pays.md", "docs/tables.md")
 BLOCK = re.compile(r"<!-- results: (\w+), commit ([^>]*?) -->\n(.*?)<!-- end -->", re.DOTALL)
 OLD = "*From older runs (commit {}), which are being repeated.*\n\n"
-ANY_OLD = "*From older runs (commit {}), which are being repeated.*\n\n"
+ANY_OLD = re.compile(r"\A\*From older runs .*\n\n")
 # The best first
 FORWARD = tuple(reversed(ARMS))
 CONTROLS = ("on_policy", "epochs", "no_decay", "per", "uniform")
