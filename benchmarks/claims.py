@@ -98,13 +98,16 @@ class MissingError(Exception):
 
 
 class Data:
-    """The rows and curves of the runs that have been made."""
+    """The rows, curves and samples of drift of the runs that have been made."""
 
-    def __init__(self, rows: list[Row], points: list[Row]):
+    def __init__(self, rows: list[Row], points: list[Row], entries: list[Row]):
         self.rows = {key(row): row for row in rows}
         self.points: dict[Run, list[Row]] = {}
         for point in points:
             self.points.setdefault(key(point), []).append(point)
+        self.entries: dict[Run, list[Row]] = {}
+        for entry in entries:
+            self.entries.setdefault(key(entry), []).append(entry)
         self.best = {False: best_rates(rows), True: best_rates(rows, small=True)}
         self.used: set[Run] = set()
 
@@ -162,8 +165,9 @@ class Data:
 
 
 def read_data(folder: Path) -> Data:
-    """Read runs.csv and runs_curves.csv.gz of a folder. Without them nothing has been made."""
-    return Data(read_rows(folder / "runs.csv"), read_rows(folder / "runs_curves.csv.gz"))
+    """Read the three tables of a folder. Without them nothing has been made."""
+    names = ("runs.csv", "runs_curves.csv.gz", "runs_drift.csv.gz")
+    return Data(*[read_rows(folder / name) for name in names])
 
 
 # -- what a verdict consists of

@@ -216,9 +216,20 @@ def tau(data: Data) -> Figure:
 
 
 def drift(data: Data) -> Figure:
-    """How well age predicts drift: of the means of 12 ages, and of each stored episode."""
-    figure = new_figure(3.8)
-    axes = figure.subplots()
+    """How well age predicts drift: the stored episodes of the runs with the oracle, and measures of
+    each run."""
+    figure = new_figure(6.6)
+    grid = figure.add_gridspec(2, 2, height_ratios=[2.6, 4.0])
+    for column, task in enumerate(PAIR):
+        axes = figure.add_subplot(grid[0, column])
+        runs = data.runs(task, oracle_arm(task))
+        entries = [entry for run in runs for entry in data.entries[run]]
+        ages, drifts = np.array([[e["age"], e["drift"]] for e in entries], float).T
+        axes.plot(ages, drifts, ".", color="black", markersize=2, alpha=0.3)
+        axes.set(title=NAMES[task], xlabel="age, steps", yscale="symlog", ylim=(0, None))
+        axes.set_ylabel("drift, nats" if column == 0 else "")
+
+    axes = figure.add_subplot(grid[1, :])
     for row, task in enumerate(TASKS):
         r2 = data.values(task, "freshper", "drift_r2")
         axes.plot(r2, np.full(5, 0.2 - row), "o", color=COLORS["freshper"], alpha=0.6)

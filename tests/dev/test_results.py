@@ -36,9 +36,9 @@ def setting(run, known):
 
 
 def made(scenario=None, runs=ALL):
-    """Return rows and curves of runs. A scenario sets levels of success, or several columns, of the
-    arms that it names. `late`: late loss; `pace`: how fast success rises."""
-    rows, points = [], []
+    """Return rows, curves and samples of drift of runs. A scenario sets levels of success, or several
+    columns, of the arms that it names. `late`: late loss; `pace`: how fast success rises."""
+    rows, points, entries = [], [], []
     for run in runs:
         values = setting(run, scenario or {})
         values = values if isinstance(values, dict) else {"final": values}
@@ -74,7 +74,10 @@ def made(scenario=None, runs=ALL):
             point = {"step": 3 * k, "episodes": 100 * k, "wall_s": 5 * k, "eval_success": success}
             empty = dict.fromkeys(campaign.CURVE_COLUMNS, "") | run._asdict()
             points.append({name: str(value) for name, value in (empty | point).items()})
-    return claims.Data(rows, points)
+        if run.control == "oracle":
+            entry = run._asdict() | {"step": 3, "age": run.seed - 500, "drift": 0.1}
+            entries.append({name: str(value) for name, value in entry.items()})
+    return claims.Data(rows, points, entries)
 
 
 # -- verdicts
@@ -258,6 +261,8 @@ def write_csv(folder, data):
     points = sum(data.points.values(), [])
     curves = campaign.table(campaign.CURVE_COLUMNS, points)
     (folder / "runs_curves.csv.gz").write_bytes(gzip.compress(curves.encode()))
+    drift = campaign.table(campaign.DRIFT_COLUMNS, sum(data.entries.values(), []))
+    (folder / "runs_drift.csv.gz").write_bytes(gzip.compress(drift.encode()))
 
 
 def test_the_pages_are_what_the_data_says():
@@ -333,7 +338,7 @@ def test_a_question_with_a_missing_run_is_left_alone_and_marked_as_old(pages):
 
     # What was new becomes old if its runs are gone. The line is there once.
     for _ in range(2):
-        results.write_all(pages, claims.Data([], []))
+        results.write_all(pages, claims.Data([], [], []))
     commit, body = block(pages, "table")
     assert commit == "0123456789"
     assert body.count("*From older runs (commit 0123456789), which are being repeated.*") == 1
