@@ -36,8 +36,10 @@ def setting(run, known):
 
 
 def made(scenario=None, runs=ALL):
-    """Return rows, curves and samples of drift of runs. A scenario sets levels of success, or several
-    columns, of the arms that it names. `late`: late loss; `pace`: how fast success rises."""
+    """Return rows, curves and samples of drift of runs.
+
+    A scenario sets levels of success, or several columns, of the arms that it names. `late`: late
+    loss; `pace`: how fast success rises."""
     rows, points, entries = [], [], []
     for run in runs:
         values = setting(run, scenario or {})
