@@ -58,11 +58,6 @@ def difference(x: np.ndarray, y: np.ndarray) -> Effect:
     return contrast([x, y], [1.0, -1.0])
 
 
-def paired(x: np.ndarray, y: np.ndarray) -> Effect:
-    """Return x - y of groups whose runs are paired in their order, [..., n] each."""
-    return contrast([x - y], [1.0])
-
-
 def holm(p: Sequence[float]) -> np.ndarray:
     """Return Holm's corrected p-values of a family, [n], in its order."""
     p = np.asarray(p, float)
