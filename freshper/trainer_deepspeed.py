@@ -19,7 +19,6 @@ also runs on the other ranks, which wait for it in `serve`.
 """
 
 import contextlib
-import math
 import os
 import signal
 import socket
@@ -280,7 +279,7 @@ class RankZero:
 def notice_lost_links() -> None:
     """Let the system end each connection of this process whose other machine has not answered for
     TIMEOUT. gloo does not ask, and would wait for a machine without power."""
-    seconds = min(math.ceil(TIMEOUT / 2), 32767)  # the most that Linux allows
+    seconds = min(int(TIMEOUT / 2) + 1, 32767)  # Linux allows no more
     for fd in map(int, os.listdir("/proc/self/fd")):
         # Not all of them are connections.
         with contextlib.suppress(OSError), socket.fromfd(fd, socket.AF_INET, 0) as connection:
