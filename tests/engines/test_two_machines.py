@@ -30,6 +30,8 @@ from freshper.tiny import build_policy
 ROOT = Path(__file__).parents[2]
 ADDRESSES = {"first": "10.77.0.1", "second": "10.77.0.2"}
 RANKS = (1, 2)
+# Joins the namespace in which we are root.
+NSENTER = ("nsenter", "--user", "--preserve-credentials", "--target")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 MEETING_POINT = "--nnodes 2 --master_addr first --master_port 29500".split()
 # Updates take most of the time.
@@ -65,9 +67,9 @@ def boot(name, *users):
 
 
 def on(machine, *command):
-    namespaces = ["--user", "--net", "--uts", "--mount", f"--wd={ROOT}"]
-    namespaces.append(f"--pid=/proc/{machine.pid}/ns/pid_for_children")
-    return ["nsenter", "--target", str(machine.pid), *namespaces, *command]
+    processes = f"--pid=/proc/{machine.pid}/ns/pid_for_children"
+    namespaces = ["--net", "--uts", "--mount", processes, f"--wd={ROOT}"]
+    return [*NSENTER, str(machine.pid), *namespaces, *command]
 
 
 def sh(machine, script):
@@ -77,11 +79,11 @@ def sh(machine, script):
 @pytest.fixture
 def machines(tmp_path):
     first = boot("first", "unshare", "--user", "--map-root-user")
-    second = boot("second", "nsenter", "--target", str(first.pid), "--user")
+    second = boot("second", *NSENTER, str(first.pid))
     both = [first, second]
     # Where the id of the second is known.
     link = f"ip link add name eth0 type veth peer name eth0 netns {second.pid}".split()
-    subprocess.run(["nsenter", "--target", str(first.pid), "--user", "--net", *link], check=True)
+    subprocess.run([*NSENTER, str(first.pid), "--net", *link], check=True)
     (tmp_path / "disk").mkdir()
     for machine in both:
         hosts = tmp_path / f"{machine.name}.hosts"
@@ -245,6 +247,6 @@ def test_a_name_that_leads_nowhere(machines, model, tmp_path):
     start(
         machines, tmp_path, *flags, "--out", str(out), FRESHPER_TIMEOUT="10", GLOO_SOCKET_IFNAME=""
     )
-    assert 0 not in finish(machines, seconds=120)
+    assert 0 not in finish(machines, seconds=200)
     for machine in machines:
         assert "the meeting of all ranks (GLOO_SOCKET_IFNAME" in machine.log.read_text()
