@@ -84,6 +84,8 @@ def machines(tmp_path):
     # Where the id of the second is known.
     link = f"ip link add name eth0 type veth peer name eth0 netns {second.pid}".split()
     subprocess.run([*NSENTER, str(first.pid), "--net", *link], check=True)
+    # No process of the second has the id of one of the first.
+    sh(second, "for k in $(seq 100); do /bin/true; done")
     (tmp_path / "disk").mkdir()
     for machine in both:
         hosts = tmp_path / f"{machine.name}.hosts"
