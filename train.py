@@ -134,7 +134,7 @@ def run(command_line: CommandLine, signals: StopSignals) -> int:
         policy, make_env, saved = load(config, flags_given)
         if rank == 0:
             report = Report(config, policy, make_env(), notes + backend_notes)
-    except ValueError as error:
+    except (ValueError, BackendError) as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         return 2
 

@@ -48,9 +48,14 @@ from freshper.trainer import (
     action_logprobs,
 )
 
+# GPUs also need NCCL_SOCKET_IFNAME.
+MEETING = "the meeting of all ranks (GLOO_SOCKET_IFNAME: the network between their machines)"
+
 
 def join_ranks(config: Config) -> int:
-    """Meet the other ranks that torchrun started, or be the only one. Returns the rank's number."""
+    """Meet the other ranks that torchrun started, or be the only one. Returns the rank's number.
+
+    Raises BackendError if one is not there in time, or cannot be reached."""
     if "RANK" not in os.environ:
         os.environ.update(
             RANK="0",
@@ -67,7 +72,8 @@ def join_ranks(config: Config) -> int:
     # DeepSpeed itself causes these warnings, in every call.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     backend = "nccl" if on_gpu else "gloo"
-    deepspeed.init_distributed(backend, verbose=False, timeout=timedelta(seconds=TIMEOUT))
+    with watched(MEETING):
+        deepspeed.init_distributed(backend, verbose=False, timeout=timedelta(seconds=TIMEOUT))
     return dist.get_rank()
 
 
@@ -87,11 +93,6 @@ class DeepSpeedRanks(OneProcess):
         super().__init__(policy, optimizer, config)
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
-        # Messages go beside NCCL. Ranks other than 0 wait a day for the next, or until rank 0 ends.
-        patience = timedelta(seconds=TIMEOUT) if self.rank == 0 else timedelta(days=1)
-        self.messages = dist.new_group(backend="gloo", timeout=patience)
-        self.processes = self._processes_of_this_machine()
-
         self.zero_stage = config.zero_stage
         if self.zero_stage == 3:
             # A cached image would let a rank skip the vision tower that the others gather.
@@ -109,9 +110,15 @@ class DeepSpeedRanks(OneProcess):
         if config.zero_stage > 0:
             # In bfloat16 the sum over micro-batches would be rounded after each of them.
             settings["data_types"] = {"grad_accum_dtype": "fp32"}
-        self.engine, *_ = deepspeed.initialize(
-            model=_ActionLogprobs(policy), optimizer=optimizer, config=settings
-        )
+
+        # Messages go beside NCCL. Ranks other than 0 wait a day for the next, or until rank 0 ends.
+        patience = timedelta(seconds=TIMEOUT) if self.rank == 0 else timedelta(days=1)
+        with watched(MEETING):
+            self.messages = dist.new_group(backend="gloo", timeout=patience)
+            self.processes = self._processes_of_this_machine()
+            self.engine, *_ = deepspeed.initialize(
+                model=_ActionLogprobs(policy), optimizer=optimizer, config=settings
+            )
 
     def broadcast(self, call: Any = None) -> Any:
         """Return on all ranks what rank 0 passes."""
@@ -268,21 +275,38 @@ class RankZero:
         self.broken = False
 
 
+def notice_lost_links() -> None:
+    """Let the system end each connection of this process whose other machine has not answered for
+    TIMEOUT. gloo does not ask, and would wait for a machine without power."""
+    seconds = min(int(TIMEOUT / 2) + 1, 32767)  # Linux allows no more
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        # Not all of them are connections.
+        with contextlib.suppress(OSError), socket.fromfd(fd, socket.AF_INET, 0) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in (
+                (socket.TCP_KEEPIDLE, seconds),
+                (socket.TCP_KEEPINTVL, seconds),
+                (socket.TCP_USER_TIMEOUT, 2000 * seconds),
+            ):
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
 def serve(trainer: TorchTrainer) -> int:
-    """Run the calls that rank 0 broadcasts, until "stop" or disconnect. Returns the exit status 0.
+    """Run the calls that rank 0 broadcasts, until "stop" or disconnect. Returns the exit status.
 
     This is the worker loop of ranks other than 0."""
     strategy = cast(DeepSpeedRanks, trainer.strategy)
     # These signals reach every rank, and rank 0 decides.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    notice_lost_links()
 
     while True:
         try:
             name, arguments = strategy.broadcast()
         except RuntimeError:
-            # Rank 0 has ended, and has printed why.
-            return 0
+            # Rank 0 has ended, and has printed why, or the link to its machine is down.
+            return 1
         if name == "stop":
             # gloo's threads may abort the process if they are alive when Python ends.
             dist.destroy_process_group()
