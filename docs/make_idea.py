@@ -50,7 +50,8 @@ def main() -> None:
     axes.text(crossing + 1.5, 0.012, "now the failure is\ndrawn more often", va="bottom")
 
     axes.set_title(r"$p = (|r| + \epsilon)\;\exp(-\mathrm{age}\,/\,\tau)$", size=32, pad=18)
-    axes.set_xlabel(rf"age of the success, optimizer steps ($\tau$ = {tau:.0f})")
+    setting = rf"$\tau$ = {tau:.0f}, $\epsilon$ = {TINY_MODEL['epsilon']:g}"
+    axes.set_xlabel(f"age of the success, optimizer steps ({setting})")
     axes.set_ylabel("priority p")
     axes.set(xlim=(0, OLDEST), ylim=(0.01, 2.2))
     axes.set_yticks([1, 0.1, 0.01], ["1", "0.1", "0.01"])

@@ -199,7 +199,7 @@ def less(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def freshness(data: Data) -> str:
-    """FreshPER less each control, a row per task."""
+    """FreshPER minus each control, a row per task."""
     columns = [[NAMES[task] for task in TASKS] + ["interquartile mean"]]
     ours = data.all_normalized("freshper")
     for arm in CONTROLS:
@@ -211,8 +211,8 @@ def freshness(data: Data) -> str:
     columns.append([shuffled.get(name, "") for name in columns[0]])
 
     rows = list(zip(*columns, strict=True))
-    header = ("FreshPER less", *(ARMS[arm] for arm in CONTROLS), "shuffled ages")
-    figure = image("freshness", "FreshPER less its controls, on nine tasks")
+    header = ("FreshPER minus", *(ARMS[arm] for arm in CONTROLS), "shuffled ages")
+    figure = image("freshness", "FreshPER minus its controls, on nine tasks")
     return "\n".join([table(header, rows), figure])
 
 
@@ -275,8 +275,8 @@ def unpaid(data: Data) -> str:
         epochs = data.values(task, "on_policy --ppo_epochs 3", rate=data.rate("epochs"))
         effects.append(difference(data.values(task, "freshper"), epochs))
         rows.append([*cells, *map(span, effects)])
-    less_it = [f"less {ARMS[arm]}" for arm in SLIPPERY[:3]]
-    return table(("success", "FreshPER", *less_it, "less three epochs"), rows)
+    minus_it = [f"minus {ARMS[arm]}" for arm in SLIPPERY[:3]]
+    return table(("success", "FreshPER", *minus_it, "minus three epochs"), rows)
 
 
 def small(data: Data) -> str:
@@ -290,7 +290,7 @@ def small(data: Data) -> str:
         cells.append(f"{minutes:.0f}")
         rows.append(cells)
 
-    header = ("SmolLM2-135M", "learning rate", "success", "FreshPER less it", "CPU minutes")
+    header = ("SmolLM2-135M", "learning rate", "success", "FreshPER minus it", "CPU minutes")
     figure = image("small", "SmolLM2 on GSM8K in three attempts")
     return "\n".join([table(header, rows), figure])
 

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # A tour of the buffer, on real runs
 #
-# Two training runs of text FrozenLake on a CPU, and then what their buffers hold. Sections and
+# We train text FrozenLake twice on a CPU, and then look at what the buffers hold. Sections and
 # equations are the paper's. The exercises stand at the end. `docs/tour.ipynb` is this tour as an
 # executed notebook, and `docs/tour.md` as a page. `python docs/render_tour.py` makes both from
 # `docs/tour.py`, in a few minutes.
@@ -35,7 +35,9 @@ LEGEND = {
     "frameon": False,
 }
 OUT = Path(os.environ.get("TOUR_OUT", Path(compare.__file__).parent / "out/tour"))
-plt.rcParams["figure.dpi"] = 80
+plt.rcParams.update({"figure.dpi": 80, "axes.grid": True, "grid.alpha": 0.3})
+plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
+COLORS = {"without decay": "C2", "with decay": "C3"}
 
 # %% [markdown]
 # ## 1. Two runs that differ in one thing
@@ -102,16 +104,16 @@ for (name, folder), panel in zip(runs.items(), axes[:2], strict=True):
     priorities = buffer.tree[np.arange(len(buffer))] ** (1 / 0.6)
     panel.semilogy(ages[won], priorities[won], ".", label="successes")
     panel.semilogy(ages[~won], priorities[~won], ".", label="failures")
-    panel.set(title=f"p_i {name}", xlabel="age, optimizer steps")
+    panel.set(title=f"p_i {name}", xlabel="age, optimizer steps", ylabel="priority")
 
     drawn = diagnostics.read(folder)["age"]
-    axes[2].hist(drawn, bins=40, histtype="step", label=name)
+    axes[2].hist(drawn, bins=40, histtype="step", color=COLORS[name], label=name)
     older = ages > np.quantile(ages, 0.5)
     means = f"mean age {ages.mean():.0f} in the buffer, {drawn.mean():.0f} of what was drawn"
     print(f"{name}: {means};")
     print(f"    P(the older half of the buffer) = {exact(buffer)[older].sum():.4f}")
 
-axes[2].set(title="ages drawn", xlabel="age, optimizer steps")
+axes[2].set(title="ages drawn", xlabel="age, optimizer steps", ylabel="draws")
 for panel in axes:
     panel.legend(**LEGEND)
 figure.suptitle("Priorities and ages, without and with decay")
@@ -147,23 +149,25 @@ def largest_share(rows: diagnostics.Table) -> np.ndarray:
 
 figure, axes = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
 bins = {}
-for k, (name, folder) in enumerate(runs.items()):
+for name, folder in runs.items():
     rows = diagnostics.read(folder)
     bins[name] = means = diagnostics.by_age(rows, BINS)
     ages = means["age"]
     alone = largest_share(rows) > 0.5
-    axes[0].plot(ages, means["ess"], "o-", color=f"C{k}", label=f"ESS / n {name}")
-    axes[0].plot(ages[alone], means["ess"][alone], "o", mfc="white", color=f"C{k}")
-    axes[0].plot(ages, np.exp(-means["kl"]), "--", color=f"C{k}", label="exp(-KL(theta||mu))")
-    axes[1].plot(ages, means["kl_reverse"], "o-", label=name)
+    color = COLORS[name]
+    axes[0].plot(ages, means["ess"], "o-", color=color, label=f"ESS / n {name}")
+    axes[0].plot(ages[alone], means["ess"][alone], "o", mfc="white", color=color)
+    axes[0].plot(ages, np.exp(-means["kl"]), "--", color=color, label="exp(-KL(theta||mu))")
+    axes[1].plot(ages, means["kl_reverse"], "o-", color=color, label=name)
 
     tau, offset, r2 = diagnostics.drift_rate(ages, means["kl_reverse"])
     print(f"{name}: KL(mu||theta) = {offset:.2f} + age / {tau:.0f}, R2 {r2:.2f}")
     print(f"    one trajectory has most of the sum of rho^2 in {alone.sum()} of {BINS} bins;")
     print(f"    the largest ratio is exp({rows['log_ratio'].max():.1f})")
 
-axes[0].set(xlabel="age, optimizer steps", title="ESS / n and its bound", yscale="log")
-axes[1].set(xlabel="age, optimizer steps", title="KL(mu||theta) of a trajectory, nats")
+axes[0].set(xlabel="age, optimizer steps", title="ESS / n and its bound")
+axes[0].set(ylabel="ESS / n", yscale="log")
+axes[1].set(xlabel="age, optimizer steps", title="KL(mu||theta) of a trajectory", ylabel="nats")
 for panel in axes:
     panel.legend(**LEGEND, ncols=2)
 figure.suptitle("ESS and KL divergence of replayed trajectories")
@@ -177,8 +181,9 @@ plt.show()
 # %% [markdown]
 # ## 4. What alpha and tau do to P(i) (eq. 2, eq. 14)
 #
-# The buffer of the run with decay, its priorities recomputed with other settings: the exact share
-# of successes and the exact mean age of a draw, and the same from 20,000 draws.
+# We take the buffer of the run with decay and recompute its priorities with other settings. We
+# print the exact share of successes and the exact mean age of a draw, and the same from 20,000
+# draws.
 
 # %%
 folder = runs["with decay"]

@@ -3,7 +3,7 @@
 Paper: appendix D, "FrozenLake (LLM)" and "FrozenLake (VLM)"; Table 2 (10 actions, binary reward).
 The dynamics are those of Gymnasium's `FrozenLake-v1`. Each seed gives a random solvable 4x4 map: a
 cell is frozen with probability 0.8, and start and goal are any two cells (as the authors ran it).
-Lakes with the same holes and goal are all held out, or none is. Therefore no state of a held-out
+Maps that share holes and goal always belong to the same split. Therefore no state of a held-out
 episode ever occurs in training.
 
 Where we differ: `slippery` is a parameter. The paper's ice is slippery: the player moves in the

@@ -3,7 +3,7 @@
 Paper: section 3.3 absorbs the drift rate c into tau = 1/c, "a single tunable hyperparameter";
 section 5 leaves tuning it to future work. Ours is one of several possible estimates:
 
-    KL(pi_mu || pi_theta) ~ c Delta       of a turn: k3, summed over a trajectory's action tokens,
+    KL(pi_mu || pi_theta) ~ c Delta       per turn: k3, summed over a trajectory's action tokens,
                                           over its turns
     ESS / n = 1 / (1 + Var[rho]) = exp(-2 c Delta)
                                           if log rho is normal: its variance is twice the KL
@@ -11,9 +11,9 @@ section 5 leaves tuning it to future work. Ours is one of several possible estim
     tau = alpha / (2 c)                   P(i) then decays as the effective sample size does
     1 iteration <= tau <= 5 iterations    whatever the drift
 
-Of a turn, because the action in rho of eq. 4 is a reply. c is the least-squares line through the
-origin over about 20 replay batches. The upper bound is an observation: the best fixed tau did not
-grow as the drift slowed (docs/log.md).
+The KL divergence is that of a turn, because eq. 4 treats one reply as one action. c is the
+least-squares line through the origin over about 20 replay batches. The upper bound is an
+observation: the best fixed tau did not grow as the drift slowed (docs/log.md).
 """
 
 import numpy as np

@@ -103,7 +103,7 @@ def plot(folder: Path, estimates: Table) -> None:
     left.plot(age, np.exp(-kl), "k--", label=r"its bound, $\exp(-KL)$ (eq. 11)")
 
     line = f"""line: one nat in 1/c = {steps:.0f} steps (R² {r2:.2f})
-By eq. 12 and 13 tau would be 1/c. The run has that of --tau."""
+By eq. 12 and 13 tau would be 1/c. This run uses the value of --tau."""
     middle.set(title="How far the policy has moved", ylabel=r"$KL(\pi_\theta\|\pi_\mu)$, nats")
     middle.plot(age, kl, "o-", label="KL of a trajectory")
     middle.plot(age, offset + age / steps, "k--", label=line)
@@ -112,5 +112,7 @@ By eq. 12 and 13 tau would be 1/c. The run has that of --tau."""
     right.plot(age, estimates["clipped"], "o-", label="clipped tokens")
     for axes in figure.axes:
         axes.set_xlabel("age of the episodes, optimizer steps")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), frameon=False)
     figure.savefig(folder / "diagnostics.png")

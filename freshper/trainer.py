@@ -92,6 +92,11 @@ def action_logprobs(
     return torch.zeros(2, *mask.shape).masked_scatter(mask, columns)
 
 
+def share_of(rank: int, folder: str) -> Path:
+    """Return the file with the share of a rank of the optimizer's state."""
+    return Path(folder, f"optimizer-{rank}.pt")
+
+
 class OneProcess:
     """The computation of an update in one process, on one device."""
 
@@ -140,12 +145,12 @@ class OneProcess:
 
     def save_optimizer(self, folder: str) -> None:
         """Write this process's share of the optimizer's state."""
-        with open(Path(folder, f"optimizer-{self.rank}.pt"), "wb") as file:
+        with open(share_of(self.rank, folder), "wb") as file:
             torch.save(self.optimizer_state(), file)
 
     def load_optimizer(self, folder: str) -> None:
         """Restore this process's share of the optimizer's state."""
-        path = Path(folder, f"optimizer-{self.rank}.pt")
+        path = share_of(self.rank, folder)
         self.load_optimizer_state(torch.load(path, map_location="cpu", weights_only=True))
 
 

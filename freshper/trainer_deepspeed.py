@@ -46,6 +46,7 @@ from freshper.trainer import (
     TorchTrainer,
     Update,
     action_logprobs,
+    share_of,
 )
 
 # GPUs also need NCCL_SOCKET_IFNAME.
@@ -169,8 +170,11 @@ class DeepSpeedRanks(OneProcess):
 
     def optimizer_state(self) -> State:
         """Return what AdamW steps on in this rank, with its moments."""
-        tensors = self._stepped_tensors()
-        return {"tensors": [{"parameter": x.detach(), **self.optimizer.state[x]} for x in tensors]}
+        states = []
+        for tensor in self._stepped_tensors():
+            state = {"parameter": tensor.detach(), **self.optimizer.state[tensor]}
+            states.append({name: x.cpu() for name, x in state.items()})
+        return {"tensors": states}
 
     def load_optimizer_state(self, state: State) -> None:
         for tensor, saved in zip(self._stepped_tensors(), state["tensors"], strict=True):
@@ -178,9 +182,23 @@ class DeepSpeedRanks(OneProcess):
             self.optimizer.state[tensor] = {name: x.to(tensor.device) for name, x in saved.items()}
 
     def save_optimizer(self, folder: str) -> None:
-        super().save_optimizer(folder)
-        # The checkpoint is complete with the files of all ranks.
+        """Write the shares of all ranks. Those of another machine, which has no such folder, go to
+        rank 0, one after the other."""
+        is_here = os.path.isdir(folder)
+        if is_here:
+            super().save_optimizer(folder)
         dist.barrier(group=self.messages)
+        if not is_here:
+            dist.send_object_list([self.optimizer_state()], dst=0, group=self.messages)
+        if self.rank > 0:
+            return
+
+        for rank in range(self.ranks):
+            path = share_of(rank, folder)
+            if not path.exists():
+                received: list[Any] = [None]
+                dist.recv_object_list(received, src=rank, group=self.messages)
+                torch.save(received[0], path)
 
     def _stepped_tensors(self) -> list[Tensor]:
         """Return what AdamW steps on: the parameters, or this rank's flat float32 share of them."""
@@ -279,8 +297,9 @@ def notice_lost_links() -> None:
     """Let the system end each connection of this process whose other machine has not answered for
     TIMEOUT. gloo does not ask, and would wait for a machine without power."""
     seconds = min(int(TIMEOUT / 2) + 1, 32767)  # Linux allows no more
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        # Not all of them are connections.
+    for path in filter(Path.is_socket, Path("/proc/self/fd").iterdir()):
+        fd = int(path.name)
+        # Not all of them are TCP connections.
         with contextlib.suppress(OSError), socket.fromfd(fd, socket.AF_INET, 0) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in (
