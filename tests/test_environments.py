@@ -218,6 +218,11 @@ def returns(reward=0.0, ended=True, **info):
     return lambda env, _: (env.observe(), reward, ended, False, info.get("info", info))
 
 
+def forgets_the_unreadable(env, reply):
+    if parse_action(reply, env.actions) is not None:
+        return Guess.step(env, reply)
+
+
 def shows(images):
     return lambda _: Observation("", images)
 
@@ -247,7 +252,7 @@ BROKEN = [
     ({"observe": unseeded}, r"reset\(seed=0\) began two different episodes, but"),
     ({"observe": lambda _: "?"}, rf"{RESET} \('\?', .*, but must be an Observation of a text and"),
     ({"observe": shows(None)}, rf"{RESET} \(Observatio.* and of images that are uint8 \[H, W, 3\]"),
-    ({"observe": shows((np.zeros((14, 14, 3)),))}, rf"{RESET} \(Obs.* uint8 \[H, W, 3\], and a"),
+    ({"observe": shows((np.zeros((14, 14, 3)),))}, rf"{RESET} \(Obs.* uint8 \[H, W, 3\], as obs"),
     ({"step": TextEnv.step}, r"step\(\) is missing"),
     ({"step": lambda env, _: (env.observe(), 0.0, True, {})}, rf"{STEP}.*, but must be an Obs"),
     ({"step": returns(won=1)}, rf"{STEP}.*, {{'won': 1}}\), but must .* a dict with `success`"),
@@ -259,6 +264,7 @@ BROKEN = [
     ({"step": returns(np.zeros(1))}, rf"{STEP}.*, array\(\[0.\]\), True, .*, a finite number b"),
     ({"step": returns(float("nan"))}, rf"{STEP}.*, nan, True, .*, a finite number below"),
     ({"step": returns(10**400)}, rf"{STEP}.*, a finite number below"),
+    ({"step": forgets_the_unreadable}, r"step\(\) is None, but must be an Observation"),
     ({"step": returns(ended=False)}, r"step\(\) did not end the episode in turn 2"),
     (
         {"caption": TextEnv.caption},
