@@ -60,8 +60,13 @@ def full_buffer(capacity, tokens, images):
 
 def run_state(out, buffer, policy):
     """Return the state of a run that has nothing but a buffer and a policy."""
-    nothing = {"state_dict": dict, "load_state_dict": lambda state: None}
-    trainer = SimpleNamespace(save=policy.save, **nothing)
+    trainer = SimpleNamespace(
+        save=policy.save,
+        save_optimizer=lambda folder: None,
+        load_optimizer=lambda folder: None,
+        state_dict=dict,
+        load_state_dict=lambda state: None,
+    )
     report = SimpleNamespace(folder=out, done=1, evaluations=dict, say=lambda line: None)
     config = Config(resume=str(out), save_every=1, iterations=2)
     parts = {"trainer": trainer, "buffer": buffer}

@@ -298,7 +298,8 @@ def run_part(name: str, size: str, flags: str, out: Path) -> str:
         try:
             status = process.wait(timeout=deadline - time.monotonic())
         except subprocess.TimeoutExpired:
-            process.terminate()
+            # After SIGTERM it would finish its iteration and save.
+            process.kill()
             process.wait()
             return f"took more than {LIMIT} s, see {log}"
 

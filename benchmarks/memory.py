@@ -5,10 +5,10 @@ docs/gpus.md.
     python benchmarks/memory.py --only torch
     python benchmarks/memory.py --only ZeRO --ranks 2      of rank 0
 
-Each line is a process of its own, or one per rank, on the CPU: a model of 69 million parameters in
-bfloat16 as --dtype means it, and batches so small that activations do not count. `held` is the
-resident memory between two updates, `peak` the highest during one, both above what the process had
-before the model. `seconds` are of an update, most of them its optimizer step.
+Each line is a process of its own, or one per rank, on the CPU: a model of 68 million parameters in
+bfloat16 as --dtype means it, and two micro-batches so small that activations do not count. `held`
+is the resident memory between two updates, `peak` the highest during one, both above what the
+process had before the model. `seconds` are of an update, most of them its optimizer step.
 
 The kinds: `loop` and `foreach` are torch's, without and with lists of tensors, and a GPU's default
 is `foreach`; `fused` is what the trainer asks for on a GPU. The lines with ZeRO need DeepSpeed.
@@ -41,7 +41,8 @@ TRAINERS = {
     "ZeRO-2": "--backend vllm+deepspeed --zero_stage 2",
     "ZeRO-3": "--backend vllm+deepspeed --zero_stage 3",
 }
-NO_REFERENCE = "--kl_loss_coef 0 --kl_reward_coef 0"  # no copy of the policy
+# Without KL terms there is no copy of the policy.
+SETTINGS = "--micro_batch_size 1 --kl_loss_coef 0 --kl_reward_coef 0"
 VOCABULARY = 1000
 LENGTH = 16  # tokens of an episode
 UPDATES = 3  # Adam's moments exist after the first, and the last one is measured
@@ -74,7 +75,7 @@ def measure(
     """Put bytes held per parameter, bytes at the peak, and seconds of an update, on rank 0."""
     torch.set_num_threads(1)
     os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
-    config = parse_args(f"{flags} --model tiny --dtype bfloat16 {NO_REFERENCE}".split()).config
+    config = parse_args(f"{flags} --model tiny --dtype bfloat16 {SETTINGS}".split()).config
     join_ranks(config)
     initialize = torch.optim.AdamW.__init__
 

@@ -120,6 +120,8 @@ class DeepSpeedRanks(OneProcess):
             self.engine, *_ = deepspeed.initialize(
                 model=_ActionLogprobs(policy), optimizer=optimizer, config=settings
             )
+        # At ZeRO 0 in bfloat16, DeepSpeed has made a step with gradients of 0.
+        optimizer.state.clear()
 
     def broadcast(self, call: Any = None) -> Any:
         """Return on all ranks what rank 0 passes."""
@@ -182,23 +184,22 @@ class DeepSpeedRanks(OneProcess):
             self.optimizer.state[tensor] = {name: x.to(tensor.device) for name, x in saved.items()}
 
     def save_optimizer(self, folder: str) -> None:
-        """Write the shares of all ranks. Those of another machine, which has no such folder, go to
-        rank 0, one after the other."""
-        is_here = os.path.isdir(folder)
-        if is_here:
+        """Write the shares of all ranks. Those that rank 0 does not see, of another machine, are
+        sent to it, one after the other."""
+        if os.path.isdir(folder):
             super().save_optimizer(folder)
         dist.barrier(group=self.messages)
-        if not is_here:
-            dist.send_object_list([self.optimizer_state()], dst=0, group=self.messages)
-        if self.rank > 0:
-            return
 
-        for rank in range(self.ranks):
-            path = share_of(rank, folder)
-            if not path.exists():
+        unseen = [rank for rank in range(self.ranks) if not share_of(rank, folder).exists()]
+        for rank in self.broadcast(unseen):
+            if self.rank == rank:
+                dist.send_object_list([self.optimizer_state()], dst=0, group=self.messages)
+            elif self.rank == 0:
                 received: list[Any] = [None]
                 dist.recv_object_list(received, src=rank, group=self.messages)
-                torch.save(received[0], path)
+                with open(share_of(rank, folder), "wb") as file:
+                    torch.save(received[0], file)
+            dist.barrier(group=self.messages)
 
     def _stepped_tensors(self) -> list[Tensor]:
         """Return what AdamW steps on: the parameters, or this rank's flat float32 share of them."""

@@ -41,6 +41,7 @@ CASES = {
     "zero_3": f"--zero_stage 3 {TERMS}",
     "images": f"--zero_stage 3 --env frozenlake_vlm {TERMS}",
     "bfloat16": "--zero_stage 2 --dtype bfloat16",
+    "bfloat16_0": "--zero_stage 0 --dtype bfloat16",
     # for `gradients`
     "sum_1": "--zero_stage 1 --dtype bfloat16 --micro_batch_size 1",
     "sum_2": "--zero_stage 2 --dtype bfloat16 --micro_batch_size 1",
@@ -154,6 +155,8 @@ def run(case, out, resume):
         alone = TorchTrainer(load(), config, total_updates=12)
         results = {"torch": numbers(alone, speakable_episodes(policy, 13))}
         results["deepspeed"] = numbers(trainer, episodes, folder=folder)
+        tensors = trainer.strategy.optimizer_state()["tensors"]
+        assert {state["step"].item() for state in tensors} == {3.0}
     torch.save(results, f"{folder}.pt")
     trainer.close()
 
