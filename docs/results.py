@@ -313,7 +313,10 @@ def readme(data: Data) -> str:
     rows = []
     for arm, words in (
         ("freshper", "FreshPER"),
-        ("per", "Standard PER: without the age factor, with IS weights (`--method per`)"),
+        (
+            "per",
+            "Standard PER: no age factor, but importance-sampling (IS) weights (`--method per`)",
+        ),
         ("epochs", "on-policy training, as many updates (`--ppo_epochs 3`)"),
         ("on_policy", "on-policy training, no replay (`--method on_policy`)"),
     ):
