@@ -165,8 +165,9 @@ def test_text_on_two_ranks_resumed_until_vllm_is_killed(models, tmp_path):
     assert "stopping after this iteration, with a checkpoint" in output
     trained_and_agreed(out)
     Path(f"{out}.log").unlink()
+    rows = len(read(out, "metrics.csv")["step"])
     process = start(out, 2, "--resume", str(out))
-    wait_for_rows(process, out, 5)
+    wait_for_rows(process, out, rows + 1)
     cores = [pid for pid, args in session(process).items() if args.startswith("VLLM::EngineCore")]
     os.kill(min(cores), signal.SIGKILL)
     assert re.search(r"vLLM \(process \d+\) died in ", ends_in_one_sentence(process, out))
