@@ -105,6 +105,28 @@ def measure(
     trainer.close()
 
 
+def run(flags: str, kind: str, ranks: int) -> tuple[float, float, float]:
+    """Start a process per rank. Returns what `measure` puts."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    processes = []
+    for rank in range(ranks):
+        arguments = (rank, world, flags, kind, queue)
+        processes.append(context.Process(target=measure, args=arguments))
+        processes[-1].start()
+
+    for process in processes:
+        process.join()
+        if process.exitcode:
+            raise SystemExit(f"{flags} with {kind} failed")
+    return queue.get()
+
+
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--only", default="", help="trainers whose name contains this")
@@ -113,27 +135,12 @@ def main() -> None:
     # Freed memory goes back to the system at once.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
 
-    context = multiprocessing.get_context("spawn")
     print("trainer  AdamW    held  peak  bytes per parameter, seconds", flush=True)
     for name, flags in TRAINERS.items():
         if args.only not in name:
             continue
         for kind in KINDS:
-            queue = context.Queue()
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = str(free.getsockname()[1])
-            world = {"WORLD_SIZE": str(args.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            processes = []
-            for rank in range(args.ranks):
-                arguments = (rank, world, flags, kind, queue)
-                processes.append(context.Process(target=measure, args=arguments))
-                processes[-1].start()
-            for process in processes:
-                process.join()
-                if process.exitcode:
-                    raise SystemExit(f"{name} with {kind} failed")
-            held, peak, seconds = queue.get()
+            held, peak, seconds = run(flags, kind, args.ranks)
             print(f"{name:8s} {kind:8s} {held:4.1f}  {peak:4.1f}   {seconds:.2f}", flush=True)
 
 

@@ -252,8 +252,7 @@ class RankZero:
         self.trainer.policy.save(folder, self.parameters())
 
     def state_dict(self) -> State:
-        with self._on_all_ranks("state_dict"):
-            return self.trainer.state_dict()
+        return self.trainer.state_dict()
 
     def load_state_dict(self, state: State) -> None:
         with self._on_all_ranks("load_state_dict", state):
