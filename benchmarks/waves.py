@@ -20,7 +20,7 @@ Row = dict[str, Any]  # a row of runs.csv
 SEEDS = (501, 502, 503, 504, 505)
 TUNING_SEEDS = (401, 402)
 RATES = (0.5, 1.0, 2.0)
-TUNING_TASKS = ("frozenlake", "nq_search", "cliffwalking")
+TUNING_TASKS = ("frozenlake", "nq_search")
 TASKS = (
     "frozenlake",
     "nq_search",

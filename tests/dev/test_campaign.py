@@ -49,7 +49,7 @@ def test_every_run_is_a_valid_command_with_a_name_of_its_own():
 
 
 def test_the_main_table_has_nine_tasks_six_arms_and_five_seeds():
-    assert len(ALL[1]) == 3 * 6 * 3 * 2
+    assert len(ALL[1]) == 2 * 6 * 3 * 2
     assert len(ALL[2]) == len(set(ALL[2])) == 9 * 6 * 5
     assert {run.seed for run in ALL[2]} == {501, 502, 503, 504, 505}
     # waves 2 and 3 share FreshPER and no decay, if these have the same rate
