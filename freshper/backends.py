@@ -6,6 +6,7 @@ vllm+deepspeed    the paper's (section 4.1: ROLL with vLLM and DeepSpeed); needs
 """
 
 import contextlib
+import copy
 import dataclasses
 import importlib.util
 import os
@@ -297,10 +298,14 @@ def serve(policy: Policy, config: Config) -> int:
 def backends(policy: Policy, config: Config, env: TextEnv) -> Iterator[tuple[TorchTrainer, Engine]]:
     """Yield rank 0's trainer and an engine with its weights. Their processes end afterwards. `env`
     is one of the run's, which vLLM must prepare for."""
+    of_engine = policy
+    if config.backend == "hf+deepspeed" and config.zero_stage == 3:
+        # The trainer's model will have no whole parameters.
+        of_engine = copy.deepcopy(policy)
     with contextlib.closing(make_trainer(policy, config)) as trainer:
         if config.engine == "hf":
             sampling = Sampling(config.temperature, config.top_k, config.top_p)
-            yield trainer, HFEngine(policy, sampling, config.seed)
+            yield trainer, HFEngine(of_engine, sampling, config.seed, shared=of_engine is policy)
             return
 
         from freshper.engine_vllm import VLLMEngine

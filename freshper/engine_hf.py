@@ -10,7 +10,8 @@ lengths, so new tokens are padded on the left, and the cache has holes:
 
 Positions count real tokens only, so a row computes the same numbers as it would alone. Trainer and
 engine share one model object. After an update the engine already has the new weights, and `sync`
-drops the cache. The cache also ends with the rollout, because training needs its memory.
+drops the cache. The cache also ends with the rollout, because training needs its memory. ZeRO-3
+alone leaves the trainer's model no whole weights. There the engine has a copy of the model.
 """
 
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from torch.nn.functional import pad
 
 from freshper.models import Policy
 from freshper.rollout import Conversation, Reply
+from freshper.trainer import TorchTrainer
 
 HOLE = -1  # in place of a token
 
@@ -88,17 +90,25 @@ class KVCache:
 
 
 class HFEngine:
-    """Generate replies with the trainer's own model."""
+    """Generate replies with the trainer's own model, or with a copy that is not `shared`."""
 
-    def __init__(self, policy: Policy, sampling: Sampling, seed: int):
+    def __init__(self, policy: Policy, sampling: Sampling, seed: int, shared: bool = True):
         self.policy = policy
+        self.shared = shared
         self.sampling = sampling
         # It stays on the CPU, so that a run can be resumed on another device.
         self.generator = torch.Generator().manual_seed(seed)
         self.sync()
 
-    def sync(self, trainer: object | None = None) -> dict[str, float]:
-        """Drop every key and value that older weights computed (line 12, pi_mu <- pi_theta)."""
+    @torch.no_grad()
+    def sync(self, trainer: TorchTrainer | None = None) -> dict[str, float]:
+        """Drop every key and value that older weights computed (line 12, pi_mu <- pi_theta). A copy
+        of the model gets the trainer's weights."""
+        if trainer and not self.shared:
+            ours = dict(self.policy.model.named_parameters(remove_duplicate=False))
+            for name, parameter in trainer.parameters():
+                ours[name].copy_(parameter)
+
         # The cache and the row of each conversation of the last call. A cache is freed with the
         # last of its conversations.
         self.rows: WeakKeyDictionary[Conversation, tuple[KVCache, int]] = WeakKeyDictionary()

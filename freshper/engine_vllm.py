@@ -147,6 +147,13 @@ def options_of_vllm(config: Config, env: TextEnv, gpus: list[str]) -> dict[str, 
     return options
 
 
+def gather(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
+    """Return copies of all parameters on the CPU, by name."""
+    # A tied output layer is among them, because vLLM would keep the old one. They are copies,
+    # because a file must not hold two views of one tensor.
+    return {name: x.detach().to("cpu", copy=True) for name, x in trainer.parameters()}
+
+
 class VLLMEngine:
     """Generate replies with vLLM. Raises BackendError if vLLM fails, dies or takes too long."""
 
@@ -227,9 +234,7 @@ class VLLMEngine:
         """Line 12, pi_mu <- pi_theta: hand over the parameters and prove it. Returns the mean
         log-prob difference."""
         began = time.perf_counter()
-        # A tied output layer is among them, because vLLM would keep the old one. They are copies,
-        # because a file must not hold two views of one tensor.
-        parameters = {name: x.detach().to("cpu", copy=True) for name, x in trainer.parameters()}
+        parameters = gather(trainer)
 
         with watched("handing the weights to vLLM", self.processes, Exception):
             save_file(parameters, f"{self.folder}/model.safetensors")

@@ -157,8 +157,6 @@ def check_training(config: Config, require: Callable) -> None:
     require(config.max_turns <= longest, "max_turns", f"at most max_tokens {longest}")
 
     require(0.0 < config.engine_memory < 1.0, "engine_memory", "above 0 and below 1")
-    if config.backend == "hf+deepspeed":
-        require(config.zero_stage < 3, "zero_stage", "below 3 with --backend hf+deepspeed")
 
 
 def check_effects(config: Config, refuse_given: Callable) -> None:

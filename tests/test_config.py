@@ -185,8 +185,6 @@ SENTENCES = """
     --decay is exponential, but must be none with --method per
 --tau auto --decay polynomial
     --tau is auto, but must be a number with this --decay
---backend hf+deepspeed --zero_stage 3
-    --zero_stage is 3, but must be below 3 with --backend hf+deepspeed
 --backend vllm+torch --engine_memory 1.5
     --engine_memory is 1.5, but must be above 0 and below 1
 --resume nowhere

@@ -187,6 +187,19 @@ def test_images_on_two_ranks_until_one_is_killed(models, tmp_path):
     trained_and_agreed(out)
 
 
+def test_the_embedded_engine_follows_zero_3_with_a_copy_of_the_model(models, tmp_path):
+    """The updates move log-probs by far more than the mismatch."""
+    out = tmp_path / "run"
+    flags = "--backend hf+deepspeed --zero_stage 3 --iterations 3 --model".split()
+    process = start(out, 2, *flags, models["frozenlake"], *SHORT, "--out", str(out))
+    status, output = finish(process, out)
+    assert status == 0, output
+    table = read(out, "metrics.csv")
+    assert (table["mismatch"][1:] < 1e-5).all()
+    assert (np.abs(table["kl"][1:]) < 1e-6).all()
+    assert (table["replay_kl"][2:] > 1e-3).all()
+
+
 def test_the_proof_finds_each_wrong_parameter(models, tmp_path):
     """With a KV cache of a few prompts vLLM takes blocks away from conversations and computes them
     again, which changes no log-prob. Then each parameter of the trainer in turn is changed behind
