@@ -1,22 +1,24 @@
-"""Where the time of a GPU goes: seconds and share of each phase, tokens/s, memory, and what a sync
-costs.
+"""What a GPU does: does it learn as a CPU does, where does its time go, and what does a sync cost?
 
-    python benchmarks/gpu.py out/gpu                 one GPU: build models, run PLAN, print tables
-    python benchmarks/gpu.py out/gpu --only 0.5B     the parts of PLAN whose names contain this
+    python benchmarks/gpu.py out/gpu                 one GPU: all parts of PLAN, in their order
+    python benchmarks/gpu.py out/gpu --only 0.5B     those whose names contain this
     python benchmarks/gpu.py out/gpu --small         tiny models: all parts, also on a CPU
 
 A model of a real size with random weights, and a run on four GPUs:
 
     python benchmarks/gpu.py --build 3B-VL out/v
-    torchrun --nproc_per_node 2 benchmarks/gpu.py --run out/run --model out/v --env frozenlake_vlm
+    torchrun --nproc_per_node 2 benchmarks/gpu.py --run out/run --model out/v \\
+        --env frozenlake_vlm --iterations 4
 
 Paper: section 4.1, appendix F ("GPU Layout"). Run on a CPU only so far. A part of PLAN takes at
 most eight minutes: one that needs more is stopped, and one that fails does not stop the others. Its
 output goes to OUT/<part>.log while it runs, its table to OUT/results.txt.
 
-Random weights write replies as long as allowed, so there are as many tokens as there can be.
-Nothing is learned from them. The question is whether a sync through the file costs more than 5 % of
-an iteration of the paper's preset.
+The tiny models and SmolLM2 (docs/gpus.md says where it comes from) train to the end, for their
+curves. Those of tiny models stand beside those on a CPU. The other parts have random weights, which
+learn nothing. They write replies as long as allowed, so there are as many tokens as there can be.
+There the question is whether a sync through the file costs more than 5 % of an iteration of the
+paper's preset.
 """
 
 import contextlib
@@ -28,27 +30,51 @@ import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import common
 import numpy as np
+import waves
+
+ROOT = Path(__file__).resolve().parents[1]
+# tests/engines/pretrained.py puts SmolLM2 there.
+CACHE = Path(os.environ.get("FRESHPER_CACHE", Path.home() / ".cache" / "freshper"))
 
 LIMIT = 480  # seconds for a part of PLAN, with the building of its model
+
+
+class Part(NamedTuple):
+    """A part of PLAN: a run of train.py."""
+
+    model: str  # of SIZES, SmolLM2, or "": the tiny one of the task
+    flags: str
+    task: str = ""  # of runs on a CPU with the same settings
+
+
+SMOLLM2 = "SmolLM2-135M-Instruct"
 TEXT = "--env frozenlake --backend"
 IMAGES = "--env frozenlake_vlm --backend"
-PAPER = "vllm+deepspeed --zero_stage 2 --engine_memory 0.4"
-# name: model, flags of train.py
+SHORT = """--iterations 4 --eval_every 4 --eval_episodes 8 --save_every 0 --max_new_tokens 64
+--rollout_batch_size"""
+HF = f"{SHORT} 32 {TEXT} hf"
+VLLM = f"{SHORT} 128 {TEXT} vllm"
 PLAN = {
-    "0.5B, paper": ("0.5B", f"{TEXT} {PAPER}"),
-    "0.5B, paper, ZeRO-3": ("0.5B", f"{TEXT} {PAPER} --zero_stage 3"),
-    "0.5B, paper, plain torch trains": ("0.5B", f"{TEXT} vllm+torch --engine_memory 0.4"),
-    "0.5B, small, embedded engine": ("0.5B", f"{TEXT} hf+torch --rollout_batch_size 32"),
-    "3B-VL, paper": ("3B-VL", f"{IMAGES} {PAPER} --rollout_batch_size 32"),
+    "tiny, text": Part("", f"{TEXT} hf+torch", task="frozenlake"),
+    "tiny, images": Part("", f"{IMAGES} hf+torch", task="frozenlake_vlm"),
+    "0.5B, embedded": Part("0.5B", f"{HF}+torch"),
+    "0.5B, embedded, ZeRO-2": Part("0.5B", f"{HF}+deepspeed --zero_stage 2"),
+    "0.5B, embedded, ZeRO-3": Part("0.5B", f"{HF}+deepspeed --zero_stage 3"),
+    "SmolLM2": Part(SMOLLM2, "--env gsm8k --preset small --backend hf+torch"),
+    "0.5B, vLLM, ZeRO-2": Part("0.5B", f"{VLLM}+deepspeed --zero_stage 2 --engine_memory 0.4"),
+    "0.5B, vLLM, ZeRO-3": Part("0.5B", f"{VLLM}+deepspeed --zero_stage 3 --engine_memory 0.4"),
+    "0.5B, vLLM, torch": Part("0.5B", f"{VLLM}+torch --engine_memory 0.4"),
+    "3B-VL, vLLM, ZeRO-2": Part(
+        "3B-VL", f"{SHORT} 32 {IMAGES} vllm+deepspeed --zero_stage 2 --engine_memory 0.2"
+    ),
 }
-SHORT = "--iterations 4 --eval_every 4 --eval_episodes 8 --save_every 0 --max_new_tokens 64".split()
-# With --small, over the flags of a part.
-SMALL = """--iterations 2 --rollout_batch_size 4 --batch_size 4 --max_turns 2 --max_tokens 1600
---max_new_tokens 16 --eval_episodes 4 --dtype float32""".split()
+# With --small: of each part, and of those with a model of SIZES.
+SMALL = "--iterations 2 --rollout_batch_size 4 --batch_size 4 --eval_episodes 4 --dtype float32"
+SMALL_BUILT = "--max_turns 2 --max_tokens 1600 --max_new_tokens 16"
 PHASES = ("rollout_s", "logprobs_s", "update_s", "replay_s", "sync_s")
 
 # of Qwen2.5-0.5B-Instruct and Qwen2.5-VL-3B-Instruct
@@ -89,7 +115,7 @@ def build(size: str, folder: str) -> None:
     if size.startswith("tiny"):
         env = ENVS["frozenlake_vlm" if "VL" in size else "frozenlake"]()
         # Heads of 32 numbers, the fewest that vLLM's CPU attention knows.
-        build_policy(env, heads=2).save(folder)
+        save_whole(build_policy(env, heads=2), folder)
         return
 
     torch.manual_seed(0)
@@ -127,7 +153,13 @@ def build(size: str, folder: str) -> None:
         processor = Qwen2VLImageProcessorPil(patch_size=14, merge_size=2)
 
     model.generation_config = hf.GenerationConfig(**ends)
-    Policy(model, tokenizer, processor).save(folder)
+    save_whole(Policy(model, tokenizer, processor), folder)
+
+
+def save_whole(policy: Any, folder: str) -> None:
+    """Write a model. A folder under this name is complete, also if the process was killed."""
+    policy.save(f"{folder}-unfinished")
+    os.rename(f"{folder}-unfinished", folder)
 
 
 def machine() -> str:
@@ -177,13 +209,19 @@ def recorded(owner: Any, name: str, note: Callable) -> None:
 
 
 def run(out: str, flags: list[str]) -> int:
-    """Run train.py with these flags and print its times, without the first iteration, which warms
-    up."""
-    import train
+    """Run train.py with these flags, tiny models on the GPU, too, and print its times, without the
+    first iteration, which warms up."""
+    import torch
 
+    import train
+    from freshper.config import Config
+
+    if torch.cuda.is_available():
+        # Users have tiny models on the CPU.
+        setattr(Config, "device", "cuda")  # noqa: B010
     collected: list[list] = []  # the episodes of each iteration
     replayed: list[list] = []  # those of each replay update
-    sync: dict[str, list[float]] = {"file": [], "reload": [], "proof": []}  # seconds
+    sync: dict[str, list[float]] = {}  # seconds of each of its parts
     recorded(train, "rollout", lambda episodes, _: collected.append(episodes))
     recorded(train.ReplayBuffer, "sample", lambda drawn, _: replayed.append(drawn.episodes))
     if "vllm" in " ".join(flags):
@@ -191,12 +229,17 @@ def run(out: str, flags: list[str]) -> int:
 
         from freshper import engine_vllm
 
-        recorded(engine_vllm, "save_file", lambda _, seconds: sync["file"].append(seconds))
-        recorded(vllm.LLM, "collective_rpc", lambda _, seconds: sync["reload"].append(seconds))
-        prove = lambda _, seconds: sync["proof"].append(seconds)  # noqa: E731
-        recorded(engine_vllm.VLLMEngine, "prove", prove)
+        for part, owner, name in (
+            ("gather", engine_vllm, "gather"),
+            ("write", engine_vllm, "save_file"),
+            ("reload", vllm.LLM, "collective_rpc"),
+            ("proof", engine_vllm.VLLMEngine, "prove"),
+        ):
+            sync[part] = []
+            note = lambda _, seconds, of_part=sync[part]: of_part.append(seconds)  # noqa: E731
+            recorded(owner, name, note)
 
-    status = train.main([*SHORT, "--out", out, *flags])
+    status = train.main(["--out", out, *flags])
     if status or int(os.environ.get("RANK", 0)):
         return status
 
@@ -205,8 +248,7 @@ def run(out: str, flags: list[str]) -> int:
     tokens = tokens_per_iteration(collected, replayed, len(rows))
     lines = [machine(), *table_of(rows, tokens, f"{out}/checkpoint")]
     for part, seconds in sync.items():
-        if seconds:
-            lines.append(f"sync, {part}: {np.mean(seconds[-len(rows) :]):.3f} s")
+        lines.append(f"sync, {part}: {np.mean(seconds[-len(rows) :]):.3f} s")
     table = "\n".join(lines)
     print(table)
     Path(out, "table.txt").write_text(table)
@@ -283,39 +325,78 @@ def parameter_counts(folder: str) -> tuple[int, int, int]:
     return model.num_parameters(), model.get_input_embeddings().weight.numel(), vision
 
 
-def run_part(name: str, size: str, flags: str, out: Path) -> str:
-    """Run a part of PLAN in a process of its own. Returns its table, or why there is none."""
-    deadline = time.monotonic() + LIMIT
-    model = out / f"model-{size}"
-    if not model.exists():
-        build(size, str(model))
+def curve_of(folder: Path, task: str) -> list[str]:
+    """Return a line for each evaluation of a run, beside FreshPER's runs of the task on a CPU
+    (docs/reference_runs)."""
+    on_cpu: dict[int, list[float]] = {}
+    for row in waves.read_rows(ROOT / "docs/reference_runs/runs_curves.csv.gz"):
+        if (row["task"], row["arm"], row["rate"]) == (task, "freshper", "1"):
+            on_cpu.setdefault(int(row["iteration"]), []).append(float(row["eval_success"]))
 
-    folder = out / name.replace(", ", "-").replace(" ", "-")
-    command = [sys.executable, __file__, "--run", str(folder), "--model", str(model)]
-    log = Path(f"{folder}.log")
-    with open(log, "w") as file:
-        process = subprocess.Popen([*command, *flags.split()], stdout=file, stderr=file)
-        try:
-            status = process.wait(timeout=deadline - time.monotonic())
-        except subprocess.TimeoutExpired:
-            # After SIGTERM it would finish its iteration and save.
-            process.kill()
-            process.wait()
-            return f"took more than {LIMIT} s, see {log}"
-
-    return f"failed: {log.read_text()[-2000:]}" if status else (folder / "table.txt").read_text()
+    lines = []
+    with open(folder / "metrics.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            if not row["eval_success"]:
+                continue
+            line = f"iteration {row['iteration']:>4s}: success {float(row['eval_success']):.3f}"
+            values = on_cpu.get(int(row["iteration"]))
+            if values:
+                line += f", on a CPU {min(values):.3f} to {max(values):.3f}, {len(values)} runs"
+            lines.append(line)
+    return lines
 
 
-def plan(out: Path, only: str, small: bool) -> None:
-    """Run the parts of PLAN one after the other, and print and keep the table of each."""
-    for name, (size, flags) in PLAN.items():
-        if only not in name:
-            continue
+def commands_of(part: Part, folder: Path, smollm2: Path, small: bool) -> list[list[str]]:
+    """Return the commands of a part: to build its model, if it is not there, and to run it."""
+    run = ["--run", str(folder), *part.flags.split()]
+    build = []
+    if part.model in SIZES:
+        size = part.model
         if small:
             size = "tiny-VL" if "VL" in size else "tiny"
-            flags += " " + " ".join(SMALL)
+            run += SMALL_BUILT.split()
+        model = folder.parent / f"model-{size}"
+        if not model.exists():
+            build = [["--build", size, str(model)]]
+        run += ["--model", str(model)]
+    elif part.model:
+        run += ["--model", str(smollm2)]
 
-        table = f"== {name}: {flags}\n{run_part(name, size, flags, out)}"
+    if small:
+        run += SMALL.split()
+    return [[sys.executable, __file__, *flags] for flags in (*build, run)]
+
+
+def run_part(commands: list[list[str]], folder: Path) -> str:
+    """Run the commands of a part within LIMIT. Returns its table, or why there is none."""
+    log = Path(f"{folder}.log")
+    deadline = time.monotonic() + LIMIT
+    with open(log, "w") as file:
+        for command in commands:
+            process = subprocess.Popen(command, stdout=file, stderr=file)
+            try:
+                status = process.wait(timeout=deadline - time.monotonic())
+            except subprocess.TimeoutExpired:
+                # After SIGTERM it would finish its iteration and save.
+                process.kill()
+                process.wait()
+                return f"took more than {LIMIT} s, see {log}"
+            if status:
+                return f"failed: {log.read_text()[-2000:]}"
+    return (folder / "table.txt").read_text()
+
+
+def plan(out: Path, only: str, smollm2: Path, small: bool) -> None:
+    """Run the parts of PLAN one after the other, and print and keep the table of each."""
+    for name, part in PLAN.items():
+        if only not in name:
+            continue
+        folder = out / name.replace(", ", "-")
+        commands = commands_of(part, folder, smollm2, small)
+        lines = [f"== {name}: {part.flags}", run_part(commands, folder)]
+        if part.model not in SIZES and (folder / "metrics.csv").exists():
+            lines += curve_of(folder, part.task)
+        table = "\n".join(lines)
         print(table, flush=True)
         with open(out / "results.txt", "a") as file:
             file.write(table + "\n")
@@ -327,6 +408,7 @@ def main() -> int:
     add("out", help="folder")
     add("--only", default="", help="run the parts of PLAN whose names contain this")
     add("--small", action="store_true", help="tiny models and batches")
+    add("--smollm2", type=Path, default=CACHE / SMOLLM2, help="folder of that model")
     add("--build", choices=[*SIZES, "tiny", "tiny-VL"], help="only build a model there")
     add("--run", action="store_true", help="run train.py once, with the flags that follow")
     args, flags = parser.parse_known_args()
@@ -337,7 +419,7 @@ def main() -> int:
     if args.run:
         return run(args.out, flags)
     Path(args.out).mkdir(parents=True, exist_ok=True)
-    plan(Path(args.out), args.only, args.small)
+    plan(Path(args.out), args.only, args.smollm2, args.small)
     return 0
 
 

@@ -75,6 +75,7 @@ FACTORS = (
 SLIPPERY = ("on_policy", "epochs", "per", "freshper")
 SMALL_ARMS = ("freshper", "on_policy", "epochs", "per")
 GOOD_SEED = 403  # of the run that `--model good` starts from
+README_RUN = ("frozenlake_vlm", "freshper", 1.0, 42)  # its first command, all defaults
 
 # Measured CPU seconds of a run with one thread: on-policy training, and all others (docs/log.md).
 SECONDS = {
@@ -234,7 +235,8 @@ def wave_runs(wave: int, best: dict[str, float], best_small: dict[str, float]) -
     if wave == 1:
         return tuning_runs()
     if wave == 2:
-        return [run for task in TASKS for run in of_arms(task, tuple(ARMS), best)]
+        runs = [run for task in TASKS for run in of_arms(task, tuple(ARMS), best)]
+        return [*runs, Run(*README_RUN)]
     if wave == 3:
         return [run for task in PAIR for run in tau_runs(task, best["freshper"])]
     if wave == 4:

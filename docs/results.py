@@ -36,10 +36,12 @@ from waves import (
     PAIR,
     QUEUE_TASKS,
     RATES,
+    README_RUN,
     SEEDS,
     SLIPPERY,
     SMALL_ARMS,
     TASKS,
+    Run,
     normalized,
     oracle_arm,
     tuning_runs,
@@ -325,7 +327,14 @@ def readme(data: Data) -> str:
     says = "held-out success, five seeds: mean ± half the width of its 95 % interval (Student's t)"
     header = (says, "images", "text (`--env frozenlake`)")
     figure = image("frozenlake", "FrozenLake: FreshPER, Standard PER and on-policy training")
-    return "\n".join([table(header, rows), figure])
+    first = data.row(Run(*README_RUN))
+    success = float(first["evaluations"].split()[-1])
+    random, optimal = float(first["random"]), float(first["optimal"])
+    of_command = (
+        f"The first command above, with the default seed, ends at {success:.2f}. A random policy "
+        f"has {random:.2f}, the optimal policy {optimal:.2g}.\n"
+    )
+    return "\n".join([figure, table(header, rows), of_command])
 
 
 def readme_tasks(data: Data) -> str:

@@ -23,6 +23,7 @@ import waves
 from waves import Run
 
 from freshper.buffer import ReplayBuffer
+from freshper.config import Config
 from freshper.flags import parse_args
 from freshper.is_weights import importance_weights
 from freshper.trainer import TorchTrainer
@@ -50,10 +51,13 @@ def test_every_run_is_a_valid_command_with_a_name_of_its_own():
 
 def test_the_main_table_has_nine_tasks_six_arms_and_five_seeds():
     assert len(ALL[1]) == 2 * 6 * 3 * 2
-    assert len(ALL[2]) == len(set(ALL[2])) == 9 * 6 * 5
-    assert {run.seed for run in ALL[2]} == {501, 502, 503, 504, 505}
+    *main, of_readme = ALL[2]
+    assert len(main) == len(set(main)) == 9 * 6 * 5
+    assert {run.seed for run in main} == {501, 502, 503, 504, 505}
+    assert of_readme.flags() == ["--env=frozenlake_vlm", "--method=freshper", "--preset=tiny"]
+    assert of_readme.seed == Config().seed
     # waves 2 and 3 share FreshPER and no decay, if these have the same rate
-    assert len(set(ALL[2]) & set(ALL[3])) == 2 * 2 * 5
+    assert len(set(main) & set(ALL[3])) == 2 * 2 * 5
 
 
 def test_the_control_makes_as_many_updates_of_as_many_episodes_as_replay():

@@ -1,4 +1,4 @@
-"""Every part of benchmarks/gpu.py runs on a CPU, with tiny models."""
+"""Every part of benchmarks/gpu.py runs on a CPU, with tiny models and SmolLM2."""
 
 import os
 import re
@@ -6,18 +6,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+from pretrained import smollm2
+
 ROOT = Path(__file__).parents[2]
 
 
 def test_every_part_of_the_plan(tmp_path):
     command = [sys.executable, "benchmarks/gpu.py", str(tmp_path), "--small"]
+    command += ["--smollm2", str(smollm2())]
     variables = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
     results = (tmp_path / "results.txt").read_text()
     assert results in done.stdout + "\n"
 
     parts = results.split("== ")[1:]
-    assert len(parts) == 5, done.stderr
+    assert len(parts) == 10, done.stderr
     for part in parts:
         assert re.search(r"^CPU; torch 2\S+, transformers \d", part, re.MULTILINE), part
         counts = re.search(
@@ -25,7 +28,9 @@ def test_every_part_of_the_plan(tmp_path):
         )
         collected, sampled, replayed = (int(n.replace(",", "")) for n in counts.groups())
         assert 0 < sampled < collected < replayed  # two replay updates of as many episodes
+        curve = re.findall(r"^iteration +(\d): success \d", part, re.MULTILINE)
+        assert curve == (["0", "2"] if part.startswith(("tiny", "SmolLM2")) else [])
         assert re.search(r"replay .* s .*% .* tokens/s", part)
         assert re.search(r"update: \S+ FLOP/s, \S+% of a matrix product's \S+", part)
-        for name in ("file", "reload", "proof"):
+        for name in ("gather", "write", "reload", "proof"):
             assert (f"sync, {name}: " in part) == ("--backend vllm" in part)
