@@ -393,7 +393,7 @@ def plan(out: Path, only: str, smollm2: Path, small: bool) -> None:
             continue
         folder = out / name.replace(", ", "-")
         commands = commands_of(part, folder, smollm2, small)
-        lines = [f"== {name}: {part.flags}", run_part(commands, folder)]
+        lines = [f"== {name}: {' '.join(part.flags.split())}", run_part(commands, folder)]
         if part.model not in SIZES and (folder / "metrics.csv").exists():
             lines += curve_of(folder, part.task)
         table = "\n".join(lines)
