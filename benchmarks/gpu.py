@@ -11,8 +11,9 @@ A model of a real size with random weights, and a run on four GPUs:
         --env frozenlake_vlm --iterations 4
 
 Paper: section 4.1, appendix F ("GPU Layout"). Run on a CPU only so far. A part of PLAN takes at
-most eight minutes: one that needs more is stopped, and one that fails does not stop the others. Its
-output goes to OUT/<part>.log while it runs, its table to OUT/results.txt.
+most eight minutes: one that needs more is stopped, and one that fails, or whose packages are not
+installed, does not stop the others. Its output goes to OUT/<part>.log and its table, after each
+iteration, to OUT/<part>/table.txt. OUT/results.txt has all tables. No checkpoints are written.
 
 The tiny models and SmolLM2 (docs/gpus.md says where it comes from) train to the end, for their
 curves. Those of tiny models stand beside those on a CPU. The other parts have random weights, which
@@ -24,11 +25,14 @@ paper's preset.
 import contextlib
 import csv
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,14 +58,14 @@ class Part(NamedTuple):
 SMOLLM2 = "SmolLM2-135M-Instruct"
 TEXT = "--env frozenlake --backend"
 IMAGES = "--env frozenlake_vlm --backend"
-SHORT = """--iterations 4 --eval_every 4 --eval_episodes 8 --save_every 0 --max_new_tokens 64
+SHORT = """--iterations 4 --eval_every 4 --eval_episodes 8 --max_new_tokens 64
 --rollout_batch_size"""
 HF = f"{SHORT} 32 {TEXT} hf"
 VLLM = f"{SHORT} 128 {TEXT} vllm"
 PLAN = {
-    "tiny, text": Part("", f"{TEXT} hf+torch", task="frozenlake"),
-    "tiny, images": Part("", f"{IMAGES} hf+torch", task="frozenlake_vlm"),
-    "0.5B, embedded": Part("0.5B", f"{HF}+torch"),
+    "tiny, text": Part("", f"--model tiny {TEXT} hf+torch", task="frozenlake"),
+    "tiny, images": Part("", f"--model tiny {IMAGES} hf+torch", task="frozenlake_vlm"),
+    "0.5B, embedded, torch": Part("0.5B", f"{HF}+torch"),
     "0.5B, embedded, ZeRO-2": Part("0.5B", f"{HF}+deepspeed --zero_stage 2"),
     "0.5B, embedded, ZeRO-3": Part("0.5B", f"{HF}+deepspeed --zero_stage 3"),
     "SmolLM2": Part(SMOLLM2, "--env gsm8k --preset small --backend hf+torch"),
@@ -69,7 +73,8 @@ PLAN = {
     "0.5B, vLLM, ZeRO-3": Part("0.5B", f"{VLLM}+deepspeed --zero_stage 3 --engine_memory 0.4"),
     "0.5B, vLLM, torch": Part("0.5B", f"{VLLM}+torch --engine_memory 0.4"),
     "3B-VL, vLLM, ZeRO-2": Part(
-        "3B-VL", f"{SHORT} 32 {IMAGES} vllm+deepspeed --zero_stage 2 --engine_memory 0.2"
+        "3B-VL",
+        f"{SHORT} 32 --batch_size 32 {IMAGES} vllm+deepspeed --zero_stage 2 --engine_memory 0.2",
     ),
 }
 # With --small: of each part, and of those with a model of SIZES.
@@ -209,22 +214,32 @@ def recorded(owner: Any, name: str, note: Callable) -> None:
 
 
 def run(out: str, flags: list[str]) -> int:
-    """Run train.py with these flags, tiny models on the GPU, too, and print its times, without the
-    first iteration, which warms up."""
+    """Run train.py with these flags, tiny models on the GPU, too. After each iteration write its
+    times so far, without the first iteration, which warms up."""
     import torch
 
     import train
     from freshper.config import Config
+    from freshper.tiny import tiny_model
 
     if torch.cuda.is_available():
         # Users have tiny models on the CPU.
         setattr(Config, "device", "cuda")  # noqa: B010
+    config, flags_given, _ = train.parse_args(["--out", out, *flags])
+    config, _ = train.choose_backend(config, flags_given)
+    model = str(tiny_model(config.env)) if config.model == "tiny" else config.model
+    counts = parameter_counts(model)
+    ceiling = matmul_ceiling()
+    names_and_versions = machine()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
     collected: list[list] = []  # the episodes of each iteration
     replayed: list[list] = []  # those of each replay update
     sync: dict[str, list[float]] = {}  # seconds of each of its parts
     recorded(train, "rollout", lambda episodes, _: collected.append(episodes))
     recorded(train.ReplayBuffer, "sample", lambda drawn, _: replayed.append(drawn.episodes))
-    if "vllm" in " ".join(flags):
+    if config.engine == "vllm":
         import vllm
 
         from freshper import engine_vllm
@@ -239,20 +254,20 @@ def run(out: str, flags: list[str]) -> int:
             note = lambda _, seconds, of_part=sync[part]: of_part.append(seconds)  # noqa: E731
             recorded(owner, name, note)
 
-    status = train.main(["--out", out, *flags])
-    if status or int(os.environ.get("RANK", 0)):
-        return status
+    def write_table(_: Any) -> None:
+        with open(f"{out}/metrics.csv", newline="") as file:
+            rows = list(csv.DictReader(file))[2:]
+        if not rows:
+            return
+        tokens = tokens_per_iteration(collected, replayed, len(rows))
+        lines = [names_and_versions, *table_of(rows, tokens, counts, ceiling)]
+        for part, seconds in sync.items():
+            lines.append(f"sync, {part}: {np.mean(seconds[-len(rows) :]):.3f} s")
+        Path(out, "table.txt").write_text("\n".join(lines))
 
-    with open(f"{out}/metrics.csv", newline="") as file:
-        rows = list(csv.DictReader(file))[2:]
-    tokens = tokens_per_iteration(collected, replayed, len(rows))
-    lines = [machine(), *table_of(rows, tokens, f"{out}/checkpoint")]
-    for part, seconds in sync.items():
-        lines.append(f"sync, {part}: {np.mean(seconds[-len(rows) :]):.3f} s")
-    table = "\n".join(lines)
-    print(table)
-    Path(out, "table.txt").write_text(table)
-    return 0
+    # In place of a checkpoint, which may not fit on a borrowed disk.
+    train.RunState.save_if_due = write_table
+    return train.main(["--out", out, *flags])
 
 
 def tokens_per_iteration(
@@ -269,12 +284,15 @@ def tokens_per_iteration(
     }
 
 
-def table_of(rows: list[dict], tokens: dict[str, float], checkpoint: str) -> list[str]:
-    """Return the lines of a run from the rows of its metrics and its tokens per iteration."""
+def table_of(
+    rows: list[dict], tokens: dict[str, float], counts: tuple[int, int, int], ceiling: float
+) -> list[str]:
+    """Return the lines of a run from the rows of its metrics, its tokens per iteration, the counts
+    of `parameter_counts`, and the FLOP/s of a matrix product."""
     import torch
 
     mean = {phase: np.mean([float(row[phase] or 0) for row in rows]) for phase in PHASES}
-    counts = {
+    tokens_of = {
         "rollout_s": tokens["sampled"],
         "logprobs_s": tokens["collected"],
         "update_s": tokens["collected"],
@@ -284,25 +302,28 @@ def table_of(rows: list[dict], tokens: dict[str, float], checkpoint: str) -> lis
     lines = [", ".join(f"{count:,.0f} tokens {name}" for name, count in tokens.items())]
     for phase, seconds in mean.items():
         name = phase.removesuffix("_s")
-        speed = f"{counts[phase] / seconds:10,.0f} tokens/s" if phase in counts else ""
+        speed = f"{tokens_of[phase] / seconds:10,.0f} tokens/s" if phase in tokens_of else ""
         lines.append(f"{name:10s} {seconds:9.3f} s {seconds / total:7.1%} {speed}")
 
     # A forward and a backward pass take 6 FLOP per parameter and token, without the attention's.
     # The output layer computes sampled tokens only, the vision tower no tokens.
-    size, embedding, vision = parameter_counts(checkpoint)
-    flops = 6 * (size - embedding - vision) * tokens["collected"]
-    flops += 6 * embedding * tokens["sampled"]
+    size, inner, output = counts
+    flops = 6 * (inner * tokens["collected"] + output * tokens["sampled"])
     speed = flops / mean["update_s"]
-    ceiling = matmul_ceiling()
     share = f"{speed / ceiling:.1%} of a matrix product's {ceiling:.2e}"
     lines.append(f"update: {speed:.2e} FLOP/s, {share}")
     if mean["sync_s"] > 1e-3:
         speed = f"{2 * size / 1e9 / mean['sync_s']:.2f} GB/s"
         lines.append(f"sync: {speed} at 2 bytes a parameter, its proof included")
 
-    for name in ("mismatch", "mismatch_p01", "mismatch_p99", "sync_error"):
+    for name, worst in (
+        ("mismatch", max),
+        ("mismatch_p01", min),
+        ("mismatch_p99", max),
+        ("sync_error", max),
+    ):
         values = [row[name] for row in rows if row[name]]
-        lines.append(f"{name} {max(values, key=float, default='-')}")
+        lines.append(f"{name} {worst(values, key=float, default='-')}")
     if torch.cuda.is_available():
         allocated = torch.cuda.max_memory_allocated() / 2**30
         reserved = torch.cuda.max_memory_reserved() / 2**30
@@ -311,8 +332,8 @@ def table_of(rows: list[dict], tokens: dict[str, float], checkpoint: str) -> lis
 
 
 def parameter_counts(folder: str) -> tuple[int, int, int]:
-    """Return how many parameters a model has: in all, in its embedding, which is tied to its output
-    layer, and in its vision tower."""
+    """Return how many parameters a model has: in all, in the layers between its embedding and its
+    output layer, without a vision tower, and in its output layer."""
     import torch
     import transformers as hf
 
@@ -321,8 +342,13 @@ def parameter_counts(folder: str) -> tuple[int, int, int]:
     model_class = hf.AutoModelForImageTextToText if is_vlm else hf.AutoModelForCausalLM
     with torch.device("meta"):
         model = model_class.from_config(config)
-    vision = sum(x.numel() for x in model.model.visual.parameters()) if is_vlm else 0
-    return model.num_parameters(), model.get_input_embeddings().weight.numel(), vision
+    outside = {*model.get_input_embeddings().parameters()}
+    outside.update(model.get_output_embeddings().parameters())
+    if is_vlm:
+        outside.update(model.model.visual.parameters())
+    size = model.num_parameters()
+    inner = size - sum(parameter.numel() for parameter in outside)
+    return size, inner, model.get_output_embeddings().weight.numel()
 
 
 def curve_of(folder: Path, task: str) -> list[str]:
@@ -343,6 +369,8 @@ def curve_of(folder: Path, task: str) -> list[str]:
             if values:
                 line += f", on a CPU {min(values):.3f} to {max(values):.3f}, {len(values)} runs"
             lines.append(line)
+    if task and not on_cpu:
+        lines.append("docs/reference_runs has no run on a CPU yet")
     return lines
 
 
@@ -367,35 +395,51 @@ def commands_of(part: Part, folder: Path, smollm2: Path, small: bool) -> list[li
     return [[sys.executable, __file__, *flags] for flags in (*build, run)]
 
 
-def run_part(commands: list[list[str]], folder: Path) -> str:
-    """Run the commands of a part within LIMIT. Returns its table, or why there is none."""
+def run_part(commands: list[list[str]], folder: Path) -> list[str]:
+    """Run the commands of a part within LIMIT. Returns its table, or that of the iterations that
+    were made, and why there are no more."""
+    shutil.rmtree(folder, ignore_errors=True)
     log = Path(f"{folder}.log")
     deadline = time.monotonic() + LIMIT
+    lines = []
     with open(log, "w") as file:
         for command in commands:
-            process = subprocess.Popen(command, stdout=file, stderr=file)
+            process = subprocess.Popen(
+                command,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
             try:
                 status = process.wait(timeout=deadline - time.monotonic())
             except subprocess.TimeoutExpired:
-                # After SIGTERM it would finish its iteration and save.
-                process.kill()
+                # After SIGTERM it would finish its iteration. vLLM's processes go with it.
+                os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-                return f"took more than {LIMIT} s, see {log}"
+                lines.append(f"stopped after {LIMIT} s, see {log}")
+                break
             if status:
-                return f"failed: {log.read_text()[-2000:]}"
-    return (folder / "table.txt").read_text()
+                lines.append(f"failed: {log.read_text()[-2000:]}")
+                break
+    table = folder / "table.txt"
+    return [table.read_text(), *lines] if table.exists() else lines
 
 
-def plan(out: Path, only: str, smollm2: Path, small: bool) -> None:
-    """Run the parts of PLAN one after the other, and print and keep the table of each."""
-    for name, part in PLAN.items():
-        if only not in name:
-            continue
+def plan(parts: dict[str, Part], out: Path, smollm2: Path, small: bool) -> None:
+    """Run parts of PLAN one after the other, and print and keep the table of each."""
+    for name, part in parts.items():
         folder = out / name.replace(", ", "-")
-        commands = commands_of(part, folder, smollm2, small)
-        lines = [f"== {name}: {' '.join(part.flags.split())}", run_part(commands, folder)]
-        if part.model not in SIZES and (folder / "metrics.csv").exists():
-            lines += curve_of(folder, part.task)
+        lines = [f"== {name}: {' '.join(part.flags.split())}"]
+        backend = part.flags.split("--backend ")[1].split()[0]
+        missing = [x for x in ("vllm", "deepspeed") if x in backend and not find_spec(x)]
+        if missing:
+            lines.append(f"left out: {' and '.join(missing)} is not installed")
+        else:
+            lines += run_part(commands_of(part, folder, smollm2, small), folder)
+            if part.model not in SIZES and (folder / "metrics.csv").exists():
+                lines += curve_of(folder, part.task)
+
         table = "\n".join(lines)
         print(table, flush=True)
         with open(out / "results.txt", "a") as file:
@@ -418,8 +462,11 @@ def main() -> int:
         return 0
     if args.run:
         return run(args.out, flags)
+    parts = {name: part for name, part in PLAN.items() if args.only in name}
+    if not parts:
+        parser.error(f"--only is {args.only}, but must be in a name of {'; '.join(PLAN)}")
     Path(args.out).mkdir(parents=True, exist_ok=True)
-    plan(Path(args.out), args.only, args.smollm2, args.small)
+    plan(parts, Path(args.out), args.smollm2, args.small)
     return 0
 
 

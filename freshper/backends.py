@@ -302,6 +302,7 @@ def backends(policy: Policy, config: Config, env: TextEnv) -> Iterator[tuple[Tor
     if config.backend == "hf+deepspeed" and config.zero_stage == 3:
         # The trainer's model will have no whole parameters.
         of_engine = copy.deepcopy(policy)
+        of_engine.freeze_vision = False  # as with the trainer's
     with contextlib.closing(make_trainer(policy, config)) as trainer:
         if config.engine == "hf":
             sampling = Sampling(config.temperature, config.top_k, config.top_p)

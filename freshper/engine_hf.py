@@ -14,6 +14,7 @@ drops the cache. The cache also ends with the rollout, because training needs it
 alone leaves the trainer's model no whole weights. There the engine has a copy of the model.
 """
 
+import time
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -104,6 +105,7 @@ class HFEngine:
     def sync(self, trainer: TorchTrainer | None = None) -> dict[str, float]:
         """Drop every key and value that older weights computed (line 12, pi_mu <- pi_theta). A copy
         of the model gets the trainer's weights."""
+        began = time.perf_counter()
         if trainer and not self.shared:
             ours = dict(self.policy.model.named_parameters(remove_duplicate=False))
             for name, parameter in trainer.parameters():
@@ -112,7 +114,7 @@ class HFEngine:
         # The cache and the row of each conversation of the last call. A cache is freed with the
         # last of its conversations.
         self.rows: WeakKeyDictionary[Conversation, tuple[KVCache, int]] = WeakKeyDictionary()
-        return {}
+        return {} if self.shared else {"sync_s": time.perf_counter() - began}
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"generator": self.generator.get_state()}

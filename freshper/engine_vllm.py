@@ -299,6 +299,21 @@ class VLLMEngine:
     def prove(self, trainer: TorchTrainer) -> float:
         """Return the mean log-prob difference to the trainer on held-out prompts. Raises
         BackendError if the differences are above what is ALLOWED."""
+        differences = self.differences(trainer)
+        mean = float(np.mean(differences))
+        quantile = float(np.quantile(differences, 0.9))
+        most, most_of_quantile = ALLOWED[self.config.dtype]
+        # NaN is a difference, too
+        if not (mean <= most and quantile <= most_of_quantile):
+            raise BackendError(
+                "vLLM does not compute with the trainer's weights: log-probs of the same tokens "
+                f"differ by {mean:.2g} in the mean (allowed: {most:g}), one in ten by "
+                f"{quantile:.2g} or more (allowed: {most_of_quantile:g})"
+            )
+        return mean
+
+    def differences(self, trainer: TorchTrainer) -> list[float]:
+        """Return by how much vLLM and trainer differ on each token of PROBES held-out prompts."""
         prompts = []
         for seed in range(EVAL_SEEDS, EVAL_SEEDS + PROBES):
             observation, _ = self.env.reset(seed=seed)
@@ -320,18 +335,7 @@ class VLLMEngine:
             for t in mask[0].nonzero().flatten().tolist():
                 logprob = output.prompt_logprobs[t][prompt.tokens[t]].logprob
                 differences.append(abs(logprob - expected[t].item()))
-
-        mean = float(np.mean(differences))
-        quantile = float(np.quantile(differences, 0.9))
-        most, most_of_quantile = ALLOWED[self.config.dtype]
-        # NaN is a difference, too
-        if not (mean <= most and quantile <= most_of_quantile):
-            raise BackendError(
-                "vLLM does not compute with the trainer's weights: log-probs of the same tokens "
-                f"differ by {mean:.2g} in the mean (allowed: {most:g}), one in ten by "
-                f"{quantile:.2g} or more (allowed: {most_of_quantile:g})"
-            )
-        return mean
+        return differences
 
 
 class WorkerExtension:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 from conftest import speakable_episodes
 
+import freshper.backends
 import freshper.trainer
 from freshper.backends import join_ranks, make_trainer, serve
 from freshper.episode import collate
@@ -123,7 +124,7 @@ def run(case, out, resume):
     rank = join_ranks(config)
     # DeepSpeed would keep parameters of this size whole on each rank.
     deepspeed.initialize = partial(initialize, config.zero_stage == 3)
-    freshper.trainer.ACTIVATIONS = 0 if config.zero_stage == 3 else 2**30
+    freshper.backends.ACTIVATIONS = 0 if config.zero_stage == 3 else 2**30
     if rank == 0 and not resume:
         policy = build_policy(config.make_env())
         if config.zero_stage == 3:
@@ -139,6 +140,7 @@ def run(case, out, resume):
         return
 
     trainer = make_trainer(policy, config)
+    assert policy.model.is_gradient_checkpointing == (config.zero_stage == 3)
     if case.startswith("sum"):
         alone = TorchTrainer(load(), config, total_updates=12)
         torch.save(gradients(trainer, alone), f"{folder}.pt")

@@ -96,7 +96,7 @@ def test_zero_3_saves_whole_parameters(two_ranks):
 
 
 def test_micro_batches_are_summed_in_float32(tmp_path):
-    """The oracle sums the same gradients in bfloat16, of 128 micro-batches, one by one. At stage 1
+    """The oracle adds the same gradients of 128 micro-batches, one by one, in float32. At stage 1
     DeepSpeed rounds the sum once. Sums in bfloat16 were off by 0.0075."""
     cases = ["sum_1", "sum_2", "sum_3"]
     status, output = run(1, tmp_path, *cases)
