@@ -31,7 +31,7 @@ def test_every_part_of_the_plan(tmp_path):
         curve = re.findall(r"^iteration +(\d): success \d", part, re.MULTILINE)
         assert curve == (["0", "2"] if part.startswith(("tiny", "SmolLM2")) else [])
         if part.startswith("tiny, text"):
-            assert re.search(r"^iteration +0: success \S+, on a CPU 0\.2", part, re.MULTILINE)
+            assert re.search(r"^iteration +0: success \S+, on a CPU 0\.[12]", part, re.MULTILINE)
         assert re.search(r"replay .* s .*% .* tokens/s", part)
         assert re.search(r"update: \S+ FLOP/s, \S+% of a matrix product's \S+", part)
         for name in ("gather", "write", "reload", "proof"):
