@@ -48,6 +48,7 @@ from pathlib import Path
 import common
 import numpy as np
 import waves
+from common import SMOLLM2
 from controls import TABLE, age_against_drift
 from waves import QUESTIONS, Row, Run
 
@@ -70,9 +71,6 @@ CURVE_COLUMNS = """task arm rate seed iteration step episodes wall_s eval_succes
 eval_score train_success invalid replay_age replay_kl ess ess_token tau""".split()
 DRIFT_COLUMNS = "task arm rate seed step age drift".split()
 ENTRIES = 400  # of the oracle's table, per run
-# tests/engines/pretrained.py puts it there.
-CACHE = Path(os.environ.get("FRESHPER_CACHE", Path.home() / ".cache" / "freshper"))
-SMOLLM2 = CACHE / "SmolLM2-135M-Instruct"
 FINAL_EPISODES = {"tiny": 1024, "small": 256}
 BATCH = 256  # episodes of the final evaluation at a time
 SHORT = """--iterations=6 --rollout_batch_size=16 --eval_every=2 --eval_episodes=16

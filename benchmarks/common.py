@@ -1,6 +1,7 @@
 """What the benchmarks share. To import this module makes the project importable."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -9,6 +10,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from freshper.episode import Episode
+
+# tests/engines/pretrained.py puts it there.
+CACHE = Path(os.environ.get("FRESHPER_CACHE", Path.home() / ".cache" / "freshper"))
+SMOLLM2 = CACHE / "SmolLM2-135M-Instruct"
 
 
 def parser(description):

@@ -11,14 +11,14 @@ A model of a real size with random weights, and a run on four GPUs:
         --env frozenlake_vlm --iterations 4
 
 Paper: section 4.1, appendix F ("GPU Layout"). Run on a CPU only so far. A part of PLAN takes at
-most eight minutes: one that needs more is stopped, and one that fails, or whose packages are not
-installed, does not stop the others. Its output goes to OUT/<part>.log and its table, after each
+most eight minutes, and is then stopped. A part that fails, or whose packages are not installed,
+does not stop the others. The output of a part goes to OUT/<part>.log and its table, after each
 iteration, to OUT/<part>/table.txt. OUT/results.txt has all tables. No checkpoints are written.
 
-The tiny models and SmolLM2 (docs/gpus.md says where it comes from) train to the end, for their
-curves. Those of tiny models stand beside those on a CPU. The other parts have random weights, which
-learn nothing. They write replies as long as allowed, so there are as many tokens as there can be.
-There the question is whether a sync through the file costs more than 5 % of an iteration of the
+The tiny models and SmolLM2 (docs/gpus.md says where it comes from) train to the end and print their
+curves, the tiny models beside the curves of runs on a CPU. The other parts have random weights,
+which learn nothing, and write replies as long as allowed, so there are as many tokens as there can
+be. There the question is whether a sync through the file costs more than 5 % of an iteration of the
 paper's preset.
 """
 
@@ -41,8 +41,6 @@ import numpy as np
 import waves
 
 ROOT = Path(__file__).resolve().parents[1]
-# tests/engines/pretrained.py puts SmolLM2 there.
-CACHE = Path(os.environ.get("FRESHPER_CACHE", Path.home() / ".cache" / "freshper"))
 
 LIMIT = 480  # seconds for a part of PLAN, with the building of its model
 
@@ -55,7 +53,6 @@ class Part(NamedTuple):
     task: str = ""  # of runs on a CPU with the same settings
 
 
-SMOLLM2 = "SmolLM2-135M-Instruct"
 TEXT = "--env frozenlake --backend"
 IMAGES = "--env frozenlake_vlm --backend"
 SHORT = """--iterations 4 --eval_every 4 --eval_episodes 8 --max_new_tokens 64
@@ -68,7 +65,7 @@ PLAN = {
     "0.5B, embedded, torch": Part("0.5B", f"{HF}+torch"),
     "0.5B, embedded, ZeRO-2": Part("0.5B", f"{HF}+deepspeed --zero_stage 2"),
     "0.5B, embedded, ZeRO-3": Part("0.5B", f"{HF}+deepspeed --zero_stage 3"),
-    "SmolLM2": Part(SMOLLM2, "--env gsm8k --preset small --backend hf+torch"),
+    "SmolLM2": Part("SmolLM2", "--env gsm8k --preset small --backend hf+torch"),
     "0.5B, vLLM, ZeRO-2": Part("0.5B", f"{VLLM}+deepspeed --zero_stage 2 --engine_memory 0.4"),
     "0.5B, vLLM, ZeRO-3": Part("0.5B", f"{VLLM}+deepspeed --zero_stage 3 --engine_memory 0.4"),
     "0.5B, vLLM, torch": Part("0.5B", f"{VLLM}+torch --engine_memory 0.4"),
@@ -265,7 +262,7 @@ def run(out: str, flags: list[str]) -> int:
             lines.append(f"sync, {part}: {np.mean(seconds[-len(rows) :]):.3f} s")
         Path(out, "table.txt").write_text("\n".join(lines))
 
-    # In place of a checkpoint, which may not fit on a borrowed disk.
+    # In place of a checkpoint, for which the disk may be too small.
     train.RunState.save_if_due = write_table
     return train.main(["--out", out, *flags])
 
@@ -356,7 +353,7 @@ def curve_of(folder: Path, task: str) -> list[str]:
     (docs/reference_runs)."""
     on_cpu: dict[int, list[float]] = {}
     for row in waves.read_rows(ROOT / "docs/reference_runs/runs_curves.csv.gz"):
-        if (row["task"], row["arm"], row["rate"]) == (task, "freshper", "1"):
+        if waves.key(row)[:3] == (task, "freshper", 1.0):
             on_cpu.setdefault(int(row["iteration"]), []).append(float(row["eval_success"]))
 
     lines = []
@@ -431,11 +428,10 @@ def plan(parts: dict[str, Part], out: Path, smollm2: Path, small: bool) -> None:
     for name, part in parts.items():
         folder = out / name.replace(", ", "-")
         lines = [f"== {name}: {' '.join(part.flags.split())}"]
-        backend = part.flags.split("--backend ")[1].split()[0]
-        missing = [x for x in ("vllm", "deepspeed") if x in backend and not find_spec(x)]
-        if missing:
-            lines.append(f"left out: {' and '.join(missing)} is not installed")
-        else:
+        needed = [package for package in ("vllm", "deepspeed") if package in part.flags]
+        missing = [package for package in needed if not find_spec(package)]
+        lines += [f"left out: {package} is not installed" for package in missing]
+        if not missing:
             lines += run_part(commands_of(part, folder, smollm2, small), folder)
             if part.model not in SIZES and (folder / "metrics.csv").exists():
                 lines += curve_of(folder, part.task)
@@ -452,7 +448,7 @@ def main() -> int:
     add("out", help="folder")
     add("--only", default="", help="run the parts of PLAN whose names contain this")
     add("--small", action="store_true", help="tiny models and batches")
-    add("--smollm2", type=Path, default=CACHE / SMOLLM2, help="folder of that model")
+    add("--smollm2", type=Path, default=common.SMOLLM2, help="folder of that model")
     add("--build", choices=[*SIZES, "tiny", "tiny-VL"], help="only build a model there")
     add("--run", action="store_true", help="run train.py once, with the flags that follow")
     args, flags = parser.parse_known_args()

@@ -18,10 +18,10 @@ import torch
 
 from envs.base import TextEnv
 from freshper.backends import backends, load
-from freshper.engine_vllm import ALLOWED, VLLMEngine
-from freshper.episode import Batch
+from freshper.engine_vllm import ALLOWED, VLLMEngine, batch_of_prompt
 from freshper.errors import BackendError
 from freshper.flags import parse_args
+from freshper.rollout import Conversation
 from freshper.trainer import Parameters, TorchTrainer, action_logprobs
 
 AMOUNTS = (0.0003, 0.001)
@@ -46,11 +46,8 @@ def set_gradient(trainer: TorchTrainer, env: TextEnv) -> None:
     """Compute the gradient of the log-probs of four prompts that the proof does not look at."""
     policy = trainer.policy
     for seed in range(4):
-        tokens = torch.tensor([policy.user_turn(env.reset(seed=seed)[0])])  # [1, T]
-        mask = ~torch.isin(tokens, torch.tensor(policy.suppressed_ids))  # [1, T]
-        mask[0, 0] = False
-        zeros = torch.zeros(tokens.shape)
-        batch = Batch(tokens, mask, zeros, zeros, [[]], [tokens.shape[1]])
+        prompt = Conversation(policy.user_turn(env.reset(seed=seed)[0]))
+        batch = batch_of_prompt(policy, prompt)
         action_logprobs(policy, batch, trainer.config.temperature)[0].sum().backward()
 
 
@@ -80,7 +77,6 @@ def measured(
 
     for name, parameter in trainer.policy.model.named_parameters():
         parameter.copy_(before[name])
-    engine.sync(trainer)
     return f"{np.mean(differences):.3f} ({np.quantile(differences, 0.9):.2f})"
 
 

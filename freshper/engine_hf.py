@@ -10,8 +10,8 @@ lengths, so new tokens are padded on the left, and the cache has holes:
 
 Positions count real tokens only, so a row computes the same numbers as it would alone. Trainer and
 engine share one model object. After an update the engine already has the new weights, and `sync`
-drops the cache. The cache also ends with the rollout, because training needs its memory. ZeRO-3
-alone leaves the trainer's model no whole weights. There the engine has a copy of the model.
+drops the cache. The cache also ends with the rollout, because training needs its memory. At ZeRO-3
+no rank has the whole weights. There the engine has a copy of the model, which `sync` fills.
 """
 
 import time

@@ -154,6 +154,16 @@ def gather(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
     return {name: x.detach().to("cpu", copy=True) for name, x in trainer.parameters()}
 
 
+def batch_of_prompt(policy: Policy, prompt: Conversation) -> Batch:
+    """Return a prompt as a batch, with all tokens for actions but the first one and those that are
+    never sampled."""
+    tokens = torch.tensor([prompt.tokens])  # [1, T]
+    mask = ~torch.isin(tokens, torch.tensor(policy.suppressed_ids))  # [1, T]
+    mask[0, 0] = False
+    zeros = torch.zeros(tokens.shape)
+    return Batch(tokens, mask, zeros, zeros, [prompt.images], [len(prompt.tokens)])
+
+
 class VLLMEngine:
     """Generate replies with vLLM. Raises BackendError if vLLM fails, dies or takes too long."""
 
@@ -323,16 +333,11 @@ class VLLMEngine:
             "the proof of the sync", prompts, [0] * PROBES, max_tokens=1, prompt_logprobs=0
         )
 
-        never_sampled = torch.tensor(self.policy.suppressed_ids)
         differences = []
         for prompt, output in zip(prompts, outputs, strict=True):
-            tokens = torch.tensor([prompt.tokens])  # [1, T]
-            mask = ~torch.isin(tokens, never_sampled)  # [1, T]
-            mask[0, 0] = False
-            zeros = torch.zeros(tokens.shape)
-            batch = Batch(tokens, mask, zeros, zeros, [prompt.images], [len(prompt.tokens)])
+            batch = batch_of_prompt(self.policy, prompt)
             expected = trainer.logprobs(batch)[0]  # [T]
-            for t in mask[0].nonzero().flatten().tolist():
+            for t in batch.action_mask[0].nonzero().flatten().tolist():
                 logprob = output.prompt_logprobs[t][prompt.tokens[t]].logprob
                 differences.append(abs(logprob - expected[t].item()))
         return differences

@@ -39,7 +39,7 @@ def test_every_part_of_the_plan(tmp_path):
 
 
 def test_one_part_without_its_package_and_an_unknown_part(tmp_path):
-    """The main environment of the gate has no vLLM, but this one has."""
+    """vLLM is installed here, so it is hidden from the benchmark."""
     hidden = "import sys, runpy; sys.modules['vllm'] = None; sys.argv = sys.argv[1:]; "
     hidden += "sys.path.insert(0, 'benchmarks'); runpy.run_path(sys.argv[0], run_name='__main__')"
     command = [sys.executable, "-c", hidden, "benchmarks/gpu.py", str(tmp_path / "out"), "--only"]
