@@ -328,7 +328,7 @@ def readme(data: Data) -> str:
     header = (says, "images", "text (`--env frozenlake`)")
     figure = image("frozenlake", "FrozenLake: FreshPER, Standard PER and on-policy training")
     first = data.row(Run(*README_RUN))
-    success = float(first["evaluations"].split()[-1])
+    success = float(first["last"])  # as the command prints it
     random, optimal = float(first["random"]), float(first["optimal"])
     of_command = (
         f"The first command above, with the default seed, ends at {success:.2f}. A random policy "
