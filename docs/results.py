@@ -48,7 +48,7 @@ from waves import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "RESULTS.md", "docs/replay_pays.md", "docs/tables.md")
+PAGES = ("README.md", "RESULTS.md", "docs/lesson.md", "docs/replay_pays.md", "docs/tables.md")
 BLOCK = re.compile(r"<!-- results: (\w+), commit ([^>]*?) -->\n(.*?)<!-- end -->", re.DOTALL)
 OLD = "*From older runs (commit {}), which are being repeated.*\n\n"
 ANY_OLD = re.compile(r"\A\*From older runs .*\n\n")
@@ -349,6 +349,17 @@ def readme_tasks(data: Data) -> str:
     return table(("`--env`", "what it is", measured), rows)
 
 
+def lesson(data: Data) -> str:
+    rows = []
+    for arm in ("freshper", "per", "on_policy"):
+        seconds = np.median(data.values("aime", arm, "cpu_s"))
+        rows.append([ARMS[arm], level(data.values("aime", arm), 2), f"{seconds:.0f}"])
+    random = data.values("aime", "freshper", "random")[0]
+    header = ("method", "held-out success", "CPU seconds, median")
+    tuned = "Each method has the learning rate that is best for it."
+    return f"{table(header, rows)}\nThe random policy has {random:.2f}. {tuned}\n"
+
+
 def pays(data: Data) -> str:
     rows = []
     ours = claims.episodes_needed(data, "frozenlake", "freshper")
@@ -415,6 +426,7 @@ BLOCKS = {
     "table": main_table,
     "readme": readme,
     "readme_tasks": readme_tasks,
+    "lesson": lesson,
     "pays": pays,
     "every_arm": every_arm,
 }
