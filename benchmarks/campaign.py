@@ -20,10 +20,12 @@ kill repeats iterations, or loses count); `last`: mean of the last three evaluat
 highest one; `final`: success of the final policy on `final_n` held-out seeds, 0 if numbers were not
 finite; `final_score`: the task's score likewise; `random` and `optimal`: the success of those
 policies on 256 of these seeds; `unreadable`: share of replies in the last ten iterations;
-`replay_age`: mean age of replayed episodes in steps; `drift_tau` and `drift_r2`: the measured 1/c
-of eq. 12, and R²; `age_rank` and `age_r2`: rank correlation and R² of age against the true drift of
-stored episodes, mean over the passes of the oracle; `evaluations`: held-out success of each, the
-one before training first.
+`replay_age`: mean age of replayed episodes in steps; `drift_tau` and `drift_r2`: 1/c of eq. 12 in
+steps, below 0 if KL falls with age, and R² of the line, both from KL(pi_theta || pi_mu);
+`reverse_tau` and `reverse_r2`: the same from KL(pi_mu || pi_theta), which equals the other to
+second order, and has less noise because no ratio multiplies it; `age_rank` and `age_r2`: rank
+correlation and R² of age against the true drift of stored episodes, mean over the passes of the
+oracle; `evaluations`: held-out success of each, the one before training first.
 """
 
 import contextlib
@@ -43,6 +45,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 
 import common
@@ -66,7 +69,7 @@ PRODUCT = ("train.py", "sumtree.py", "freshper", "envs")
 CONTROLS = "benchmarks/controls.py"
 COLUMNS = """task waves arm rate flags seed commit threads episodes updates cpu_s wall_s processes
 last peak final final_n final_score random optimal unreadable diverged replay_age drift_tau drift_r2
-age_rank age_r2 evaluations""".split()
+reverse_tau reverse_r2 age_rank age_r2 evaluations""".split()
 CURVE_COLUMNS = """task arm rate seed iteration step episodes wall_s eval_success eval_reward
 eval_score train_success invalid replay_age replay_kl ess ess_token tau""".split()
 DRIFT_COLUMNS = "task arm rate seed step age drift".split()
@@ -97,6 +100,11 @@ class Campaign:
 
     def folder(self, run: Run) -> Path:
         return self.out / run.name
+
+    @cached_property
+    def commit(self) -> str:
+        """The newest commit that changed the code of training."""
+        return git("log", "-1", "--format=%h", "--abbrev=10", "--", *PRODUCT)
 
     def rows(self) -> list[Row]:
         """Return the rows of runs.csv."""
@@ -133,7 +141,9 @@ class Campaign:
             shutil.rmtree(folder)  # killed before it began
         if folder.exists():
             wait_until_free(folder)
-        spent = Spent(self.out / f"{run.name}.json")
+        spent = Spent(self.out / f"{run.name}.json", self.commit)
+        if spent.commit != self.commit:
+            raise ValueError(f"{folder} is a run of commit {spent.commit}, not of {self.commit}")
         if is_trained(folder):
             if not (folder / "final.json").exists():
                 spent.note(0.0)  # nobody has seen how its process ended
@@ -155,7 +165,9 @@ class Campaign:
         if self.stopping.is_set():
             raise StoppedError
         text = log.read_text()
-        if status == 1 and re.search("(?m)^stopped after .*finite", text):
+        # A defect ends in a traceback, whatever its message says.
+        known = status == 1 and "Traceback" not in text
+        if known and re.search("(?m)^stopped after .*finite", text):
             (folder / "stopped.txt").write_text(text[-2000:])
         elif status:
             self.failed.append(f"{run.name} ended with {status}: see {log}")
@@ -221,7 +233,6 @@ class Campaign:
             "rate": run.rate,
             "flags": " ".join(self.flags(run)),
             "seed": run.seed,
-            "commit": git("log", "-1", "--format=%h", "--abbrev=10", "--", *PRODUCT),
             "threads": 1,
             **result,
             "updates": result["updates"],
@@ -235,17 +246,25 @@ class Campaign:
 
 
 class Spent:
-    """The CPU seconds of a run, over all of its processes, in a file beside its folder."""
+    """The CPU seconds of a run, over all of its processes, in a file beside its folder. Also the
+    commit that it began with."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, commit: str):
         self.path = path
-        before = json.loads(path.read_text()) if path.exists() else {"cpu_s": 0.0, "processes": 0}
+        before = {"cpu_s": 0.0, "processes": 0, "commit": commit}
+        if path.exists():
+            before = json.loads(path.read_text())
         self.before = before["cpu_s"]
         self.processes = before["processes"] + 1
+        self.commit = before["commit"]
 
     def note(self, seconds: float) -> None:
         """Write what this process has spent so far, and what those before it have."""
-        values = {"cpu_s": round(self.before + seconds, 2), "processes": self.processes}
+        values = {
+            "cpu_s": round(self.before + seconds, 2),
+            "processes": self.processes,
+            "commit": self.commit,
+        }
         write(self.path, json.dumps(values).encode())
 
 
@@ -329,8 +348,10 @@ def drift(folder: Path) -> Row:
     if (folder / "replay.csv").exists():
         rows = read(folder)
         estimates = by_age(rows)
-        tau, _, r2 = drift_rate(estimates["age"], estimates["kl"])
-        result = {"replay_age": rows["age"].mean(), "drift_tau": tau, "drift_r2": r2}
+        result["replay_age"] = rows["age"].mean()
+        for name, column in (("drift", "kl"), ("reverse", "kl_reverse")):
+            tau, _, r2 = drift_rate(estimates["age"], estimates[column])
+            result |= {f"{name}_tau": tau, f"{name}_r2": r2}
     if (folder / TABLE).exists():
         result |= age_against_drift(folder)
     return result
@@ -398,7 +419,10 @@ def locked(folder: Path) -> Iterator[None]:
 def write(path: Path, content: bytes) -> None:
     """Write a file such that a kill leaves all of it or what was there before."""
     new = path.with_name(f".{path.name}.new")
-    new.write_bytes(content)
+    with open(new, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
     new.replace(path)
 
 
@@ -536,6 +560,12 @@ def make_all(campaign: Campaign, selected: list[int], only: str, jobs: int) -> N
             raise ValueError(f"--smollm2 is {campaign.smollm2}, but must be {allowed}")
 
         print(f"wave {wave}, {QUESTIONS[wave]}: {len(runs)} runs to make", flush=True)
+        if any("--model good" in run.arm for run in runs):
+            # They start from its policy, which is not in the tables.
+            good = waves.good_run(campaign.best()[0])
+            if not (campaign.folder(good) / "checkpoint").exists():
+                campaign.make(good, members[good])
+
         with ThreadPoolExecutor(jobs) as pool:
             futures = [pool.submit(campaign.make, run, members[run]) for run in runs]
             try:

@@ -22,12 +22,13 @@ SMALLEST_EFFECT = 0.03  # of success: what is smaller does not matter
 
 
 class Effect(NamedTuple):
-    """An estimate, its 95 % interval and the two-sided p-value of the effect 0."""
+    """An estimate, its 95 % interval, the two-sided p-value of the effect 0, degrees of freedom."""
 
     estimate: float
     low: float
     high: float
     p: float
+    df: float = np.nan
 
 
 def contrast(groups: Sequence[np.ndarray], weights: Sequence[float]) -> Effect:
@@ -50,7 +51,7 @@ def contrast(groups: Sequence[np.ndarray], weights: Sequence[float]) -> Effect:
         t = np.where(estimate == 0, 0.0, estimate / np.sqrt(variance))
     half = stats.t.ppf(0.975, df) * np.sqrt(variance)
     p = 2 * stats.t.sf(np.abs(t), df)
-    return Effect(estimate, estimate - half, estimate + half, p)
+    return Effect(estimate, estimate - half, estimate + half, p, df)
 
 
 def difference(x: np.ndarray, y: np.ndarray) -> Effect:
@@ -68,12 +69,19 @@ def holm(p: Sequence[float]) -> np.ndarray:
     return corrected
 
 
-def verdict(effect: Effect, corrected_p: float, smallest: float = SMALLEST_EFFECT) -> str:
+def p_at_least(effect: Effect, smallest: float = SMALLEST_EFFECT) -> float:
+    """Return the one-sided p-value of "the effect is `smallest` or more"."""
+    error = (effect.high - effect.estimate) / stats.t.ppf(0.975, effect.df)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(stats.t.cdf((effect.estimate - smallest) / error, effect.df))
+
+
+def verdict(effect: Effect, corrected_p: float, corrected_p_at_least: float) -> str:
     """Return whether the effect is there: yes, no or undecided.
 
-    no: the whole interval is below the smallest effect that matters. yes: the effect is above 0,
-    and its corrected p-value below 0.05. Otherwise undecided."""
-    if effect.high < smallest:
+    no: it is smaller than the smallest effect that matters; of one comparison, the whole interval
+    is. yes: it is above 0. Both with the p-values of the family's correction."""
+    if corrected_p_at_least < 0.025:
         return "no"
     if effect.estimate > 0 and corrected_p < 0.05:
         return "yes"

@@ -4,6 +4,7 @@ docs/results.py draws them. A method has one colour everywhere: the paper's thre
 Fig. 3. At half the width of a page the letters are as large as the text.
 """
 
+import re
 from collections.abc import Sequence
 
 import claims
@@ -18,7 +19,7 @@ from compare import METHOD_COLORS
 
 STYLE = {
     "font.size": 10,
-    "axes.titlesize": 10,
+    "axes.titlesize": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -26,12 +27,13 @@ STYLE = {
     "legend.frameon": False,
     "savefig.dpi": 140,
 }
-WIDTH = 6.8  # inches
+WIDTH = 5.0  # inches
 COLORS = METHOD_COLORS | {"epochs": "#1A3E8C", "uniform": "#34A853", "no_decay": "#9C6500"}
+OTHER = "#777777"  # what is no arm of the main table
 # FreshPER at the top
 FOREST = tuple(reversed(ARMS))
 COSTS = np.geomspace(0.001, 10.0, 60)  # seconds that an episode costs more
-NO_DECAY_AT = 320  # where the arm without decay stands on the axis of tau
+NO_DECAY_AT = 5  # where the arm without decay stands on the axis of log4(tau / 5)
 
 
 def new_figure(height: float) -> Figure:
@@ -82,14 +84,14 @@ def main(data: Data) -> Figure:
             axes.plot(values, np.full(5, -row - 0.3), ".", color=COLORS[arm], markersize=3)
             interval(axes, contrast([values], [1.0]), -row, COLORS[arm])
         name_rows(axes, [ARMS[arm] for arm in FOREST] if number % 3 == 0 else [""] * len(FOREST))
-        axes.set(title=NAMES[task], xlim=(-0.03, 1.03))
+        axes.set(title=NAMES[task], xlim=(-0.03, 1.03), xticks=(0.0, 0.5, 1.0))
 
     axes = figure.add_subplot(grid[3, :])
     for row, arm in enumerate(FOREST):
         interval(axes, interquartile(data, arm), -row, COLORS[arm], "D")
     name_rows(axes, [ARMS[arm] for arm in FOREST])
-    axes.set_title("interquartile mean over the nine tasks, 0: random policy, 1: optimal policy")
-    figure.supxlabel("held-out success of the final policy")
+    axes.set_title("interquartile mean, normalised")
+    figure.supxlabel("held-out success of the final policy", fontsize=10)
     return figure
 
 
@@ -99,11 +101,11 @@ def main(data: Data) -> Figure:
 def mean_curve(data: Data, task: str, arm: str, column: str) -> tuple[np.ndarray, np.ndarray]:
     """Return x and the mean success of the runs of an arm. A run keeps its last value.
 
-    `cpu_s`: the CPU seconds of a run, spread over its course as its wall-clock time is."""
+    `cpu_s`: the CPU seconds of a run, spread evenly over its episodes."""
     curves = []
     for run in data.runs(task, arm):
         curve = data.curve(run)
-        share = curve["wall_s"] / max(curve["wall_s"][-1], 1e-9)
+        share = curve["episodes"] / curve["episodes"][-1]
         curve["cpu_s"] = float(data.row(run)["cpu_s"]) * share
         curves.append(curve)
 
@@ -151,7 +153,7 @@ def learning(data: Data, tasks: Sequence[str], arms: Sequence[str]) -> Figure:
         curves(axes, data, task, arms, "episodes")
         axes.set_xlabel("episodes")
     panels[0].set_ylabel("held-out success")
-    legend(figure, panels[0], columns=4)
+    legend(figure, panels[0], columns=3 if len(arms) == 3 else 2)
     return figure
 
 
@@ -171,11 +173,11 @@ def freshness(data: Data) -> Figure:
                 axes.plot([], [], "o-", color=COLORS[arm], label=ARMS[arm])
         if task in PAIR:
             effect = data.effect(task, "freshper", "freshper +shuffled")
-            interval(axes, effect, -0.3 - row, "black", "s")
-    axes.plot([], [], "s-", color="black", label="shuffled ages")
+            interval(axes, effect, -0.3 - row, OTHER, "s")
+    axes.plot([], [], "s-", color=OTHER, label="shuffled ages")
     name_rows(axes, [NAMES[task] for task in TASKS])
-    axes.set_xlabel("success of FreshPER, less that of")
-    legend(figure, axes, columns=4)
+    axes.set_xlabel("success of FreshPER minus that of")
+    legend(figure, axes, columns=2)
     return figure
 
 
@@ -188,30 +190,37 @@ def tau(data: Data) -> Figure:
     panels = figure.subplots(1, 2, sharey=True)
     rate = data.rate("freshper")
     arms = ("freshper --tau 5", "freshper", "freshper --tau 80", "no_decay")
-    places = (5, 20, 80, NO_DECAY_AT)
-    shown = (("learning rate", rate, COLORS["freshper"]), ("a quarter of it", rate / 4, "black"))
+    shown = (("best learning rate", rate, COLORS["freshper"]), ("a quarter", rate / 4, "black"))
     for axes, task in zip(panels, PAIR, strict=True):
+        measured = []
         for label, factor, color in shown:
             effects = [contrast([data.values(task, arm, rate=factor)], [1.0]) for arm in arms]
             means = [effect.estimate for effect in effects]
             half = [effect.high - effect.estimate for effect in effects]
-            axes.errorbar(places, means, half, fmt="o-", capsize=3, color=color, label=label)
-            measured = np.median(data.values(task, "freshper", "drift_tau", factor))
-            axes.axvline(measured, color=color, linestyle=":", label=f"1/c, {label}")
+            places = [0, 1, 2, NO_DECAY_AT]
+            axes.errorbar(places[:3], means[:3], half[:3], fmt="o-", capsize=3, color=color)
+            axes.errorbar(places[3:], means[3:], half[3:], fmt="o", capsize=3, color=color)
+            axes.plot([], [], "o-", color=color, label=label)
+
+            # 1/c may lie beyond the axis. If KL does not grow with age there is none.
+            c = claims.drift_rates(data, task, "freshper", factor).mean() / 1000.0
+            measured.append(f"{1 / c:.0f}" if c > 0 else "none")
+            if c > 0:
+                place = min(np.log(1 / c / 5) / np.log(4), NO_DECAY_AT - 0.5)
+                axes.axvline(place, color=color, linestyle=":")
 
         others = ("freshper --tau auto", oracle_arm(task), "freshper +shuffled")
-        for place, arm in enumerate(others, start=1):
+        for place, arm in enumerate(others, start=NO_DECAY_AT + 1):
             effect = contrast([data.values(task, arm)], [1.0])
             half_width = effect.high - effect.estimate
-            x = NO_DECAY_AT * 2.5**place
-            axes.errorbar(x, effect.estimate, half_width, fmt="s", capsize=3, color="#34A853")
-        ticks = [*places, *(NO_DECAY_AT * 2.5 ** np.arange(1, 4))]
-        axes.set_xscale("log")
+            axes.errorbar(place, effect.estimate, half_width, fmt="s", capsize=3, color=OTHER)
+        ticks = [0, 1, 2, *range(NO_DECAY_AT, NO_DECAY_AT + 4)]
         axes.set_xticks(ticks, ["5", "20", "80", "none", "auto", "oracle", "shuffled"], rotation=60)
-        axes.minorticks_off()
-        axes.set(title=NAMES[task], xlabel="tau, steps")
+        title = f"{NAMES[task]}\n1/c: {measured[0]}, {measured[1]} steps"
+        axes.set(title=title, xlabel="tau, steps")
     panels[0].set_ylabel("held-out success")
-    legend(figure, panels[0], columns=2)
+    panels[0].plot([], [], ":", color="black", label="1/c")
+    legend(figure, panels[0])
     return figure
 
 
@@ -231,23 +240,28 @@ def drift(data: Data) -> Figure:
 
     axes = figure.add_subplot(grid[1, :])
     for row, task in enumerate(TASKS):
-        r2 = data.values(task, "freshper", "drift_r2")
+        r2 = data.values(task, "freshper", "reverse_r2")
         axes.plot(r2, np.full(5, 0.2 - row), "o", color=COLORS["freshper"], alpha=0.6)
         if task in PAIR:
             of_entries = data.values(task, oracle_arm(task), "age_r2")
             ranks = data.values(task, oracle_arm(task), "age_rank")
             axes.plot(of_entries, np.full(5, -row), "s", color="black", alpha=0.6)
-            axes.plot(ranks, np.full(5, -0.2 - row), "^", color=COLORS["uniform"], alpha=0.6)
+            axes.plot(ranks, np.full(5, -0.2 - row), "^", color=OTHER, alpha=0.6)
     axes.plot([], [], "o", color=COLORS["freshper"], label="R², means of 12 ages")
     axes.plot([], [], "s", color="black", label="R², each episode")
-    axes.plot([], [], "^", color=COLORS["uniform"], label="rank correlation, each episode")
+    axes.plot([], [], "^", color=OTHER, label="rank correlation, each episode")
     name_rows(axes, [NAMES[task] for task in TASKS])
     axes.set_xlabel("age as a prediction of drift, a mark per run")
-    legend(figure, axes)
+    legend(figure, axes, columns=1)
     return figure
 
 
 # -- 7. which settings matter?
+
+
+def setting(arm: str) -> str:
+    """Return the settings of an arm in words. FreshPER is not named."""
+    return re.sub(r"^FreshPER \((.*)\)$", r"\1", arm_name(arm))
 
 
 def factors(data: Data) -> Figure:
@@ -258,7 +272,11 @@ def factors(data: Data) -> Figure:
     for row, (arm, other) in enumerate(FACTOR_REFERENCES.items()):
         effect = data.effect("frozenlake", arm, other)
         interval(axes, effect, -row, COLORS[arm.split()[0]])
-    name_rows(axes, [arm_name(arm) for arm in FACTOR_REFERENCES])
+    names = []
+    for arm, other in FACTOR_REFERENCES.items():
+        plain = other == arm.split()[0]
+        names.append(setting(arm) if plain else f"{setting(arm)}\nminus {setting(other)}")
+    name_rows(axes, names)
     axes.set_xlabel("difference of success")
     return figure
 
@@ -272,12 +290,10 @@ def pays(data: Data) -> Figure:
     axes = figure.subplots()
     needed, seconds = {}, {}
     for arm in ("freshper", "epochs", "on_policy"):
-        needed[arm] = np.log(claims.episodes_needed(data, "frozenlake", arm))
+        needed[arm] = np.log(claims.episodes_needed(data, "frozenlake", arm)[0])
         seconds[arm] = claims.seconds_per_episode(data, "frozenlake", arm)
     for arm in ("epochs", "on_policy"):
         ratio = difference(needed[arm], needed["freshper"])
-        if np.isnan(ratio.estimate):
-            continue
         of_costs = (seconds[arm] + COSTS) / (seconds["freshper"] + COSTS)
         style = {"color": COLORS[arm]}
         axes.plot(COSTS, np.exp(ratio.estimate) * of_costs, label=ARMS[arm], **style)

@@ -35,7 +35,6 @@ from stats import Effect, bootstrap, contrast, difference, interquartile_mean
 from waves import (
     PAIR,
     QUEUE_TASKS,
-    RATES,
     README_RUN,
     SEEDS,
     SLIPPERY,
@@ -65,8 +64,8 @@ COLUMNS = {
     "unreadable": ".3f",
     "diverged": ".1f",
     "replay_age": ".1f",
-    "drift_tau": ".0f",
     "drift_r2": ".2f",
+    "reverse_r2": ".2f",
 }
 DESCRIPTIONS = {
     "`aime`": ("three attempts at a number", "aime"),
@@ -114,10 +113,10 @@ def span(effect: Effect, form: str = "difference") -> str:
     return estimate if np.isnan(effect.low) else f"{estimate} ({low} to {high})"
 
 
-def in_bold(part: Part) -> str:
-    """Return the effect of a part, in bold if its verdict is yes."""
-    text = span(part.effect, part.form)
-    return f"**{text}**" if part.answer == "yes" else text
+def judged(part: Part) -> str:
+    """Return the effect of a part, in bold if its verdict is yes, in italics if it is no."""
+    mark = {"yes": "**", "no": "*"}.get(part.answer, "")
+    return f"{mark}{span(part.effect, part.form)}{mark}"
 
 
 def image(name: str, says: str, folder: str = "docs/") -> str:
@@ -139,8 +138,6 @@ def decided(data: Data, claim: claims.Claim) -> tuple[claims.Verdict, int]:
 
 def effects_of(parts: list[Part]) -> str:
     """Return the effects of a claim: each of up to four, or else their range and answers."""
-    if len(parts) == 1 and parts[0].form == "difference":
-        return span(parts[0].effect)
     if len(parts) <= 4:
         return "; ".join(f"{part.name} {span(part.effect, part.form)}" for part in parts)
     estimates = [part.effect.estimate for part in parts]
@@ -173,26 +170,29 @@ def verdicts(data: Data) -> str:
 
 def tuning(data: Data) -> str:
     """The mean of the normalised final success of wave 1, by arm and rate."""
+    rates = sorted({run.rate for run in tuning_runs()})
     rows = []
     for arm in FORWARD:
         cells = [ARMS[arm]]
         best = data.rate(arm)
-        for rate in RATES:
+        for rate in rates:
             runs = [run for run in tuning_runs() if (run.arm, run.rate) == (arm, rate)]
-            mean = np.mean([normalized(data.row(run)) for run in runs])
-            cells.append(f"**{mean:.3f}**" if rate == best else f"{mean:.3f}")
+            mean = np.mean([normalized(data.row(run)) for run in runs]) if runs else None
+            shown = "" if mean is None else f"{mean:.3f}"
+            cells.append(f"**{shown}**" if rate == best else shown)
         rows.append(cells)
-    return table(("learning rate", *(f"x {rate:g}" for rate in RATES)), rows)
+    return table(("factor on the preset's learning rate", *(f"{rate:g}" for rate in rates)), rows)
 
 
 def main_figure(data: Data) -> str:
     data.need(TASKS, ARMS)
-    return image("main", "Final success of six arms on nine tasks")
+    says = "Success of six arms on nine tasks; small dots: runs, large ones: means"
+    return image("main", says)
 
 
 def updates(data: Data) -> str:
     data.need((*PAIR, "cliffwalking"), ARMS)
-    return image("updates", "Success against updates and against CPU seconds")
+    return image("updates", "Success against updates and CPU seconds, means of five runs")
 
 
 def less(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -202,14 +202,14 @@ def less(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 def freshness(data: Data) -> str:
     """FreshPER minus each control, a row per task."""
-    columns = [[NAMES[task] for task in TASKS] + ["interquartile mean"]]
+    columns = [[NAMES[task] for task in TASKS] + ["interquartile mean, normalised"]]
     ours = data.all_normalized("freshper")
     for arm in CONTROLS:
         parts = claims.judge(claims.differences(data, "freshper", arm))
         theirs = data.all_normalized(arm)
         mean = Effect(*bootstrap(less, [ours, theirs]), np.nan)
-        columns.append([*map(in_bold, parts), span(mean)])
-    shuffled = {part.name: in_bold(part) for part in claims.freshness(data).parts}
+        columns.append([*map(judged, parts), span(mean)])
+    shuffled = {part.name: judged(part) for part in claims.freshness(data).parts}
     columns.append([shuffled.get(name, "") for name in columns[0]])
 
     rows = list(zip(*columns, strict=True))
@@ -221,17 +221,23 @@ def freshness(data: Data) -> str:
 def tau(data: Data) -> str:
     data.need(TASKS, ["freshper"])
     rate = data.rate("freshper")
+    names = {
+        "freshper --tau 5": "FreshPER, tau 5",
+        "freshper": "FreshPER, tau 20",
+        "freshper --tau 80": "FreshPER, tau 80",
+        "no_decay": "no decay, at FreshPER's rate",
+    }
     rows = []
-    for arm in ("freshper --tau 5", "freshper", "freshper --tau 80", "no_decay"):
-        cells = [arm_name(arm)]
+    for arm, name in names.items():
+        cells = [name]
         for task in PAIR:
             cells += [level(data.values(task, arm, rate=r)) for r in (rate, rate / 4)]
         rows.append(cells)
 
-    measured = ["measured 1/c, steps"]
+    measured = ["c, nats in 1,000 steps (tau 20)"]
     for task in PAIR:
         for r in (rate, rate / 4):
-            measured.append(level(data.values(task, "freshper", "drift_tau", r), 0))
+            measured.append(level(claims.drift_rates(data, task, "freshper", r), 1))
     rows.append(measured)
 
     def both(name: str, arms: Sequence[str], column: str = "final") -> list[str]:
@@ -243,57 +249,61 @@ def tau(data: Data) -> str:
         both("FreshPER, tau auto", ["freshper --tau auto"] * 2),
         both("FreshPER, shuffled ages", ["freshper +shuffled"] * 2),
         both("FreshPER, drift in place of age (oracle)", oracle),
-        both("rank correlation of age and drift", oracle, "age_rank"),
-        both("R² of age and drift, each episode", oracle, "age_r2"),
+        both("rank correlation of age and drift, single episodes", oracle, "age_rank"),
+        both("R² of age and drift, single episodes", oracle, "age_r2"),
     ]
 
-    header = ["success"]
+    header = ["mean of five runs"]
     for task in PAIR:
         header += [NAMES[task], "a quarter of the rate"]
-    curves = image("tau", "Success against tau, a curve per learning rate")
+    curves = image("tau", "Success against tau, a curve per learning rate").strip()
     predictions = image("drift", "Age as a prediction of drift")
-    return "\n".join([table(header, rows), curves, predictions])
+    return "\n".join([table(header, rows), f"{curves} {predictions}"])
 
 
 def factors(data: Data) -> str:
     data.need(["frozenlake"], (*FACTOR_REFERENCES, *FACTOR_REFERENCES.values()))
-    return image("factors", "One-factor intervals on text FrozenLake")
+    return image("factors", "Each setting's effect on text FrozenLake; grey: within 0.03")
 
 
 def unpaid(data: Data) -> str:
     """A row per question. "Three epochs": of the fresh batch, where the other control replays."""
-    rows = []
-    for task, flags, words in (
-        ("frozenlake", " --slippery", "text FrozenLake, slippery ice"),
-        ("gsm8k", " --model good", "GSM8K from a good policy"),
-    ):
-        cells = [words, level(data.values(task, f"freshper{flags}"))]
-        effects = [data.effect(task, f"freshper{flags}", f"{arm}{flags}") for arm in SLIPPERY[:3]]
-        rows.append([*cells, *map(span, effects), ""])
+    columns = [["text FrozenLake, slippery ice", "GSM8K from a good policy"]]
+    columns[0] += [NAMES[task] for task in QUEUE_TASKS]
+    keys = [("frozenlake", " --slippery"), ("gsm8k", " --model good")]
+    keys += [(task, "") for task in QUEUE_TASKS]
+    columns.append([level(data.values(task, f"freshper{flags}")) for task, flags in keys])
 
+    for arm in SLIPPERY[:3]:
+        effects = {}
+        for task, flags in keys:
+            effects[task, flags] = data.effect(task, f"freshper{flags}", f"{arm}{flags}")
+        columns.append([judged(part) for part in claims.judge(effects)])
+
+    effects = {}
     for task in QUEUE_TASKS:
-        cells = [NAMES[task], level(data.values(task, "freshper"))]
-        effects = [data.effect(task, "freshper", arm) for arm in SLIPPERY[:3]]
         epochs = data.values(task, "on_policy --ppo_epochs 3", rate=data.rate("epochs"))
-        effects.append(difference(data.values(task, "freshper"), epochs))
-        rows.append([*cells, *map(span, effects)])
+        effects[task] = difference(data.values(task, "freshper"), epochs)
+    columns.append(["", "", *map(judged, claims.judge(effects))])
+
     minus_it = [f"minus {ARMS[arm]}" for arm in SLIPPERY[:3]]
-    return table(("success", "FreshPER", *minus_it, "minus three epochs"), rows)
+    header = ("success", "FreshPER", *minus_it, "minus three epochs")
+    return table(header, list(zip(*columns, strict=True)))
 
 
 def small(data: Data) -> str:
-    ours = data.values("small", "freshper")
+    parts = claims.holds_for_pretrained(data).parts
+    minus = dict(zip(("on_policy", "epochs", "per"), map(judged, parts), strict=True))
     rows = []
     for arm in SMALL_ARMS:
         values = data.values("small", arm)
-        cells = [ARMS[arm], f"x {data.rate(arm, 'small'):g}", level(values)]
-        cells.append("" if arm == "freshper" else span(difference(ours, values)))
         minutes = data.values("small", arm, "cpu_s").mean() / 60
-        cells.append(f"{minutes:.0f}")
-        rows.append(cells)
+        rate = f"{data.rate(arm, 'small'):g}"
+        rows.append([ARMS[arm], rate, level(values), minus.get(arm, ""), f"{minutes:.0f}"])
 
-    header = ("SmolLM2-135M", "learning rate", "success", "FreshPER minus it", "CPU minutes")
-    figure = image("small", "SmolLM2 on GSM8K in three attempts")
+    header = ("SmolLM2-135M", "rate factor", "success", "FreshPER minus it", "CPU minutes")
+    says = "SmolLM2 on GSM8K in three attempts with feedback. Rates 1 and 2 were tried, one run each"
+    figure = image("small", says)
     return "\n".join([table(header, rows), figure])
 
 
@@ -304,7 +314,7 @@ def main_table(data: Data) -> str:
         cells = [NAMES[task], f"{bounds[0]:.3g}", f"{bounds[1]:.3g}"]
         rows.append(cells + [level(data.values(task, arm)) for arm in FORWARD])
     means = [span(interquartile(data, arm), "number") for arm in FORWARD]
-    rows.append(["interquartile mean", "0", "1", *means])
+    rows.append(["interquartile mean, normalised", "0", "1", *means])
     return table(("success", "random", "optimal", *(ARMS[arm] for arm in FORWARD)), rows)
 
 
@@ -332,7 +342,8 @@ def readme(data: Data) -> str:
     random, optimal = float(first["random"]), float(first["optimal"])
     of_command = (
         f"The first command above, with the default seed, ends at {success:.2f}. A random policy "
-        f"has {random:.2f}, the optimal policy {optimal:.2g}.\n"
+        f"has {random:.2f}, the optimal policy {optimal:.2g}. In the table each method has the "
+        "learning rate that is best for it (RESULTS.md).\n"
     )
     return "\n".join([figure, table(header, rows), of_command])
 
@@ -362,27 +373,29 @@ def lesson(data: Data) -> str:
 
 def pays(data: Data) -> str:
     rows = []
-    ours = claims.episodes_needed(data, "frozenlake", "freshper")
+    ours, complete = claims.episodes_needed(data, "frozenlake", "freshper")
     ours_s = claims.seconds_per_episode(data, "frozenlake", "freshper")
     for arm in ("freshper", "epochs", "on_policy"):
-        needed = claims.episodes_needed(data, "frozenlake", arm)
+        needed, all_have_it = claims.episodes_needed(data, "frozenlake", arm)
         seconds = claims.seconds_per_episode(data, "frozenlake", arm)
-        shown = " ".join("never" if np.isnan(value) else f"{value:.0f}" for value in needed)
+        shown = " ".join(f"{value:.0f}" for value in needed)
         cells = [ARMS[arm], shown, f"{seconds:.4f}", "1", "1"]
         if arm != "freshper":
             effect = difference(np.log(needed), np.log(ours))
             free = [value + np.log(seconds / ours_s) for value in effect[:3]]
-            cells[3:] = [span(Effect(*free, np.nan), "ratio"), span(effect, "ratio")]
-        if np.isnan(needed).any():
-            cells[3:] = ["not every run has it"] * 2
+            at_least = "" if all_have_it else "at least "
+            cells[3] = at_least + span(Effect(*free, np.nan), "ratio")
+            cells[4] = at_least + span(effect, "ratio")
+            if not complete:
+                cells[3:] = ["not every run of FreshPER has it"] * 2
         rows.append(cells)
 
     header = (
         "FrozenLake, text: arm",
         f"episodes until a success of {claims.SUCCESS:g}, per seed",
         "CPU seconds per episode",
-        "time, free episodes",
-        "time, expensive episodes",
+        "time / FreshPER's, c = 0",
+        "time / FreshPER's, large c",
     )
     figure = image("pays", "Time until a success against the cost of an episode", folder="")
     return "\n".join([table(header, rows), figure])
@@ -401,16 +414,17 @@ def every_arm(data: Data) -> str:
             continue
         cells = [NAMES[task], arm_name(arm), f"{rate:g}"]
         cells.append(level(data.values(task, arm, "final", rate)))
+        means = []
         for column, form in COLUMNS.items():
-            mean = data.values(task, arm, column, rate).mean()
-            cells.append("" if np.isnan(mean) else f"{mean:{form}}")
-        cells.append(f"{claims.late_loss(data, task, arm, rate).mean():.3f}")
-        rows.append(cells)
+            means.append((data.values(task, arm, column, rate).mean(), form))
+        means.append((claims.drift_rates(data, task, arm, rate).mean(), ".1f"))
+        means.append((claims.late_loss(data, task, arm, rate).mean(), ".3f"))
+        rows.append(cells + ["" if np.isnan(mean) else f"{mean:{form}}" for mean, form in means])
 
     if not rows:
         raise MissingError("five runs of any arm")
     names = [name.replace("_", " ") for name in COLUMNS]
-    return table(("task", "arm", "rate", "final", *names, "late loss"), rows)
+    return table(("task", "arm", "rate factor", "final", *names, "c", "late loss"), rows)
 
 
 BLOCKS = {

@@ -50,7 +50,8 @@ def test_every_run_is_a_valid_command_with_a_name_of_its_own():
 
 
 def test_the_main_table_has_nine_tasks_six_arms_and_five_seeds():
-    assert len(ALL[1]) == 2 * 6 * 3 * 2
+    # three rates, and a fourth one of two arms
+    assert len(ALL[1]) == 2 * 2 * (6 * 3 + 2)
     *main, of_readme = ALL[2]
     assert len(main) == len(set(main)) == 9 * 6 * 5
     assert {run.seed for run in main} == {501, 502, 503, 504, 505}
@@ -237,6 +238,32 @@ def test_other_product_code_than_that_of_the_rows_is_refused(tmp_path, monkeypat
         campaign.check_code(rows)
 
 
+def test_a_run_that_another_commit_began_is_refused(tmp_path):
+    run = Run("gsm8k", "freshper", 1.0, 501)
+    begun = campaign.Campaign(tmp_path, tmp_path, short=True)
+    campaign.Spent(tmp_path / f"{run.name}.json", "0123456789").note(1.0)
+    with pytest.raises(ValueError, match=f"{run.name} is a run of commit 0123456789, not of"):
+        begun.make(run, [2])
+    assert not begun.folder(run).exists()
+
+
+def test_a_policy_to_start_from_that_is_gone_is_made_again(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(campaign.Campaign, "make", lambda self, run, waves: made.append(run))
+    whole = campaign.Campaign(tmp_path / "out", tmp_path)
+    good = waves.good_run(BEST)
+    levels = {"final": "0.5", "random": "0.2", "optimal": "1", "waves": "1"}
+    rows = [a_row(run, **levels) for run in (*ALL[1], good)]
+    (tmp_path / "runs.csv").write_text(campaign.table(campaign.COLUMNS, rows))
+
+    campaign.make_all(whole, [5], "model-good-x1-seed501", jobs=1)
+    assert made[0] == good and [run.seed for run in made] == [403, 501, 501, 501, 501]
+    made.clear()
+    (whole.folder(good) / "checkpoint").mkdir(parents=True)
+    campaign.make_all(whole, [5], "model-good-x1-seed501", jobs=1)
+    assert [run.seed for run in made] == [501, 501, 501, 501]
+
+
 # -- controls
 
 
@@ -401,17 +428,27 @@ def test_holm_s_example():
 
 
 @pytest.mark.parametrize(
-    "interval, p, expected",
+    "estimate, p, p_at_least, expected",
     [
-        ((0.05, 0.02, 0.08), 0.01, "yes"),
-        ((0.05, 0.02, 0.08), 0.06, "undecided"),
-        ((0.01, -0.02, 0.04), 0.5, "undecided"),
-        ((0.015, 0.005, 0.025), 0.001, "no"),
-        ((-0.3, -0.4, -0.2), 0.001, "no"),
+        (0.05, 0.01, 0.9, "yes"),
+        (0.05, 0.06, 0.9, "undecided"),
+        (0.01, 0.5, 0.1, "undecided"),
+        (0.015, 0.001, 0.01, "no"),
+        (-0.3, 0.001, 0.001, "no"),
     ],
 )
-def test_the_verdict_follows_the_rule_of_the_plan(interval, p, expected):
-    assert stats.verdict(stats.Effect(*interval, p), p) == expected
+def test_the_verdict_follows_the_rule_of_the_plan(estimate, p, p_at_least, expected):
+    effect = stats.Effect(estimate, np.nan, np.nan, np.nan)
+    assert stats.verdict(effect, p, p_at_least) == expected
+
+
+def test_the_p_value_of_a_large_effect_agrees_with_scipy():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(0.5, 0.1, 5), rng.normal(0.4, 0.3, 4)
+    test = scipy_stats.ttest_ind(x, y + 0.03, equal_var=False, alternative="less")
+    assert stats.p_at_least(stats.difference(x, y)) == pytest.approx(test.pvalue)
+    equal = stats.difference(np.full(3, 0.5), np.full(3, 0.25))
+    assert [stats.p_at_least(equal, smallest) for smallest in (0.2, 0.3)] == [1.0, 0.0]
 
 
 def test_the_interquartile_mean_leaves_out_the_quarters_of_all_values():
