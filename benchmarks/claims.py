@@ -340,7 +340,8 @@ def every_tau_is_above(data: Data) -> Verdict:
 
 
 def kl_is_linear(data: Data) -> Verdict:
-    """Of both directions of KL. KL(pi_theta || pi_mu), that of eq. 12, has much more noise."""
+    """Of both directions of KL. Eq. 12 names KL(pi_theta || pi_mu), in whose estimate ratios are
+    factors. The other one decides."""
     parts = []
     for name, words in (("reverse", "KL(mu, theta)"), ("drift", "KL(theta, mu)")):
         r2 = []
@@ -394,7 +395,7 @@ def is_does_not_raise(data: Data) -> Verdict:
 def late_loss(data: Data, task: str, arm: str, rate: float | None = None) -> np.ndarray:
     """Return the highest mean of three consecutive evaluations minus that of the last three, [5].
 
-    256 episodes an evaluation leave some 0.02 to 0.03 by chance, if nothing is lost."""
+    256 episodes an evaluation leave 0.01 to 0.03 by chance, if nothing is lost."""
     losses = []
     for run in data.runs(task, arm, rate):
         row = data.row(run)
