@@ -212,8 +212,8 @@ for alpha, decay in settings:
 # ## 5. What beta does (eq. 3)
 #
 # IS weights undo the preference of the draw. At `beta = 1` the weighted mean over draws is the
-# plain mean over the buffer; at `beta = 0` nothing is undone. Table 5 gives FreshPER no IS
-# correction, and the paper gives no reason. One effect is seen here: the weights also undo the
+# plain mean over the buffer; at `beta = 0` nothing is undone. By Table 5 FreshPER's default has
+# no IS correction, and the paper gives no reason. One effect is seen here: they also undo the
 # preference for fresh trajectories.
 
 # %%

@@ -1,4 +1,4 @@
-"""Every setting of a run, with the paper's value as its default.
+"""Every setting of a run, with the paper's value as its default where it has one.
 
 Paper: section 4.1 ("Implementation Details") and Tables 2 to 5; appendix F ("Common Settings"). The
 settings of a run come from this dataclass, then from the preset of its task, then from its method
@@ -42,7 +42,7 @@ class Config:
         "auto",
         "hub id, folder or tiny; auto: the preset's, or the paper's if that and a GPU are here",
     )
-    slippery: bool = flag(False, "FrozenLake's ice (appendix D: slippery; docs/differences.md)")
+    slippery: bool = flag(False, "FrozenLake's ice (appendix D: slippery; README.md says where)")
     max_turns: int = flag(0, "H, replies per episode; 0: the task's (Table 2, 'Max Actions')")
     format_penalty: float = flag(0.15, "cost of an unreadable reply (paper: 0; their code: 0.15)")
     data: str = flag(
@@ -57,7 +57,7 @@ class Config:
     method: Method = flag("freshper", "no replay; Standard PER; FreshPER (Table 5)")
     replay_ratio: int = flag(2, "K, replay updates per iteration (Table 5: 2)")
     batch_size: int = flag(
-        128, "B, episodes per replay update (not in the paper; Table 4's BS/dev x GA is 128)"
+        128, "B, episodes per replay update (not in the paper; 128: Table 4's BS/dev x GA, 0.5B)"
     )
     capacity: int = flag(50_000, "of the buffer, in episodes (Table 5: 50K)")
     eviction: Eviction = flag("fifo", "Table 5: FIFO; appendix A.1: lowest priority")

@@ -2,7 +2,7 @@
 
 Paper: section 3.3; a real run shows its argument step by step.
 
-    rho_i = pi_theta(tau_i) / pi_mu(tau_i)           eq. 4: the product over its action tokens
+    rho_i = pi_theta(e_i) / pi_mu(e_i)               eq. 4: the product over its action tokens
     ESS / n = 1 / (1 + Var[rho])                     eq. 5
     ESS / n <= exp(-KL(pi_theta || pi_mu))           eq. 11: a bound, not an estimate
     KL ~ c Delta, so exp(-Delta / tau), tau = 1/c    eq. 12 and 13: a heuristic
