@@ -156,6 +156,8 @@ def checked(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> li
     flags = [f"--env={env}", f"--method={method}", *flags, *arm_flags, f"--seed={seed}"]
     settings = vars(parse_args(flags).config)
     if folder.exists():
+        if not (folder / "config.json").exists():
+            raise ValueError(f"{folder} is no run, as it has no config.json: remove it")
         for name, value in vars(config_of(folder)).items():
             if name not in ("out", "backend") and value != settings[name]:
                 allowed = f"{value} as in {folder}, or use another --out"
@@ -191,6 +193,7 @@ def run(env: str, arm: str, seed: int, folder: Path, flags: list[str], threads: 
 
     # A defect ends in a traceback, whatever its message says.
     known = process.returncode == 1 and "Traceback" not in process.stderr
+    known = known and (folder / "metrics.csv").exists()
     if known and re.search("(?m)^stopped after .*finite", process.stdout):
         stopped.write_text(process.stdout)
     elif process.returncode:
@@ -313,7 +316,10 @@ def figure(out: Path, results: Results, metric: str, title: str, levels: Row) ->
             values = table[f"eval_{metric}"]
             lines.append((episodes, values, {"color": color, "alpha": 0.3, "linewidth": 1}))
             measured = ~np.isnan(values)
-            curves.append(np.interp(longest, episodes[measured], values[measured]))
+            values = values[measured]
+            # As in the table, the missed evaluations of a run that stopped count as its lowest.
+            lowest = 0.0 if metric == "success" else values.min()
+            curves.append(np.interp(longest, episodes[measured], values, right=lowest))
 
         style = {"color": color, "linewidth": 2.2, "label": label(arm)}
         lines.append((longest, np.mean(curves, axis=0), style))

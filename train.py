@@ -93,9 +93,10 @@ def train(
             advantages = baseline.advantages(drawn.episodes)
             replayed = trainer.update(drawn.episodes, advantages, weights)
             replays.append((drawn, replayed))
-            # section 3.5, "Priority Update": |A_i| depends on the policy and the baseline
+            # section 3.5, "Priority Update": |A_i| depends on the newest baseline
             priorities = base_priorities(drawn.episodes, baseline, config.base_priority, epsilon)
             buffer.update_base_priorities(drawn.indices, priorities)
+        for drawn, replayed in replays:
             decay.observe(drawn.ages, replayed.drift["kl"] / drawn.turns())
 
         # 12: sync the inference engine, pi_mu <- pi_theta

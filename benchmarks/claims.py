@@ -493,11 +493,6 @@ def carries_to_images(data: Data) -> Verdict:
     return every(judge(differences(data, "freshper", "on_policy", tasks=tasks)))
 
 
-def slippery_ice(data: Data) -> Verdict:
-    pairs = [("freshper --slippery", f"{arm} --slippery") for arm in ("on_policy", "per")]
-    return alike(judge(on_text(data, *pairs)))
-
-
 # -- our questions
 
 
@@ -631,7 +626,6 @@ CLAIMS = (
     Claim("20", "a saturated model gains nothing from replay (B.3)", good_gains_nothing, UNPAID),
     Claim("21", "the harder the task, the larger the gain (4.3)", harder_gains_more, WINS),
     Claim("22", "it carries over to images (4.3): minus on-policy", carries_to_images, WINS),
-    Claim("23", "slippery ice: FreshPER is best (Table 1)", slippery_ice, UNPAID),
     Claim("a", "is it more than updates? Minus as many updates", more_than_updates, UPDATES),
     Claim("b", "do priorities add to an age limit? Minus uniform replay", more_than_age, FRESHNESS),
     Claim("c", "is it freshness? Minus shuffled ages", freshness, FRESHNESS),

@@ -74,7 +74,6 @@ FACTORS = (
     "freshper --capacity 640",
     "freshper --capacity 640 --eviction lowest_priority",
 )
-SLIPPERY = ("on_policy", "epochs", "per", "freshper")
 SMALL_ARMS = ("freshper", "on_policy", "epochs", "per")
 GOOD_SEED = 403  # of the run that `--model good` starts from
 README_RUN = ("frozenlake_vlm", "freshper", 1.0, 42)  # its first command, all defaults
@@ -217,12 +216,11 @@ def tau_runs(task: str, rate: float) -> list[Run]:
 
 
 def unpaid_runs(best: dict[str, float]) -> list[Run]:
-    """Return the runs of wave 5: slippery ice, a policy that is already good, and three epochs of
-    the fresh batch in the tasks whose other control replays the newest 64 episodes."""
+    """Return the runs of wave 5: a policy that is already good, and three epochs of the fresh batch
+    in the tasks whose other control replays the newest 64 episodes."""
     # The first one must be complete when those with its policy begin.
     runs = [good_run(best)]
-    runs += of_arms("frozenlake", tuple(f"{arm} --slippery" for arm in SLIPPERY), best)
-    runs += of_arms("gsm8k", tuple(f"{arm} --model good" for arm in SLIPPERY), best)
+    runs += of_arms("gsm8k", tuple(f"{arm} --model good" for arm in SMALL_ARMS), best)
     for task in QUEUE_TASKS:
         runs += [Run(task, "on_policy --ppo_epochs 3", best["epochs"], seed) for seed in SEEDS]
     return runs

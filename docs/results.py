@@ -37,7 +37,6 @@ from waves import (
     QUEUE_TASKS,
     README_RUN,
     SEEDS,
-    SLIPPERY,
     SMALL_ARMS,
     TASKS,
     Run,
@@ -268,13 +267,12 @@ def factors(data: Data) -> str:
 
 def unpaid(data: Data) -> str:
     """A row per question. "Three epochs": of the fresh batch, where the other control replays."""
-    columns = [["text FrozenLake, slippery ice", "GSM8K from a good policy"]]
-    columns[0] += [NAMES[task] for task in QUEUE_TASKS]
-    keys = [("frozenlake", " --slippery"), ("gsm8k", " --model good")]
-    keys += [(task, "") for task in QUEUE_TASKS]
+    columns = [["GSM8K from a good policy", *(NAMES[task] for task in QUEUE_TASKS)]]
+    keys = [("gsm8k", " --model good"), *((task, "") for task in QUEUE_TASKS)]
     columns.append([level(data.values(task, f"freshper{flags}")) for task, flags in keys])
 
-    for arm in SLIPPERY[:3]:
+    others = ("on_policy", "epochs", "per")
+    for arm in others:
         effects = {}
         for task, flags in keys:
             effects[task, flags] = data.effect(task, f"freshper{flags}", f"{arm}{flags}")
@@ -284,9 +282,9 @@ def unpaid(data: Data) -> str:
     for task in QUEUE_TASKS:
         epochs = data.values(task, "on_policy --ppo_epochs 3", rate=data.rate("epochs"))
         effects[task] = difference(data.values(task, "freshper"), epochs)
-    columns.append(["", "", *map(judged, claims.judge(effects))])
+    columns.append(["", *map(judged, claims.judge(effects))])
 
-    minus_it = [f"minus {ARMS[arm]}" for arm in SLIPPERY[:3]]
+    minus_it = [f"minus {ARMS[arm]}" for arm in others]
     header = ("success", "FreshPER", *minus_it, "minus three epochs")
     return table(header, list(zip(*columns, strict=True)))
 

@@ -190,6 +190,7 @@ def play_out(env: TextEnv, seed: int, reply: Callable[[], str]) -> tuple[float, 
 NUMBER = "a whole number above 0"
 WORDS = "a tuple of strings, none of them empty"
 SHOWN = "an Observation of a text and of images that are uint8 [H, W, 3]"
+COLUMNS = ("success", "reward", "truncated", "turns", "invalid", "cut")  # of every episode
 PROMISES = {
     "max_turns": NUMBER,
     "layers": NUMBER,
@@ -267,13 +268,23 @@ def check_environment(env: TextEnv) -> None:
     if type(env).random_reply is TextEnv.random_reply:
         sentence = "actions is empty, but the random policy chooses from them"
         require(len(env.actions) > 0, env, sentence)
+    for name in env.metrics:
+        taken = name in COLUMNS or hasattr(TextEnv, name)
+        require(not taken, env, f"metrics has the name {name!r}, which something else has")
 
     for seed in range(8):
         repeatable = checked_episode(env, seed) == checked_episode(env, seed)
         advice = "all that is random must follow from the seed"
         require(repeatable, env, f"reset(seed={seed}) began two different episodes, but {advice}")
     env.reset(seed=0)
-    checked(env, "step()", env.step("a reply without an action"))
+    try:
+        result = env.step("a reply without an action")
+    except Exception as error:
+        sentence = f"step() raised {error!r}, but no reply may raise an error"
+        raise ValueError(f"{type(env).__name__}.{sentence}") from error
+    observation, *_ = checked(env, "step()", result)
+    same = content(env.observe()) == content(observation)
+    require(same, env, "observe() does not return what step() returned before it")
 
 
 def checked_episode(env: TextEnv, seed: int) -> list:
@@ -290,6 +301,8 @@ def checked_episode(env: TextEnv, seed: int) -> list:
         sentence = f"step() has the metrics {metrics!r:.80}, but must have a number for each of "
         has_numbers = complete and all(keeps("number", value) for value in metrics.values())
         require(has_numbers, env, f"{sentence}{env.metrics}")
+        sentence = f"step() could not read {reply!r} of random_reply(): its `valid` is False"
+        require(info.get("valid", True), env, sentence)
         shown += [content(observation), results, info["success"]]
         if any(results[1:]):
             return shown

@@ -99,12 +99,13 @@ def select_fields(row: dict, fields: tuple[str, ...]) -> dict:
 
 
 def divide(rows: list) -> dict[str, list]:
-    """Divide the rows of a single split: every tenth different row is held out. Equal rows stay on
-    one side."""
+    """Divide the rows of a single split: every tenth different row, or image of rows, is held out.
+    Rows that are equal, or about equal images, stay on one side."""
     parts: dict[str, list] = {"train": [], "held_out": []}
     numbers: dict[int, int] = {}  # by a hash, because rows may have large images
     for row in rows:
-        number = numbers.setdefault(hash(repr(row)), len(numbers))
+        shown = getattr(row, "image", None) or repr(row)
+        number = numbers.setdefault(hash(shown), len(numbers))
         parts["train" if number % 10 else "held_out"].append(row)
     return parts
 

@@ -101,6 +101,8 @@ class FrozenLake(GridWorld):
             "FrozenLake-v1", desc=self.cells, is_slippery=self.slippery
         ).unwrapped
         self.lake.reset(seed=seed)
+        # The map was drawn from the stream of the seed, so it would show the slips.
+        self.lake.np_random = np.random.default_rng((seed, 2))
 
     def act(self, action: int) -> Outcome:
         # `GridWorld.actions` are in Gymnasium's order.

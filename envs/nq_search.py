@@ -97,11 +97,16 @@ class NQSearch(QuestionEnv):
 
     @staticmethod
     def from_row(row: dict) -> Question:
-        """Return the question of a row, which has a list of golden answers or a single one."""
+        """Return the question of a row, which has a list of golden answers or a single one.
+
+        Raises ValueError if no answer has a text."""
         answers = row["golden_answers"]
         if not isinstance(answers, list):
             answers = [answers]
-        return Question(harmless(str(row["question"])), [str(answer) for answer in answers])
+        texts = [str(answer) for answer in answers if answer is not None and str(answer).strip()]
+        if not texts:
+            raise ValueError(f"golden_answers is {answers}, but must hold a text")
+        return Question(harmless(str(row["question"])), texts)
 
     def generate(self, seed: int) -> Question:
         return synthetic_wiki.question(seed, self.style)

@@ -23,7 +23,8 @@ def show(env: TextEnv) -> None:
 
 
 def ask(env: TextEnv) -> str:
-    """Return the reply of a person: a line, between <answer> tags unless it has a tag.
+    """Return the reply of a person: a line, between <answer> tags unless it has a tag, or is the
+    sentence that the question asks for.
 
     Raises EOFError for `q`.
     """
@@ -31,7 +32,9 @@ def ask(env: TextEnv) -> str:
     line = input("> ")
     if line.strip().lower() == "q":
         raise EOFError
-    return line if "<" in line else f"<answer>{line}</answer>"
+    question = getattr(env, "question", None)
+    sentence = " " in line.strip() and getattr(question, "one_sentence", False)
+    return line if "<" in line or sentence else f"<answer>{line}</answer>"
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -277,7 +277,7 @@ def make_trainer(policy: Policy, config: Config) -> TorchTrainer:
     if activations > ACTIVATIONS:
         policy.model.gradient_checkpointing_enable({"use_reentrant": False})
 
-    updates = config.iterations * (config.ppo_epochs + config.replay_ratio)
+    updates = config.iterations * config.updates_per_iteration
     if config.trainer == "torch":
         return TorchTrainer(policy, config, updates)
     from freshper.trainer_deepspeed import DeepSpeedRanks, RankZero

@@ -5,7 +5,8 @@
                              (iteration and settings), manifest.json (checksums)
     out/checkpoint-before/   the one before it, used if a file of the newest is missing, or is not
                              what the manifest says
-    out/checkpoint-best/     the model alone, of the evaluation with the highest success so far
+    out/checkpoint-best/     the model alone, of the evaluation with the highest success so far, if
+                             that is above the one before training
 
 The .pt files are read with `torch.load(weights_only=True)`: one from someone else cannot run code.
 On a CPU, with the same number of threads, a resumed run is bitwise identical to one that never
@@ -124,6 +125,12 @@ class RunState:
             if isinstance(value, torch.Tensor):
                 buffer[name] = value.numpy()
         buffer["episodes"] = unpack_episodes(buffer["episodes"])
+
+        # The schedule ends with the run, although --iterations, K or epochs may have changed.
+        run = json.loads((folder / "run.json").read_text())
+        left = self.config.iterations - run["iteration"]
+        steps = left * self.config.updates_per_iteration
+        state["trainer"]["total_updates"] = state["trainer"]["step"] + steps
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
         self.policy.features.update(state["features"])

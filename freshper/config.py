@@ -111,6 +111,11 @@ class Config:
     eval_episodes: int = flag(128, "held-out episodes per evaluation (appendix F: 128)")
 
     @property
+    def updates_per_iteration(self) -> int:
+        """Return the optimizer steps of an iteration."""
+        return self.ppo_epochs + self.replay_ratio
+
+    @property
     def tiny(self) -> bool:
         """Whether the model is one that freshper/tiny.py builds."""
         return self.preset == "tiny"
@@ -187,7 +192,7 @@ class Config:
         if self.decay == "limit":
             return FixedDecay(age_limit, tau=self.tau)
         if self.tau == "auto":
-            return AutoTau(self.alpha, self.replay_ratio + self.ppo_epochs)
+            return AutoTau(self.alpha, self.updates_per_iteration)
         return FixedDecay(exponential_decay, tau=self.tau)
 
     def beta_at(self, iteration: int) -> float:

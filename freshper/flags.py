@@ -140,9 +140,13 @@ def check_replay(config: Config, require: Callable) -> None:
     if config.tau == "auto":
         require(config.decay in ("exponential", "none"), "tau", "a number with this --decay")
     else:
-        require(config.tau > 0, "tau", "above 0, or auto")
-    batch = max(config.batch_size, config.rollout_batch_size)
-    require(config.capacity >= batch, "capacity", "at least a batch")
+        require(config.tau >= 1, "tau", "at least 1, or auto")
+        # The refresh is --ppo_epochs steps after an episode was collected.
+        drawable = config.decay != "limit" or config.tau >= config.ppo_epochs
+        require(drawable, "tau", "at least --ppo_epochs with --decay limit")
+    if config.replay_ratio:
+        batch = max(config.batch_size, config.rollout_batch_size)
+        require(config.capacity >= batch, "capacity", "at least a batch")
 
 
 def check_training(config: Config, require: Callable) -> None:

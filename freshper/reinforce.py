@@ -23,7 +23,8 @@ them, since all turns belong to one episode. The paper is silent on these points
   episodes. This leaves the gradient unbiased. If turns have a cost, one mean for all turns pushes
   early replies down and late ones up, whatever they say, and replies lose their form.
 - A batch of returns that are equal after the KL term, such as failures, has no spread. It is
-  measured by turn, so that it has no gradient. Replay keeps the std of the batch before it.
+  measured by turn, so that it has no gradient if its rewards fall in the same turns, too. Replay
+  keeps the std of the batch before it.
 - The KL penalty in the reward is that of the policy that acted, also in replay.
 - If A_t < 0, rho_t A_t has no lower bound: one stale failure whose tokens have become likely since
   can dominate the batch. Dual clip (Ye et al., AAAI 2020) bounds it by `dual_clip` * A_t, and 0
@@ -133,9 +134,12 @@ class Baseline:
         self.window += [table[:, row, mask] for row, mask in enumerate(batch.action_mask)]
         del self.window[: -max(WINDOW, len(episodes))]
 
-        # G_0 of each episode. They count as equal if they differ by rounding only.
-        first_returns = torch.stack([returns[0] for _, returns in self.window])
-        equal = len(first_returns) > 1 and torch.allclose(first_returns, first_returns[0])
+        # G_0 of each episode, or all G_t of a single one. They count as equal if they differ by
+        # rounding only.
+        compared = torch.stack([returns[0] for _, returns in self.window])
+        if len(compared) == 1:
+            compared = self.window[0][1]
+        equal = torch.allclose(compared, compared[0])
 
         turns, returns = torch.cat(self.window, dim=1)  # of all action tokens
         per_turn = self.kind == "turn" or equal

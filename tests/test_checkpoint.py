@@ -238,6 +238,19 @@ def test_replay_can_be_switched_on_and_off(tmp_path):
     assert [sum(replayed["iteration"] == k) > 0 for k in range(6, 10)] == [False, True, False, True]
 
 
+def test_the_learning_rate_falls_to_0_at_the_end_if_k_changes(tmp_path):
+    """30 steps of warm-up and cosine, then 6 more of a schedule of 36."""
+    out = tmp_path / "run"
+    assert run(out, "--replay_ratio", "4") == 0
+    assert resume(out, "--iterations", "12", "--replay_ratio", "0") == 0
+    metrics = read(out, "metrics.csv")
+    assert metrics["step"][-1] == 36
+    steps = np.arange(30, 36)
+    expected = 0.5 * (1 + np.cos(np.pi * (steps - 10) / (36 - 10)))
+    lr = train.parse_args(["--preset", "tiny"]).config.lr
+    assert metrics["lr"][-6:] == pytest.approx(lr * expected, rel=1e-3)
+
+
 def test_an_edited_config_does_not_change_a_run(copy, capsys):
     settings = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(settings | {"capacity": 20_000}))
@@ -268,8 +281,8 @@ def test_code_in_a_checkpoint_is_not_run(copy, tmp_path, capsys, name):
 
 def stand_in(out, done, best=0):
     """Return the state of a run after `done` iterations, resumed if it has saved before. The only
-    weight of its model is the number of completed iterations; so is the state of its trainer."""
-    trainer = Mock(**{"state_dict.return_value": done})
+    weight of its model is the number of completed iterations; so is the step of its trainer."""
+    trainer = Mock(**{"state_dict.return_value": {"step": done}})
     buffer = Mock(**{"state_dict.side_effect": lambda: {"episodes": []}})
     report = Mock(folder=out, evaluations=lambda: {best: 1.0}, done=done)
     trainer.save = lambda folder: save_file(
@@ -292,7 +305,8 @@ def done_by_all(out):
     saved = newest(out)
     if saved:
         state = torch.load(saved.folder / "state.pt", weights_only=True)
-        assert weight(saved.folder / "model.safetensors") == state["trainer"] == done(out)
+        step = state["trainer"]["step"]
+        assert weight(saved.folder / "model.safetensors") == step == done(out)
     return done(out)
 
 

@@ -114,6 +114,26 @@ def test_a_stopped_run_gets_the_lowest_value_for_what_it_missed(tmp_path, metric
     assert summary["diverged"] == 1
 
 
+def test_a_stopped_run_falls_to_0_in_the_figure(tmp_path, monkeypatch):
+    """As in the table. The other run ends at 0.4."""
+    whole = {"episodes": np.arange(4.0), "eval_success": np.array([0.1, 0.2, 0.3, 0.4])}
+    stopped = {"episodes": np.arange(2.0), "eval_success": np.array([0.1, 0.8])}
+    tables = [whole, stopped]
+    monkeypatch.setattr(compare, "read", lambda folder, _: tables[int(folder.name[-1])])
+    figures = []
+    savefig = "matplotlib.figure.Figure.savefig"
+    monkeypatch.setattr(savefig, lambda figure, *_, **__: figures.append(figure))
+    results = {"per": [{"seed": 0}, {"seed": 1}]}
+    compare.figure(tmp_path, results, "success", "title", {})
+    (line,) = [line for line in figures[0].axes[0].lines if line.get_label() == "Standard PER"]
+    assert line.get_ydata() == pytest.approx([0.1, 0.5, 0.15, 0.2])
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path):
+    with pytest.raises(ValueError, match=f"{tmp_path} is no run, as it has no config.json"):
+        compare.checked("frozenlake", "per", 42, tmp_path, ["--preset", "tiny"])
+
+
 def test_methods_have_the_paper_s_colors(tmp_path, monkeypatch):
     figures = []
     savefig = "matplotlib.figure.Figure.savefig"

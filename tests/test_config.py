@@ -185,6 +185,8 @@ SENTENCES = """
     --decay is exponential, but must be none with --method per
 --tau auto --decay polynomial
     --tau is auto, but must be a number with this --decay
+--decay limit --tau 2 --ppo_epochs 3
+    --tau is 2.0, but must be at least --ppo_epochs with --decay limit
 --backend vllm+torch --engine_memory 1.5
     --engine_memory is 1.5, but must be above 0 and below 1
 --resume nowhere
@@ -264,8 +266,8 @@ at most max_tokens 512
     max_turns=513
 between 0 and 1
     alpha=1.5 alpha=-0.1 beta=2 beta=-1
-above 0, or auto
-    tau=0 tau=-5
+at least 1, or auto
+    tau=0 tau=-5 tau=0.5
 above 0 and at most 1
     top_p=0 top_p=1.5
 0 or above 1
@@ -346,6 +348,8 @@ def test_off_is_no_flag_without_effect():
     """Arms of the comparisons: a flag that switches something off may be repeated."""
     assert settings_of("--method per --beta 0 --alpha 0 --eviction fifo").alpha == 0
     assert settings_of("--alpha 0 --decay limit --tau 9").tau == 9
+    # No buffer, so its capacity limits nothing.
+    assert settings_of("--method on_policy --rollout_batch_size 20000").capacity < 20_000
     assert settings_of("--method on_policy --ppo_epochs 3 --dual_clip 3").dual_clip == 3
 
 

@@ -15,8 +15,9 @@ from PIL import Image
 
 import train
 from envs.base import EVAL_SEEDS
-from envs.data import load_rows
+from envs.data import divide, load_rows
 from envs.gsm8k import GSM8K
+from envs.question_answering import Question
 from freshper import evaluation
 from freshper.flags import parse_args
 
@@ -44,6 +45,13 @@ def test_a_single_file_is_divided_without_a_shared_row(tmp_path, monkeypatch, en
     assert not {*train} & {*held_out}
     assert len({*held_out}) == 4
     assert set(rows["train"][0]) == {*FIELDS}
+
+
+def test_questions_about_one_image_stay_on_one_side():
+    rows = [Question(f"{k}?", "1", image=bytes([k % 20])) for k in range(80)]
+    sides = {name: {row.image for row in part} for name, part in divide(rows).items()}
+    assert not sides["train"] & sides["held_out"]
+    assert len(sides["held_out"]) == 2
 
 
 @ENDINGS

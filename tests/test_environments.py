@@ -223,6 +223,15 @@ def forgets_the_unreadable(env, reply):
         return Guess.step(env, reply)
 
 
+def raises_for_the_unreadable(env, reply):
+    int(parse_action(reply, env.actions))
+    return Guess.step(env, reply)
+
+
+def shows_another_state(env, reply):
+    return (Observation("another"), *Guess.step(env, reply)[1:])
+
+
 def shows(images):
     return lambda _: Observation("", images)
 
@@ -237,6 +246,8 @@ BROKEN = [
     ({"words": (1,)}, rf"words is \(1,\), {A_TUPLE}"),
     ({"words": ("one", "")}, rf"words is \('one', ''\), {A_TUPLE}"),
     ({"metrics": "tries"}, f"metrics is 'tries', {A_TUPLE}"),
+    ({"metrics": ("step",)}, "metrics has the name 'step', which something else has"),
+    ({"metrics": ("turns",)}, "metrics has the name 'turns', which something else has"),
     ({"warm_start": (60, 2)}, r"warm_start is \(60, 2\), but must be a tuple of pairs of whole"),
     ({"warm_start": ((60, 0),)}, r"warm_start is \(\(60, 0\),\), but must be a tuple of pairs"),
     ({"max_turns": "2"}, "max_turns is '2', but must be a whole number above 0"),
@@ -244,8 +255,8 @@ BROKEN = [
     ({"random_reply": lambda *_: None}, r"random_reply\(\) is None, but must be a string"),
     ({"actions": ("Süd",)}, r"random_reply\(\) returned '<answer>Süd</answer>', of which .* ASCII"),
     (
-        {"random_reply": lambda *_: "<answer>9</answer>"},
-        r"random_reply\(\) .* writes '<answer></answer>'",
+        {"random_reply": lambda *_: "9<answer>1</answer>"},
+        r"random_reply\(\) .* writes '<answer>1</answer>'",
     ),
     ({"reset": lambda *_, **__: Observation("?")}, rf"{RESET} Observation\(.*, but must be an Obs"),
     ({"reset": lambda *_, **__: ("?", {})}, rf"{RESET} \('\?', {{}}\), but must be an Observation"),
@@ -265,6 +276,12 @@ BROKEN = [
     ({"step": returns(float("nan"))}, rf"{STEP}.*, nan, True, .*, a finite number below"),
     ({"step": returns(10**400)}, rf"{STEP}.*, a finite number below"),
     ({"step": forgets_the_unreadable}, r"step\(\) is None, but must be an Observation"),
+    ({"step": raises_for_the_unreadable}, r"step\(\) raised TypeError\(.*\), but no reply may"),
+    (
+        {"step": returns(success=False, valid=False)},
+        r"step\(\) could not read '<answer>\d</answer>' of random_reply\(\): its `valid` is False",
+    ),
+    ({"step": shows_another_state}, r"observe\(\) does not return what step\(\) returned"),
     ({"step": returns(ended=False)}, r"step\(\) did not end the episode in turn 2"),
     (
         {"caption": TextEnv.caption},

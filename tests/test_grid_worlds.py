@@ -63,6 +63,7 @@ def test_frozenlake_is_gymnasium_s_on_our_maps(slippery):
         env.reset(seed=seed)
         twin = gymnasium.make("FrozenLake-v1", desc=desc, is_slippery=slippery).unwrapped
         twin.reset(seed=seed)
+        twin.np_random = np.random.default_rng((seed, 2))
         symbols = "".join(desc.flat).translate(str.maketrans("SFH", "__O"))
         cells = {divmod(k, 4): symbol for k, symbol in enumerate(symbols)}
 
@@ -80,6 +81,17 @@ def test_frozenlake_is_gymnasium_s_on_our_maps(slippery):
             around = [(state // 4 + dr, state % 4 + dc) for dr, dc in STEPS.values()]
             assert beside.split() == [cells.get(cell, "#") for cell in around]
             over = terminated or truncated
+
+
+def test_a_map_of_frozenlake_does_not_show_the_slips():
+    """Were slips and holes drawn from one stream, this correlation would be 0.5."""
+    slips, holes = [], []
+    for seed in range(300):
+        env = ENVS["frozenlake"](slippery=True)
+        env.reset(seed=seed)
+        slips.append(env.lake.np_random.random(16))
+        holes.append(env.cells.ravel() == "H")
+    assert abs(np.corrcoef(np.ravel(slips), np.ravel(holes))[0, 1]) < 0.05
 
 
 def test_frozenlake_maps_and_exact_bounds():

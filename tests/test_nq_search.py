@@ -88,6 +88,14 @@ def questions(tmp_path, request):
     return write_rows(tmp_path / "train.jsonl", rows)
 
 
+@pytest.mark.parametrize("answers", [[None], [""], ["  ", None]])
+def test_golden_answers_without_a_text_are_refused(tmp_path, answers):
+    rows = [{"question": "who?", "golden_answers": answers}]
+    source = write_rows(tmp_path / "train.jsonl", rows)
+    with pytest.raises(ValueError, match=r"golden_answers is \[.*\], but must hold a text"):
+        NQSearch(style="full", data=source, search_url="http://localhost:1")
+
+
 def serve(port=0):
     """Start a server in a thread of this process."""
     server = SearchServer(Retriever(PASSAGES, LocalEncoder(PASSAGES)), port=port)

@@ -48,6 +48,12 @@ def test_a_person_can_see_what_a_tiny_model_sees():
     assert f"\n{observation.text}\n> " in shown
 
 
+def test_a_sentence_is_a_reply_where_the_question_asks_for_one():
+    shown = run("gsm8k", typed="Mia has 17 fish now.")
+    assert "Mia has 10 fish and gets 7." in shown
+    assert "\nsuccess after 1 turns" in shown
+
+
 def test_a_negative_seed_is_named_in_one_sentence(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["frozenlake", "--seed", "-1"])

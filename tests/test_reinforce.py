@@ -302,6 +302,13 @@ def test_equal_failures_successes_and_rounding_under_each_baseline(kind):
     replayed = of_actions(successes)
     assert (replayed == 0).all() if kind == "recompute" else (replayed > 0.5).all()
 
+    # A single collected episode has no spread, so the std before it stays, 1.
+    alone = Baseline(kind, 0.0)
+    alone.observe(episodes([0.0], 1))
+    (success,) = successes[:1]
+    measured = alone.advantages([success])[collate([success]).action_mask]
+    assert measured.tolist() == pytest.approx([0.0 if kind == "recompute" else 1.0] * len(measured))
+
     if kind == "batch":
         # A fresh batch of successes only has no gradient. Replay after it has one.
         baseline.observe(successes)

@@ -166,9 +166,6 @@ CASES = [
     ),
     ("22", {"freshper": 0.6}, "yes"),
     ("22", {"geoqa freshper": 0.6}, "no"),
-    ("23", {"freshper --slippery": 0.6}, "yes"),
-    ("23", {"freshper --slippery": 0.6, "per --slippery": 0.6}, "undecided"),
-    ("23", {}, "no"),
     ("a", {"freshper": 0.6}, "yes"),
     (
         "a",
@@ -201,7 +198,7 @@ def test_known_effects_have_the_verdict_of_the_plan(number, scenario, expected):
 
 def test_every_claim_and_question_of_the_plan_has_a_rule_and_a_case():
     plan = (ROOT / "docs/plan.md").read_text().partition("## The paper's claims")[2]
-    numbers = re.findall(r"^\| (\d+|[a-z]) \|", plan, re.MULTILINE)
+    numbers = re.findall(r"^\| (\d+|[a-z]) \|(?! \(left out)", plan, re.MULTILINE)
     rules = [claim.number.partition(",")[0] for claim in claims.CLAIMS]
     assert list(dict.fromkeys(rules)) == numbers
     assert {case[0] for case in CASES} == set(RULES)
