@@ -165,19 +165,22 @@ def checked(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> li
     return flags
 
 
+def finished(folder: Path) -> bool:
+    """Return whether a run has made its last iteration, or met numbers that are not finite."""
+    if (folder / "stopped.txt").exists() or not (folder / "metrics.csv").exists():
+        return (folder / "stopped.txt").exists()
+    done = read(folder, "metrics.csv")["iteration"][-1]
+    return bool(done == config_of(folder).iterations)
+
+
 def run(env: str, arm: str, seed: int, folder: Path, flags: list[str], threads: int = 1) -> None:
     """Train one run in a process of its own, or the rest of an interrupted one.
 
     Numbers that are not finite end a run, but not the comparison: stopped.txt says so. Exits with a
     sentence if a run fails in another way."""
     flags = checked(env, arm, seed, folder, flags)
-    stopped = folder / "stopped.txt"
-    if stopped.exists():
+    if finished(folder):
         return
-    if (folder / "metrics.csv").exists():
-        done = read(folder, "metrics.csv")["iteration"][-1]
-        if done == config_of(folder).iterations:
-            return
 
     path = folder.resolve()
     flags = [f"--resume={path}"] if folder.exists() else [*flags, f"--out={path}"]
@@ -195,7 +198,7 @@ def run(env: str, arm: str, seed: int, folder: Path, flags: list[str], threads: 
     known = process.returncode == 1 and "Traceback" not in process.stderr
     known = known and (folder / "metrics.csv").exists()
     if known and re.search("(?m)^stopped after .*finite", process.stdout):
-        stopped.write_text(process.stdout)
+        (folder / "stopped.txt").write_text(process.stdout)
     elif process.returncode:
         output = (process.stdout + process.stderr)[-2000:]
         sys.exit(f"{' '.join(command)} ended with {process.returncode}: {output}")

@@ -222,11 +222,13 @@ def run(out: str, flags: list[str]) -> int:
     if torch.cuda.is_available():
         # Users have tiny models on the CPU.
         setattr(Config, "device", "cuda")  # noqa: B010
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     config, flags_given, _ = train.parse_args(["--out", out, *flags])
     config, _ = train.choose_backend(config, flags_given)
     model = str(tiny_model(config.env)) if config.model == "tiny" else config.model
     counts = parameter_counts(model)
-    ceiling = matmul_ceiling()
+    # Ranks share the update of a batch.
+    ceiling = matmul_ceiling() * int(os.environ.get("WORLD_SIZE", "1"))
     names_and_versions = machine()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -234,6 +236,7 @@ def run(out: str, flags: list[str]) -> int:
     collected: list[list] = []  # the episodes of each iteration
     replayed: list[list] = []  # those of each replay update
     sync: dict[str, list[float]] = {}  # seconds of each of its parts
+    written: list[int] = []  # bytes of the weights of each sync
     recorded(train, "rollout", lambda episodes, _: collected.append(episodes))
     recorded(train.ReplayBuffer, "sample", lambda drawn, _: replayed.append(drawn.episodes))
     if config.engine == "vllm":
@@ -250,6 +253,7 @@ def run(out: str, flags: list[str]) -> int:
             sync[part] = []
             note = lambda _, seconds, of_part=sync[part]: of_part.append(seconds)  # noqa: E731
             recorded(owner, name, note)
+        recorded(engine_vllm, "gather", lambda weights, _: written.append(bytes_of(weights)))
 
     def write_table(_: Any) -> None:
         with open(f"{out}/metrics.csv", newline="") as file:
@@ -260,6 +264,9 @@ def run(out: str, flags: list[str]) -> int:
         lines = [names_and_versions, *table_of(rows, tokens, counts, ceiling)]
         for part, seconds in sync.items():
             lines.append(f"sync, {part}: {np.mean(seconds[-len(rows) :]):.3f} s")
+        if written:
+            seconds = np.mean([float(row["sync_s"]) for row in rows])
+            lines.append(f"sync: {written[-1] / 1e9 / seconds:.2f} GB/s, its proof included")
         Path(out, "table.txt").write_text("\n".join(lines))
 
     # In place of a checkpoint, for which the disk may be too small.
@@ -282,7 +289,7 @@ def tokens_per_iteration(
 
 
 def table_of(
-    rows: list[dict], tokens: dict[str, float], counts: tuple[int, int, int], ceiling: float
+    rows: list[dict], tokens: dict[str, float], counts: tuple[int, int], ceiling: float
 ) -> list[str]:
     """Return the lines of a run from the rows of its metrics, its tokens per iteration, the counts
     of `parameter_counts`, and the FLOP/s of a matrix product."""
@@ -304,14 +311,11 @@ def table_of(
 
     # A forward and a backward pass take 6 FLOP per parameter and token, without the attention's.
     # The output layer computes sampled tokens only, the vision tower no tokens.
-    size, inner, output = counts
+    inner, output = counts
     flops = 6 * (inner * tokens["collected"] + output * tokens["sampled"])
     speed = flops / mean["update_s"]
     share = f"{speed / ceiling:.1%} of a matrix product's {ceiling:.2e}"
     lines.append(f"update: {speed:.2e} FLOP/s, {share}")
-    if mean["sync_s"] > 1e-3:
-        speed = f"{2 * size / 1e9 / mean['sync_s']:.2f} GB/s"
-        lines.append(f"sync: {speed} at 2 bytes a parameter, its proof included")
 
     for name, worst in (
         ("mismatch", max),
@@ -328,9 +332,14 @@ def table_of(
     return lines
 
 
-def parameter_counts(folder: str) -> tuple[int, int, int]:
-    """Return how many parameters a model has: in all, in the layers between its embedding and its
-    output layer, without a vision tower, and in its output layer."""
+def bytes_of(weights: dict[str, Any]) -> int:
+    """Return the bytes of tensors by name."""
+    return sum(tensor.nbytes for tensor in weights.values())
+
+
+def parameter_counts(folder: str) -> tuple[int, int]:
+    """Return how many parameters a model has in the layers between its embedding and its output
+    layer, without a vision tower, and in its output layer."""
     import torch
     import transformers as hf
 
@@ -343,9 +352,8 @@ def parameter_counts(folder: str) -> tuple[int, int, int]:
     outside.update(model.get_output_embeddings().parameters())
     if is_vlm:
         outside.update(model.model.visual.parameters())
-    size = model.num_parameters()
-    inner = size - sum(parameter.numel() for parameter in outside)
-    return size, inner, model.get_output_embeddings().weight.numel()
+    inner = model.num_parameters() - sum(parameter.numel() for parameter in outside)
+    return inner, model.get_output_embeddings().weight.numel()
 
 
 def curve_of(folder: Path, task: str) -> list[str]:
@@ -411,9 +419,13 @@ def run_part(commands: list[list[str]], folder: Path) -> list[str]:
             try:
                 status = process.wait(timeout=deadline - time.monotonic())
             except subprocess.TimeoutExpired:
-                # After SIGTERM it would finish its iteration. vLLM's processes go with it.
-                os.killpg(process.pid, signal.SIGKILL)
+                # After SIGTERM it would finish its iteration. vLLM's processes see its end, and
+                # remove their folder. What is left after that is killed.
+                process.kill()
                 process.wait()
+                time.sleep(5)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 lines.append(f"stopped after {LIMIT} s, see {log}")
                 break
             if status:

@@ -186,6 +186,8 @@ def main():
     parser.add_argument("--images", action="store_true", help="images, with the tiny Qwen2.5-VL")
     parser.add_argument("--layers", type=int, default=0, help="of Qwen2.5-0.5B's shape")
     args = parser.parse_args()
+    if args.layers and args.images:
+        parser.error(f"--layers is {args.layers}, but must be 0 with --images")
     torch.set_num_threads(1)
     keep_freed_memory()
 

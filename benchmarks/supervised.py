@@ -53,7 +53,8 @@ def main() -> None:
     config = parse_args(["--env", args.env, "--model", "tiny"]).config
     lengths = (config.max_tokens, config.max_new_tokens)
     sampling = Sampling(config.temperature, config.top_k, config.top_p)
-    policy = load_policy(str(tiny_model(args.env)), "cpu", torch.float32)
+    # As in reinforcement learning, the vision tower is not trained.
+    policy = load_policy(str(tiny_model(args.env)), "cpu", torch.float32, freeze_vision=True)
     parameters = list(policy.model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.0)
     envs = [config.make_env() for _ in range(max(2 * BATCH, config.eval_episodes))]

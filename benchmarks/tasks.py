@@ -51,9 +51,9 @@ COLUMNS = (
 
 
 def half_interval(values: list[float]) -> float:
-    """Return half the 95 % interval of a mean, 0 of a single value."""
+    """Return half the 95 % interval of a mean, infinite of a single value."""
     if len(values) == 1:
-        return 0.0
+        return np.inf
     return stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
 
 

@@ -2,9 +2,9 @@
 trajectory?
 
 The paper keeps PPO's clip (section 3.1) for replayed trajectories. Here are five rivals, each a
-function from ratio and advantage to the objective of a token. All of them equal the plain policy
-gradient at rho = 1, so they differ on replay alone. KL terms and the entropy bonus are left out, as
-in Config A.
+function from ratio and advantage to the objective of a token. All of them have the gradient of the
+plain policy gradient at rho = 1, so they differ on replay alone. KL terms and the entropy bonus are
+those of the settings.
 
     python examples/corrections.py --seeds 121 122 123 --iterations 100
 
@@ -20,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import freshper.trainer
 import train
-from compare import summary, table
+from compare import finished, summary, table
 from freshper.reinforce import MAX_LOG_RATIO, policy_loss
 
 CLIP = 0.2
@@ -61,11 +62,12 @@ def icepop(rho: Tensor, advantages: Tensor, action_mask: Tensor) -> Tensor:
 
 
 def gspo(rho: Tensor, advantages: Tensor, action_mask: Tensor) -> Tensor:
-    """Return PPO's objective with one ratio per episode, the geometric mean of its tokens' (GSPO,
-    arXiv 2507.18071), [B, T]. GSPO's own clip of 4e-4 would silence every replayed episode; CLIP is
-    PPO's."""
+    """Return PPO's objective with one ratio per episode, the geometric mean of its tokens', [B, T]
+    (GSPO-token, arXiv 2507.18071: its gradient is that of the token). GSPO's own clip of 4e-4 would
+    silence every replayed episode; CLIP is PPO's."""
     log_rho = torch.where(action_mask, rho.log(), 0.0)
-    s = (log_rho.sum(-1) / action_mask.sum(-1)).exp()[:, None]  # [B, 1]
+    of_episode = (log_rho.sum(-1) / action_mask.sum(-1)).exp().detach()[:, None]  # [B, 1]
+    s = of_episode * rho / rho.detach()
     return torch.minimum(s * advantages, s.clamp(1.0 - CLIP, 1.0 + CLIP) * advantages)
 
 
@@ -82,27 +84,31 @@ def corrected_loss(
     *,
     batch_size: int,
     scale: float,
-    **options: object,
+    **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return what `policy_loss` does, with another objective of a token."""
     arguments = (logprobs, behavior_logprobs, advantages, action_mask, weights)
     _, stats = policy_loss(*arguments, batch_size=batch_size, scale=scale)
+    # KL terms and the entropy bonus do not depend on the advantages.
+    arguments = (logprobs, behavior_logprobs, torch.zeros_like(advantages), action_mask, weights)
+    rest, _ = policy_loss(*arguments, batch_size=batch_size, scale=scale, **options)
 
     log_ratio = torch.where(action_mask, logprobs - behavior_logprobs, 0.0)
     rho = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # [B, T]
     gain = torch.where(action_mask, objective(rho, advantages, action_mask), 0.0)  # [B, T]
     sample_loss = -gain.sum(-1) / scale  # [B]
-    return (weights * sample_loss).sum() / batch_size, stats
+    return (weights * sample_loss).sum() / batch_size + rest, stats
 
 
 def run(job: tuple[str, int], out: Path, flags: list[str]) -> dict[str, float]:
-    """Train one run, if it has not been, and return its summary."""
+    """Train one run, or the rest of an interrupted one, and return its summary."""
     name, seed = job
     folder = out / f"{name}-seed{seed}"
     if name in RIVALS:
         freshper.trainer.policy_loss = partial(corrected_loss, RIVALS[name])
-    if not folder.exists():
-        status = train.main([*flags, "--seed", str(seed), "--out", str(folder)])
+    if not finished(folder):
+        new = [*flags, "--seed", str(seed), "--out", str(folder)]
+        status = train.main(["--resume", str(folder)] if folder.exists() else new)
         if status:
             (folder / "stopped.txt").write_text(f"exit status {status}")
     return summary(folder)

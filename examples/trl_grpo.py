@@ -32,15 +32,17 @@ class ReplayGRPOTrainer(GRPOTrainer):
     def _prepare_inputs(self, generation_batch: list[dict]) -> dict[str, torch.Tensor]:
         batch = super()._prepare_inputs(generation_batch)
         size = len(batch["advantages"])
-        # `_step` counts updates: it is the clock of age.
-        if self._step % self.num_iterations == 0:
+        step = self.state.global_step  # counts updates: the clock of age
+        # `_step` counts micro-batches. A generation is used `num_iterations` times.
+        generation = self.args.steps_per_generation
+        if self._step % (generation * self.num_iterations) < generation:
             episodes = [to_episode(batch, k) for k in range(size)]
             priorities = advantage_priority(batch["advantages"], epsilon=0.01)
-            self.buffer.add(episodes, priorities, self._step)
+            self.buffer.add(episodes, priorities, step)
             return batch
 
-        self.buffer.refresh(self._step)
-        drawn = self.buffer.sample(size, self._step).episodes
+        self.buffer.refresh(step)
+        drawn = self.buffer.sample(size, step).episodes
         replay = collate(drawn)
         ones = torch.ones_like(replay.tokens)
 

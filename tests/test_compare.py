@@ -108,7 +108,9 @@ def test_a_stopped_run_gets_the_lowest_value_for_what_it_missed(tmp_path, metric
     rows = [f"{k},{k},{k},{k},0,{0.1 * k},{-50 * k}" for k in range(1, 4)]
     header = "iteration,step,episodes,wall_s,invalid,eval_success,eval_score"
     (tmp_path / "metrics.csv").write_text("\n".join([header, "0,0,0,0,,0.9,9", *rows]) + "\n")
+    assert not compare.finished(tmp_path)
     (tmp_path / "stopped.txt").write_text("not finite")
+    assert compare.finished(tmp_path)
     summary = compare.summary(tmp_path, metric)
     assert (summary["last"], summary["peak"]) == pytest.approx(expected)
     assert summary["diverged"] == 1

@@ -1,0 +1,31 @@
+"""examples/corrections.py: rivals of PPO's clip differ from it on replay alone."""
+
+import pytest
+import torch
+
+from examples.corrections import RIVALS, corrected_loss
+from freshper.reinforce import policy_loss
+
+MASK = torch.rand(6, 9, generator=torch.Generator().manual_seed(0)) > 0.3
+OPTIONS = {"ratio_clip": 0.2, "dual_clip": 3.0, "kl_coef": 0.03, "batch_size": 6, "scale": 5.0}
+
+
+def gradient(loss_of, log_ratio):
+    """Return the gradient of a loss where log pi_theta - log pi_mu has this value, [B, T]."""
+    draw = torch.Generator().manual_seed(1)
+    behavior, reference, advantages = torch.randn(3, 6, 9, generator=draw)
+    logprobs = (behavior + log_ratio).requires_grad_()
+    arguments = (logprobs, behavior, advantages, MASK, torch.rand(6, generator=draw))
+    loss, _ = loss_of(*arguments, ref_logprobs=reference, **OPTIONS)
+    loss.backward()
+    return logprobs.grad
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_a_rival_has_the_gradient_of_the_policy_loss_until_the_policy_moves(name):
+    def rival(*arguments, **options):
+        return corrected_loss(RIVALS[name], *arguments, **options)
+
+    torch.testing.assert_close(gradient(rival, 0.0), gradient(policy_loss, 0.0))
+    moved = torch.randn(6, 9, generator=torch.Generator().manual_seed(2))
+    assert (gradient(rival, moved) - gradient(policy_loss, moved)).abs().max() > 0.01
