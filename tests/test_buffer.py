@@ -107,6 +107,7 @@ def test_base_priorities_can_be_updated():
     np.testing.assert_allclose(leaves(buffer), np.sqrt(np.array([1, 9, 1, 4]) * np.exp(-1)))
 
     buffer.add(episodes(1), np.ones(1), step=8)  # the clock moves on, the other leaves do not
+    assert leaves(buffer)[-1] == 1.0  # its own priority, not the largest so far
     before = leaves(buffer)
     indices = buffer.sample(16).indices  # more than there are: some twice
     buffer.update_base_priorities(indices, buffer.base_priorities[indices])

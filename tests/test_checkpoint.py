@@ -284,7 +284,9 @@ def stand_in(out, done, best=0):
     weight of its model is the number of completed iterations; so is the step of its trainer."""
     trainer = Mock(**{"state_dict.return_value": {"step": done}})
     buffer = Mock(**{"state_dict.side_effect": lambda: {"episodes": []}})
-    report = Mock(folder=out, evaluations=lambda: {best: 1.0}, done=done)
+    report = Mock(
+        folder=out, evaluations=lambda: {k: float(k >= best) for k in range(done + 1)}, done=done
+    )
     trainer.save = lambda folder: save_file(
         {"done": torch.tensor(done)}, f"{folder}/model.safetensors"
     )

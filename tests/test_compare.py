@@ -115,6 +115,12 @@ def test_a_stopped_run_gets_the_lowest_value_for_what_it_missed(tmp_path, metric
     assert (summary["last"], summary["peak"]) == pytest.approx(expected)
     assert summary["diverged"] == 1
 
+    (tmp_path / "stopped.txt").unlink()
+    for unreadable, diverged in (("0", 0), ("0.6", 1)):
+        cells = [row.replace(",0,", f",{unreadable},", 1) for row in rows]
+        (tmp_path / "metrics.csv").write_text("\n".join([header, "0,0,0,0,,0.9,9", *cells]) + "\n")
+        assert compare.summary(tmp_path, metric)["diverged"] == diverged
+
 
 def test_a_stopped_run_falls_to_0_in_the_figure(tmp_path, monkeypatch):
     """As in the table. The other run ends at 0.4."""

@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+import datasets
 import pytest
 from conftest import write_rows
 from hypothesis import given, settings
@@ -110,6 +111,14 @@ def test_bad_input_is_named_in_one_sentence(name, tmp_path, capfd):
     with pytest.raises(ValueError, match=rf"^.*{re.escape(source)}.*{re.escape(sentence)}.*$"):
         load_rows(source, FIELDS, dict)
     assert capfd.readouterr().err == ""  # `datasets` does not tell it a second time
+
+
+def test_a_hub_id_may_name_a_configuration(monkeypatch):
+    asked = []
+    hub = datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *words: asked.append(words) or hub)
+    load_rows("owner/own:main", FIELDS, dict)
+    assert asked == [("owner/own", "main")]
 
 
 def test_a_hub_that_cannot_be_reached_is_a_sentence(monkeypatch):

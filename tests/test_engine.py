@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from envs import ENVS
-from envs.base import Observation
+from envs.base import EVAL_SEEDS, Observation
 from freshper.config import Config
 from freshper.engine_hf import HFEngine, KVCache, Sampling, truncated
 from freshper.episode import collate
@@ -220,6 +220,7 @@ def test_training_seeds_come_in_groups_and_do_not_repeat():
         assert [fourth] * 2 == others
         seeds |= {first, fourth}
     assert len(seeds) == 200
+    assert max(seeds) < EVAL_SEEDS
     for seed in (43, 942, 1042, 2**31):  # 42 and 942 had the same instances
         for i in range(100):
             assert seeds.isdisjoint(training_seeds(seed, i, 6, 1))
@@ -289,6 +290,7 @@ def test_an_evaluation_keeps_image_features_of_its_own(vision_policy):
     assert of_training == before
     assert len(held_out) == len({image for e in episodes for image in map(bytes, e.images)})
     assert not held_out.keys() & before.keys()
+    assert [e.seed for e in episodes] == [EVAL_SEEDS + k for k in range(3)]
 
 
 def trainer_for(policy, **changes):
@@ -377,6 +379,18 @@ def test_updates_follow_the_schedule_and_move_log_probs_with_the_advantage(text_
     with torch.no_grad():  # pi_ref is still the initial policy
         initial = stock_logprobs(text_policy, episodes[0])
     np.testing.assert_allclose(episodes[0].ref_logprobs, initial, atol=1e-4)
+
+
+def test_a_step_clips_the_gradient_and_decays_no_weight(text_policy):
+    trainer = trainer_for(text_policy)
+    trainer.step = 10  # the whole rate
+    episodes = speakable_episodes(text_policy, 8)
+    before = [p.clone() for p in trainer.policy.model.parameters()]
+    trainer.update(episodes, torch.zeros(collate(episodes).tokens.shape))
+    assert all(map(torch.equal, before, trainer.policy.model.parameters()))
+    stats = trainer.update(episodes, torch.full(collate(episodes).tokens.shape, 20.0)).stats
+    assert stats["grad_norm"] > 1.0
+    assert gradient(trainer.policy.model).norm().item() == pytest.approx(1.0, rel=1e-4)
 
 
 def test_what_the_engine_sampled_otherwise_is_logged_and_weighed(text_policy):

@@ -125,6 +125,10 @@ def test_the_estimate_starts_at_its_upper_bound_and_forgets():
         for _ in range(300):
             decay.observe(np.array([10.0]), np.array([10 * rate]))
         assert decay.tau == pytest.approx(expected, rel=1e-3)
+    for _ in range(20):
+        decay.observe(np.array([10.0]), np.array([0.2]))
+    left = 0.95**20  # of the rate before
+    assert decay.tau == pytest.approx(0.3 / (0.008 * left + 0.02 * (1 - left)))
 
 
 def test_probabilities_decay_as_the_effective_sample_size_does():

@@ -76,6 +76,15 @@ def test_metrics_agree_with_the_trajectories_that_were_replayed(run):
         assert metrics["replay_age"][k] == pytest.approx(replayed["age"][batches].mean())
 
 
+def test_the_metrics_of_a_task_are_columns(tmp_path):
+    flags = """--env cliffwalking --model tiny --iterations 1 --rollout_batch_size 4 --batch_size 4
+    --eval_episodes 2 --max_turns 2 --format_penalty 0""".split()
+    assert train.main([*flags, "--out", str(tmp_path / "run")]) == 0
+    metrics = read(tmp_path / "run", "metrics.csv")
+    for split in ("train", "eval"):
+        np.testing.assert_allclose(metrics[f"{split}_score"], metrics[f"{split}_reward"])
+
+
 def test_what_is_printed(run):
     folder, lines = run
     last = read(folder, "metrics.csv")["eval_success"][[2, 4, 5]].mean()

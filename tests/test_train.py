@@ -1,5 +1,6 @@
 """The real train.py on a CPU: Algorithm 1 in its order, every method and option, how it fails."""
 
+import pkgutil
 import re
 import shutil
 import threading
@@ -49,7 +50,7 @@ def test_algorithm_1_line_by_line(tmp_path, monkeypatch):
 
     Line 6 starts before line 5 and runs beside it."""
     calls = []
-    noted = {"pi_mu": []}
+    noted = {"pi_mu": [], "replays": []}
     refreshed = []
 
     def record(owner, name, note):
@@ -84,10 +85,10 @@ def test_algorithm_1_line_by_line(tmp_path, monkeypatch):
 
     def lines_5_and_10(update, trainer, episodes, advantages, weights=None):
         calls.append("5 train" if weights is None else "10 replay")
-        noted["update"] = update
         assert torch.equal(advantages, noted["baseline"].advantages(episodes))
         if weights is not None:
             assert (episodes, weights) == (noted["drawn"].episodes, noted["weights"])
+            noted["replays"].append((noted["drawn"], update))
         elif calls[-2] == "6 refresh":  # the first update is on-policy: rho = 1
             assert np.abs(update.drift["log_ratio"]).max() < 1e-4
 
@@ -109,11 +110,18 @@ def test_algorithm_1_line_by_line(tmp_path, monkeypatch):
         assert beta == pytest.approx(0.4 + 0.3 * done)  # rises to 1 in three iterations
         noted["weights"] = weights
 
+    def priority_update(_, buffer, indices, priorities):
+        calls.append("priorities")
+        assert indices is noted["drawn"].indices
+        returns = [e.reward for e in noted["drawn"].episodes]
+        np.testing.assert_allclose(priorities, np.abs(returns) + 0.1)
+
     def drift(_, decay, ages, kl):
         calls.append("drift")
-        assert ages is noted["drawn"].ages
-        turns = [len(e.turn_rewards) for e in noted["drawn"].episodes]
-        np.testing.assert_allclose(kl * turns, noted["update"].drift["kl"])
+        drawn, update = noted["replays"].pop(0)
+        assert ages is drawn.ages
+        turns = [len(e.turn_rewards) for e in drawn.episodes]
+        np.testing.assert_allclose(kl * turns, update.drift["kl"])
 
     def returns(_, baseline, episodes):
         calls.append("returns")
@@ -132,15 +140,17 @@ def test_algorithm_1_line_by_line(tmp_path, monkeypatch):
     record(TorchTrainer, "update", lines_5_and_10)
     record(ReplayBuffer, "sample", line_8)
     record(train, "importance_weights", line_9)
+    record(ReplayBuffer, "update_base_priorities", priority_update)
     record(FixedDecay, "observe", drift)
     record(train.Baseline, "observe", returns)
     record(HFEngine, "sync", line_12)
     text = "--iterations 3 --replay_ratio 2 --ppo_epochs 2 --beta 0.4"
     assert train.main(flags(text, tmp_path / "run")) == 0
 
-    replay = ["8 sample", "9 weights", "10 replay", "drift"]
+    replay = ["8 sample", "9 weights", "10 replay", "priorities"]
     collect = ["2 rollout", "3 log-probs", "returns", "4 add"]
-    assert calls == 3 * [*collect, "6 refresh", "5 train", "5 train", *replay, *replay, "12 sync"]
+    end = ["drift", "drift", "12 sync"]
+    assert calls == 3 * [*collect, "6 refresh", "5 train", "5 train", *replay, *replay, *end]
     # As of the end of line 5: two updates after the start of each iteration.
     assert refreshed == [2, 6, 10]
     for e, before in noted["pi_mu"]:  # replay measures against log pi_mu as it was recorded
@@ -192,9 +202,9 @@ OPTIONS = {
     "groups and the rest": """--slippery --format_penalty 0.3 --max_turns 4 --capacity 6
     --eviction lowest_priority --alpha 0.3 --epsilon 0.01 --base_priority advantage
     --decay polynomial --tau 7 --beta 0.4 --group_size 2 --baseline recompute --replay_ratio 1
-    --ppo_epochs 2 --dual_clip 2 --advantage_clip 0.2 --kl_loss_coef 0.05 --kl_reward_coef 0.1
-    --entropy_coef 0.01 --micro_batch_size 2 --truncated_is 2 --temperature 0.8 --top_k 0 --top_p 1
-    --max_tokens 400 --max_new_tokens 5""",
+    --ppo_epochs 2 --ratio_clip 0.1 --dual_clip 2 --advantage_clip 0.2 --kl_loss_coef 0.05
+    --kl_reward_coef 0.1 --entropy_coef 0.01 --micro_batch_size 2 --truncated_is 2
+    --temperature 0.8 --top_k 0 --top_p 1 --max_tokens 400 --max_new_tokens 5""",
     "mixed precision": "--dtype bfloat16 --tau auto --env frozenlake_vlm --truncated_is 2",
 }
 
@@ -209,6 +219,16 @@ def test_options_together(name, tmp_path, monkeypatch):
         return collected
 
     monkeypatch.setattr(train, "rollout", recorded)
+    made = {}
+    for path in (
+        "train.ReplayBuffer",
+        "train.Baseline",
+        "train.base_priorities",
+        "freshper.backends.HFEngine",
+        "freshper.trainer.policy_loss",
+    ):
+        made[path] = Mock(wraps=pkgutil.resolve_name(path))
+        monkeypatch.setattr(path, made[path])
     assert train.main(flags(OPTIONS[name], tmp_path / "run")) == 0
     table = read(tmp_path / "run", "metrics.csv")
     assert not any(np.isinf(column).any() for column in table.values())
@@ -228,6 +248,14 @@ def test_options_together(name, tmp_path, monkeypatch):
         return
 
     assert table["step"].tolist() == [0, 3, 6]
+    given = [call.call_args for call in made.values()]
+    _, alpha, decay, eviction, _ = given[0].args
+    assert (alpha, decay.keywords, eviction) == (0.3, {"tau": 7, "power": 1}, "lowest_priority")
+    assert (given[1].args, given[2].args[2:]) == (("recompute", 0.1), ("advantage", 0.01))
+    assert vars(given[3].args[1]) == {"temperature": 0.8, "top_k": 0, "top_p": 1.0}
+    terms = [given[4].kwargs[k] for k in ("ratio_clip", "dual_clip", "entropy_coef", "kl_coef")]
+    assert terms == [0.1, 2.0, 0.01, 0.05]
+    assert (table["mismatch"][1:] < 1e-4).all()  # the trainer has --temperature, too
     assert table["buffer_size"][1:].tolist() == [4, 6]
     assert all(e.ref_logprobs is not None and len(e.turn_rewards) <= 4 for e in episodes)
     for one, two in (episodes[:2], episodes[2:4]):  # a group: the same instance of the task

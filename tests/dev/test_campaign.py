@@ -3,6 +3,7 @@
 import copy
 import csv
 import gzip
+import json
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ import stats
 import waves
 from waves import Run
 
+from envs.base import EVAL_SEEDS
 from freshper.buffer import ReplayBuffer
 from freshper.config import Config
 from freshper.flags import parse_args
@@ -205,6 +207,20 @@ def test_an_interrupted_campaign_goes_on_to_the_same_numbers(tmp_path, monkeypat
         del one[name], other[name]
     assert one == other
     assert one["updates"] == "18" and one["commit"] and len(one["evaluations"].split()) == 4
+
+
+def test_the_final_policy_plays_the_first_held_out_seeds(tmp_path, text_policy, monkeypatch):
+    played = []
+
+    def rollout(engine, policy, envs, seeds, *_):
+        played.extend(seeds)
+        return [make_episode(np.random.default_rng(seed)) for seed in seeds]
+
+    (tmp_path / "config.json").write_text(json.dumps(vars(parse_args([]).config)))
+    monkeypatch.setattr(campaign, "load", lambda config: (text_policy, config.make_env, None))
+    monkeypatch.setattr(campaign, "rollout", rollout)
+    campaign.evaluate_final(tmp_path, 300)
+    assert played == [EVAL_SEEDS + k for k in range(300)]
 
 
 def test_other_product_code_than_that_of_the_rows_is_refused(tmp_path, monkeypatch):
