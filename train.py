@@ -51,8 +51,7 @@ def train(
 ) -> None:
     """Run Algorithm 1, from its start or from a checkpoint.
 
-    Raises NonFiniteError if a log-prob, the loss or the gradient is not finite, OSError if the disk
-    fails, BackendError if vLLM or DeepSpeed does, and Interrupted after a signal."""
+    Raises NonFiniteError, OSError (a disk), BackendError (an engine), Interrupted (a signal)."""
     envs = [make_env() for _ in range(max(config.rollout_batch_size, config.eval_episodes))]
     decay = config.decay_function()
     buffer = ReplayBuffer(config.capacity, config.alpha, decay, config.eviction, config.seed)
