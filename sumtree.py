@@ -101,7 +101,7 @@ class SumTree:
 
 
 def _in_range(values: int | np.ndarray, end: float, name: str) -> np.ndarray:
-    """Return the values as an array if all lie in [0, end). NaN does not."""
+    """Return the values as an array. Raises ValueError if one is NaN or outside [0, end)."""
     values = np.asarray(values)
     if not 0 <= values.min(initial=0) <= values.max(initial=0) < end:
         raise ValueError(f"{name} must lie in [0, {end}), got {values.min()} to {values.max()}")

@@ -1,7 +1,7 @@
 """FreshPER training: Algorithm 1 of the paper, line by line.
 
     python train.py --env frozenlake_vlm                 an image task, on a laptop, in minutes
-    python train.py --env frozenlake --method on_policy  the baseline without replay
+    python train.py --env frozenlake --method on_policy  REINFORCE++ without replay
 
 Each line of the algorithm is one call. The module behind it says how it works, and where and why we
 differ.
@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Callable
 
-if __name__ == "__main__":  # nothing is there yet that would have to be cleaned up
+if __name__ == "__main__":  # Ctrl-C during the imports ends at once; later see StopSignals
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 from envs.base import TextEnv
@@ -58,8 +58,8 @@ def train(
     baseline = Baseline(config.baseline, config.kl_reward_coef)
     epsilon = config.epsilon
     parts = dict(trainer=trainer, engine=engine, buffer=buffer, decay=decay, baseline=baseline)
-    run = RunState(config, policy, report, signals, saved, parts | {"report": report})
-    run.restore()
+    checkpoint = RunState(config, policy, report, signals, saved, parts | {"report": report})
+    checkpoint.restore()
     report.evaluate_if_due(engine, envs)
     for iteration in report.iterations():  # Algorithm 1, line 1
         # 2: roll out pi_mu in E to collect episodes {e_j} with rewards {r_j}
@@ -95,6 +95,7 @@ def train(
             # section 3.5, "Priority Update": |A_i| depends on the newest baseline
             priorities = base_priorities(drawn.episodes, baseline, config.base_priority, epsilon)
             buffer.update_base_priorities(drawn.indices, priorities)
+        # --tau auto: after the last draw, because all leaves must share one tau
         for drawn, replayed in replays:
             decay.observe(drawn.ages, replayed.drift["kl"] / drawn.turns())
 
@@ -102,7 +103,7 @@ def train(
         sync = engine.sync(trainer)
         report.log(episodes, mismatch, fresh, replays, sync, trainer=trainer, buffer=buffer)
         report.evaluate_if_due(engine, envs)
-        run.save_if_due()
+        checkpoint.save_if_due()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -110,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     SIGTERM."""
     command_line = parse_args(argv)
     keep_freed_memory()
-    # Its report of weights that do not fit is long: `load_policy` raises one sentence instead.
+    # transformers lists every weight that does not fit; `load_policy` raises one sentence instead.
     logging.set_verbosity_error()
     if command_line.config.tiny:
         # A tiny model gains little from more threads.

@@ -29,7 +29,7 @@ def held_out(seed: int) -> bool:
 
 
 def part_of_ten(key: object) -> int:
-    """Return the part, 0 to 9, of the instance with this key: a hash. Part 0 is held out."""
+    """Return which tenth of the instances, 0 to 9, a key falls in, by a hash. 0 is held out."""
     return hashlib.sha256(repr(key).encode()).digest()[0] % 10
 
 
@@ -98,10 +98,6 @@ class TextEnv(gymnasium.Env):
         self.max_turns = max_turns or self.max_turns
         self.cell_size = 14 if style == "terse" else 56  # pixels of a cell in an image
 
-    def episode_seed(self, seed: int | None) -> int:
-        """Return the seed given to `reset`, or a new training seed if it is None."""
-        return int(self.np_random.integers(EVAL_SEEDS)) if seed is None else seed
-
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
         """Begin the episode of a seed. Returns the first observation and a dict.
 
@@ -114,7 +110,9 @@ class TextEnv(gymnasium.Env):
             setattr(self, name, 0.0)
         if not hasattr(self, "start"):
             return ()
-        self.start(self.episode_seed(seed))
+        if seed is None:
+            seed = int(self.np_random.integers(EVAL_SEEDS))
+        self.start(seed)
         return self.observe(), {"success": False}
 
     def end_turn(self, reward: float, success: bool, ended: bool, valid: bool) -> Step:

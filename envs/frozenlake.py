@@ -101,7 +101,7 @@ class FrozenLake(GridWorld):
             "FrozenLake-v1", desc=self.cells, is_slippery=self.slippery
         ).unwrapped
         self.lake.reset(seed=seed)
-        # The map was drawn from the stream of the seed, so it would show the slips.
+        # random_map drew from the stream of this seed. Slips from it would follow from the map.
         self.lake.np_random = np.random.default_rng((seed, 2))
 
     def act(self, action: int) -> Outcome:
@@ -188,9 +188,9 @@ SHAPES = [  # on which cells, shape, colour, corners x, y, x, y, ... as shares o
 def draw(grid: np.ndarray, cell_size: int) -> np.ndarray:
     """Return the image of a grid of symbols [R, C], uint8 [R cell_size, C cell_size, 3].
 
-    Each cell is drawn four times as large and scaled down, so that edges are smooth. A ruler along
-    its left and its top edge shades from dark to light with row and column. The image itself shows
-    them, because a tiny vision tower cannot yet tell them from positions alone.
+    Each cell is drawn four times as large and scaled down, so that edges are smooth. Along its
+    left and its top edge, a ruler shades with row and column, because a tiny vision tower cannot
+    yet tell them from positions alone.
     """
     rows, columns = grid.shape
     image = np.zeros((rows, cell_size, columns, cell_size, 3), np.uint8)  # row, y, column, x

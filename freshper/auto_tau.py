@@ -30,7 +30,7 @@ class AutoTau:
     def __init__(self, alpha: float, steps_per_iteration: int):
         self.alpha = alpha
         self.steps_per_iteration = steps_per_iteration
-        self.sums = np.zeros(2)  # of Delta^2 and of Delta KL, over the window
+        self.sums = np.zeros(2)  # running sums of Delta^2 and of Delta KL
 
     @property
     def tau(self) -> float:

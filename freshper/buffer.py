@@ -90,7 +90,7 @@ class ReplayBuffer:
         return len(self.episodes)
 
     def add(self, episodes: list[Episode], base_priorities: np.ndarray, step: int) -> None:
-        """Store episodes [n] collected at t_i = `step` (line 4), and evict others if it is full.
+        """Store episodes [n] collected at t_i = `step` (line 4). A full buffer evicts others.
 
         Equal images become one PNG."""
         n = len(episodes)
@@ -200,7 +200,7 @@ class ReplayBuffer:
         priorities = self.base_priorities[slots]
         if self.decay:
             priorities = priorities * self.decay(self.now - self.collected_at[slots])
-        # A decay can reach 0, and 0^0 would be 1, with --decay limit and --alpha 0.
+        # A decay can reach 0 (--decay limit). With --alpha 0 the leaf would then be 0^0 = 1.
         return np.where(priorities > 0.0, priorities**self.alpha, SMALLEST_LEAF)
 
 

@@ -91,7 +91,7 @@ class KVCache:
 
 
 class HFEngine:
-    """Generate replies with the trainer's own model, or with a copy that is not `shared`."""
+    """Generate replies with the trainer's own model or, if not `shared`, with a copy of it."""
 
     def __init__(self, policy: Policy, sampling: Sampling, seed: int, shared: bool = True):
         self.policy = policy
@@ -158,7 +158,7 @@ class HFEngine:
         else:
             cache = KVCache(len(conversations), self.policy.device)
 
-        self.sync()
+        self.rows.clear()
         for row, conversation in enumerate(conversations):
             self.rows[conversation] = cache, row
         return cache
@@ -196,7 +196,7 @@ class HFEngine:
         the sampling temperature, before truncation."""
         sampling = self.sampling
         logprobs = (logits / sampling.temperature).log_softmax(-1)  # [B, V]
-        probabilities = truncated(logprobs.exp(), sampling.top_k, sampling.top_p)
+        probabilities = top_k_top_p(logprobs.exp(), sampling.top_k, sampling.top_p)
 
         # The smallest token whose cumulative probability exceeds a uniform draw. In float64 the
         # draw cannot miss the last token.
@@ -205,16 +205,16 @@ class HFEngine:
         draws = torch.rand(total.shape, dtype=total.dtype, generator=self.generator)
         masses = draws.to(total.device) * total  # [B, 1]
         tokens = torch.searchsorted(cumulative, masses, right=True)  # [B, 1]
-        # This changes NaN only, which must not end as an index out of range.
+        # Only a row of NaN reaches V. Its log-prob is NaN, which is reported later.
         tokens.clamp_max_(logits.shape[1] - 1)
 
         chosen = logprobs.gather(1, tokens)  # [B, 1]
         return tokens.flatten().tolist(), chosen.flatten().tolist()
 
 
-def truncated(probabilities: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Keep the top_k most probable entries, and of them the fewest with a share top_p, as vLLM
-    does. Zero the rest. [B, V] -> [B, V], not normalized."""
+def top_k_top_p(probabilities: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Keep the top_k most probable entries, then the fewest of them with a share top_p of their
+    mass, as vLLM does. Zero the rest. [B, V] -> [B, V], not normalized."""
     vocabulary = probabilities.shape[-1]
     k = min(top_k or vocabulary, vocabulary)
     largest, ids = probabilities.topk(k)  # [B, k]

@@ -138,16 +138,16 @@ class Batch(NamedTuple):
                     tensors[name] = values[indices, : max(lengths)]
         return self._replace(images=images, lengths=lengths, **tensors)
 
-    def micro_batches(self, most: int) -> Iterator[tuple[list[int], "Batch"]]:
+    def micro_batches(self, max_rows: int) -> Iterator[tuple[list[int], "Batch"]]:
         """Yield (row numbers, batch of these rows) for each group of `group_by_length`."""
-        for rows in group_by_length(self.lengths, most):
+        for rows in group_by_length(self.lengths, max_rows):
             yield rows, self.rows(rows)
 
 
-def group_by_length(lengths: list[int], most: int) -> list[list[int]]:
+def group_by_length(lengths: list[int], max_rows: int) -> list[list[int]]:
     """Group row numbers by length, shortest first.
 
-    A group has at most `most` rows, and less than PADDING of it is padding."""
+    A group has at most `max_rows` rows, and less than PADDING of it is padding."""
     longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     groups: list[list[int]] = [[]]
     for row in longest_first:
@@ -155,7 +155,7 @@ def group_by_length(lengths: list[int], most: int) -> list[list[int]]:
         tokens = sum(lengths[k] for k in group)
         fewest_tokens = (1 - PADDING) * lengths[group[-1]] * len(group)
 
-        if len(group) <= most and tokens > fewest_tokens:
+        if len(group) <= max_rows and tokens > fewest_tokens:
             groups[0] = group
         else:
             groups.insert(0, [row])

@@ -1,4 +1,4 @@
-"""Play held-out episodes and average what they brought. Paper: Table 1 and Fig. 3 to 7 show this.
+"""Play held-out episodes, and average success, reward and metrics. Paper: Table 1, Fig. 3 to 7.
 
 An evaluation leaves training as it is: it restores the state of the engine's random numbers, and
 keeps image features of its own.

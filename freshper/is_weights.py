@@ -7,9 +7,10 @@ Paper: eq. 3 (section 3.2) and eq. 15 (section 3.5), Algorithm 1 line 9.
 These weights correct *which* trajectories are drawn; the ratio in freshper/reinforce.py corrects
 for an older policy.
 
-The paper does not say over what max_j goes; here it is the drawn batch. The buffer's (`smallest`),
-that of a failure which is hardly ever drawn, shrinks every drawn success to a few per cent, but
-undoes the sampling exactly at beta = 1.
+The paper does not say over which j the maximum goes. Here it goes over the drawn batch. Over the
+buffer (`smallest`), it is the weight of a failure that is hardly ever drawn, and shrinks every
+drawn success to a few per cent. But it is the same for every batch, so only it undoes the sampling
+exactly at beta = 1.
 """
 
 import numpy as np
@@ -20,8 +21,8 @@ def importance_weights(
 ) -> np.ndarray:
     """Return w_i in (0, 1], float64 [B] (eq. 3), from P(i) of drawn entries [B], N = `size`, beta.
 
-    N cancels in the quotient by the maximum: `size` is there to be read beside eq. 3. w_i is 1 if
-    P(i) = `smallest`; None: the batch's smallest. Raises ValueError unless
+    `size` cancels; it is an argument so that the call reads like eq. 3. `smallest` is the
+    probability whose weight is 1 (None: the batch's smallest). Raises ValueError unless
     0 < smallest <= P(i) <= 1 and 0 <= beta <= 1."""
     probabilities = np.asarray(probabilities)
     least = probabilities.min()

@@ -16,15 +16,15 @@ them, since all turns belong to one episode. The paper is silent on these points
 (docs/differences.md):
 - `--baseline` chooses which mean and std measure a return. Fresh and replayed episodes (lines 5 and
   10) are measured alike, over action tokens. `batch` takes those of the newest collected batch. A
-  fresh batch is then whitened over its action tokens, as in REINFORCE++. A replay batch can consist
-  of successes only, and whitened over itself its advantage would be zero. `recompute` whitens it so
-  (the authors' code).
+  fresh batch is then whitened over its action tokens, as in REINFORCE++. A replay batch is
+  not whitened over itself: it can consist of successes only, and its advantages would all be 0.
+  `recompute` does so nevertheless (the authors' code).
 - `turn` takes the mean of the returns from the same turn on, over the last WINDOW collected
   episodes. This leaves the gradient unbiased. If turns have a cost, one mean for all turns pushes
   early replies down and late ones up, whatever they say, and replies lose their form.
-- A batch of returns that are equal after the KL term, such as failures, has no spread. It is
-  measured by turn, so that it has no gradient if its rewards fall in the same turns, too. Replay
-  keeps the std of the batch before it.
+- If all returns are equal after the KL term (all failures, say), they have no spread. The batch is
+  then measured by turn, with the std of the batch before it. If its rewards also fall in the same
+  turns, its advantages are 0.
 - The KL penalty in the reward is that of the policy that acted, also in replay.
 - If A_t < 0, rho_t A_t has no lower bound: one stale failure whose tokens have become likely since
   can dominate the batch. Dual clip (Ye et al., AAAI 2020) bounds it by `dual_clip` * A_t, and 0
@@ -143,7 +143,9 @@ class Baseline:
 
         turns, returns = torch.cat(self.window, dim=1)  # of all action tokens
         per_turn = self.kind == "turn" or equal
-        turns = turns.long() if per_turn else torch.zeros_like(turns).long()
+        turns = turns.long()
+        if not per_turn:
+            turns.zero_()  # one mean for all turns
         self.means = torch.bincount(turns, returns) / torch.bincount(turns)
         if not equal:
             self.std = (returns - self.means[turns]).square().mean().sqrt().float()

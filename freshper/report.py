@@ -13,8 +13,8 @@ Columns of metrics.csv: means over the updates of an iteration; row 0 is the eva
 training. `eval_*`: held-out seeds. `invalid`: share of replies that could not be read. `cut`: of
 replies that --max_new_tokens ended. `truncated`: of episodes cut by --max_tokens. `mismatch`: mean
 |engine - trainer log-prob|, with quantiles of the ratio. `kl`: k3 of pi_mu against pi_theta.
-`replay_*`, `max_age` (steps) and ESS / n (eq. 5) of trajectories (`ess`) and tokens: replayed
-batches as drawn. `rollout_s`: the rest.
+`replay_*`, `max_age` (steps), `ess` and `ess_token` (ESS / n of trajectories and of tokens, eq. 5):
+replayed batches as drawn, not weighted by 1 / P(i). `rollout_s`: the iteration's remaining time.
 """
 
 import csv
@@ -155,12 +155,12 @@ class Report:
 
     def iterations(self) -> Iterator[int]:
         """Yield the numbers of the iterations to come, with a progress bar."""
-        # Rows that a killed run wrote after its checkpoint would be written twice.
-        replayed = self.folder / "replay.csv"
+        # Remove rows that a killed run wrote after its checkpoint: they will be written again.
+        path = self.folder / "replay.csv"
         if self.replayed:
-            os.truncate(replayed, self.replayed)
+            os.truncate(path, self.replayed)
         else:
-            replayed.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
 
         self.began = time.perf_counter() - self.rows[-1]["wall_s"]
         total = self.config.iterations
@@ -215,7 +215,6 @@ class Report:
             "age": drawn.ages,
             "probability": drawn.probabilities,
             "reward": np.array([episode.reward for episode in drawn.episodes]),
-            "tokens": update.drift["tokens"],
             **update.drift,
         }
 

@@ -23,7 +23,7 @@ from freshper.errors import NonFiniteError
 from freshper.models import Policy
 from freshper.trainer import TorchTrainer
 
-# 0.618 EVAL_SEEDS. Without a common divisor, seeds below EVAL_SEEDS have different starts.
+# 0.618 EVAL_SEEDS. The two share no divisor, so seeds below EVAL_SEEDS start apart.
 GOLDEN_RATIO = 618_033_989
 
 

@@ -80,8 +80,8 @@ def action_logprobs(
     hidden = before_each_token[mask[:, 1:]]  # [n, H]
 
     vocabulary = policy.model.config.get_text_config().vocab_size
-    numbers = vocabulary * max(most_tokens, len(tokens))
-    chunks = math.ceil(numbers / LOGITS_AT_ONCE)
+    logits = vocabulary * max(most_tokens, len(tokens))
+    chunks = math.ceil(logits / LOGITS_AT_ONCE)
     score = partial(token_scores, policy, temperature, entropy)
     if chunks > 1:
         # The backward pass computes the logits of a chunk again.
@@ -93,7 +93,7 @@ def action_logprobs(
 
 
 def share_of(rank: int, folder: str) -> Path:
-    """Return the file with the share of a rank of the optimizer's state."""
+    """Return the file that holds a rank's share of the optimizer's state."""
     return Path(folder, f"optimizer-{rank}.pt")
 
 
@@ -139,7 +139,7 @@ class OneProcess:
         return self.optimizer.state_dict()
 
     def load_optimizer_state(self, state: State) -> None:
-        # The run may go on on another device, with the settings of that one.
+        # A resumed run may be on another device, which decides the settings (fused).
         settings = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict(state | {"param_groups": settings})
 
@@ -249,8 +249,8 @@ class TorchTrainer:
 
         self.policy.model.train()
         self.optimizer.zero_grad()
-        loss, drift = self._accumulate_gradient(batch, scale=tokens.mean().item())
-        drift["tokens"] = tokens.numpy()
+        loss, sums = self._accumulate_gradient(batch, scale=tokens.mean().item())
+        drift = {"tokens": tokens.numpy(), **sums}
 
         self.lr = self._scheduled_lr()
         self.optimizer.param_groups[0]["lr"] = self.lr

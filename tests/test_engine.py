@@ -22,7 +22,7 @@ from transformers import (
 from envs import ENVS
 from envs.base import EVAL_SEEDS, Observation
 from freshper.config import Config
-from freshper.engine_hf import HFEngine, KVCache, Sampling, truncated
+from freshper.engine_hf import HFEngine, KVCache, Sampling, top_k_top_p
 from freshper.episode import collate
 from freshper.errors import NonFiniteError
 from freshper.evaluation import evaluate
@@ -145,7 +145,7 @@ def test_truncation_keeps_what_transformers_keeps(top_k, top_p):
     p /= p.sum(-1, keepdim=True)
     scores = TopKLogitsWarper(top_k)(None, p.log()) if top_k else p.log()
     kept = TopPLogitsWarper(top_p)(None, scores) > -torch.inf
-    assert torch.equal(truncated(p, top_k, top_p), torch.where(kept, p, 0.0))
+    assert torch.equal(top_k_top_p(p, top_k, top_p), torch.where(kept, p, 0.0))
 
 
 def test_a_long_observation_and_new_weights(text_policy):
