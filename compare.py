@@ -23,6 +23,7 @@ import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -109,11 +110,14 @@ EXHIBITS = {
 Results = dict[str, list[Row]]  # the rows of results.csv, by arm
 
 
-def exhibits(preset: str, env: str) -> dict[str, list[str]]:
-    """Return the arms of all ready-made comparisons by name, with the numbers of a preset."""
-    config = Config(**defaults(preset, env, "freshper"))
-    epochs = 1 + config.replay_ratio
-    oldest = 2 * float(config.tau) / config.alpha  # steps
+def exhibits(preset: str, env: str, flags: Sequence[str] = ()) -> dict[str, list[str]]:
+    """Return the arms of all ready-made comparisons by name, with the numbers of a preset, or of
+    the flags of all runs."""
+    config = parse_args([f"--preset={preset}", f"--env={env}", *flags]).config
+    of_preset = Config(**defaults(preset, env, "freshper"))
+    epochs = config.updates_per_iteration
+    tau = of_preset.tau if config.tau == "auto" else config.tau
+    oldest = 2 * float(tau) / (config.alpha or of_preset.alpha)  # steps
     queue = oldest * config.rollout_batch_size / epochs  # episodes
 
     arms = {}
@@ -156,9 +160,11 @@ def checked(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> li
     flags = [f"--env={env}", f"--method={method}", *flags, *arm_flags, f"--seed={seed}"]
     settings = vars(parse_args(flags).config)
     if folder.exists():
-        if not (folder / "config.json").exists():
-            raise ValueError(f"{folder} is no run, as it has no config.json: remove it")
-        for name, value in vars(config_of(folder)).items():
+        try:
+            before = vars(config_of(folder))
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(f"{folder} is no run of this version, remove it: {error}") from error
+        for name, value in before.items():
             if name not in ("out", "backend") and value != settings[name]:
                 allowed = f"{value} as in {folder}, or use another --out"
                 raise ValueError(f"--{name} is {settings[name]}, but must be {allowed}")
@@ -184,11 +190,10 @@ def run(env: str, arm: str, seed: int, folder: Path, flags: list[str], threads: 
 
     path = folder.resolve()
     flags = [f"--resume={path}"] if folder.exists() else [*flags, f"--out={path}"]
-    command = [sys.executable, "train.py", *flags]
+    command = [sys.executable, str(Path(__file__).with_name("train.py")), *flags]
 
     process = subprocess.run(
         command,
-        cwd=Path(__file__).parent,
         env=os.environ | {"OMP_NUM_THREADS": str(threads)},
         capture_output=True,
         text=True,
@@ -359,7 +364,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--env", default="frozenlake", choices=ENVS)
-    parser.add_argument("--exhibit", default="main", choices=EXHIBITS)
+    parser.add_argument("--exhibit", choices=EXHIBITS, help="default: main")
     parser.add_argument("--arm", action="append", help="a method and flags; may be repeated")
     parser.add_argument("--metric", default="success", help="or one of the task's own: score")
     parser.add_argument("--preset", default="tiny", choices=PRESETS)
@@ -392,8 +397,11 @@ def main() -> None:
     parser = make_parser()
     args, flags = parser.parse_known_args()
     flags = [f"--preset={args.preset}", *flags]
-    arms = args.arm or exhibits(args.preset, args.env)[args.exhibit]
-    args.out = args.out or Path(f"out/compare-{args.env}-{'own' if args.arm else args.exhibit}")
+    if args.arm and args.exhibit:
+        parser.error(f"--exhibit is {args.exhibit}, but has no effect with --arm")
+    name = "own" if args.arm else args.exhibit or "main"
+    arms = args.arm or exhibits(args.preset, args.env, flags)[name]
+    args.out = args.out or Path(f"out/compare-{args.env}-{name}")
 
     try:
         check(args, arms, flags)

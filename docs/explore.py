@@ -36,6 +36,7 @@ def columns(run: Path) -> dict[str, str | list]:
         raise ValueError(f"--run is {run}, but its buffer is empty: it must be a run with replay")
 
     config = compare.config_of(run)
+    done = json.loads((saved.folder / "run.json").read_text())["iteration"]
     policy = load_policy(str(saved.folder), "cpu", torch.float32)
     batch = collate(episodes)
     with torch.no_grad():
@@ -50,7 +51,7 @@ def columns(run: Path) -> dict[str, str | list]:
         seeds.append(episode.seed)
         drifts.append(float(f"{drift:.3g}"))
 
-    run_name = f"{config.env}, seed {config.seed}, after {config.iterations} iterations"
+    run_name = f"{config.env}, seed {config.seed}, after {done} iterations"
     source = f"{len(ages)} episodes, one in {EVERY} of a real run's buffer ({run_name})."
     return {"run": source, "age": ages, "reward": rewards, "seed": seeds, "drift": drifts}
 

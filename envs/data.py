@@ -14,6 +14,8 @@ different row is held out. Names of fields are compared without regard to case (
 for its model (freshper/backends.py), and says how many.
 """
 
+import glob
+import json
 import re
 import textwrap
 from collections.abc import Callable
@@ -37,6 +39,9 @@ def load_rows(
     source, a file cannot be read, a field is missing, empty or refused by `convert`, or the rows
     are too few."""
     splits = read_splits(source)
+    of_held_out = "validation" if "validation" in splits else "test"
+    if len(splits) > 1:
+        splits = {split: splits.get(split, []) for split in ("train", of_held_out)}
     for split, rows in splits.items():
         for k, row in enumerate(rows):
             try:
@@ -47,10 +52,7 @@ def load_rows(
     if len(splits) == 1:
         parts = divide(*splits.values())
     else:
-        parts = {
-            "train": splits.get("train", []),
-            "held_out": splits.get("validation", splits.get("test", [])),
-        }
+        parts = {"train": splits["train"], "held_out": splits[of_held_out]}
 
     if not all(parts.values()):
         counts = ", ".join(f"{len(rows)} in {split}" for split, rows in splits.items())
@@ -110,6 +112,17 @@ def divide(rows: list) -> dict[str, list]:
     return parts
 
 
+def rows_of(table: Any) -> list[dict]:
+    """Return the rows of an Arrow table. `datasets` keeps a column of several types as JSON."""
+    types = {field.name: field.type for field in table.schema}
+    rows = table.to_pylist()
+    for row in rows:
+        for name, value in row.items():
+            if value is not None and getattr(types[name], "extension_name", "") == "arrow.json":
+                row[name] = json.loads(value)
+    return rows
+
+
 def read_splits(source: str) -> dict[str, list[dict]]:
     """Return all rows of a source by split. A lone file is the split "train". Raises ValueError if
     the source does not exist or `datasets` cannot read it."""
@@ -131,7 +144,7 @@ def read_splits(source: str) -> dict[str, list[dict]]:
         if path.exists():
             folder, files = path, None
             if path.is_file():
-                folder, files = path.parent.resolve(), {"train": path.name}
+                folder, files = path.parent.resolve(), {"train": glob.escape(path.name)}
             # Streaming leaves no copy of a local file in the cache.
             loaded = datasets.load_dataset(str(folder), data_files=files, streaming=True)
         else:
@@ -140,7 +153,7 @@ def read_splits(source: str) -> dict[str, list[dict]]:
         for split, rows in loaded.items():
             # Rows of Arrow tables hold images as encoded files.
             tables = rows.with_format("arrow").iter(1000)
-            splits[split] = [row for table in tables for row in table.to_pylist()]
+            splits[split] = [row for table in tables for row in rows_of(table)]
     except (
         OSError,
         ValueError,

@@ -247,9 +247,12 @@ def decode(source: bytes | str) -> np.ndarray:
     try:
         file = io.BytesIO(source) if isinstance(source, bytes) else source
         with Image.open(file) as opened:
+            mode = opened.mode
             image = opened.convert("RGBA")
     except (OSError, AttributeError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"the field image is no image that can be read: {error}") from error
+    if mode.startswith(("I", "F")):
+        raise ValueError(f"the field image has the mode {mode}, but must have 8 bits a channel")
 
     white = Image.new("RGBA", image.size, "white")
     image = Image.alpha_composite(white, image)

@@ -36,6 +36,7 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 from socketserver import StreamRequestHandler
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 import numpy as np
@@ -207,7 +208,10 @@ class Retriever:
         """Return the `topk` best passages of each query, best first, and their scores (cosines)."""
         vectors = self.encoder.encode(queries)
         scores, positions = self.index.search(vectors, min(topk, len(self.corpus)))
-        return self.corpus[positions].tolist(), scores.tolist()
+        # An index of cells may find fewer, and says -1.
+        found = [row[row >= 0] for row in positions]
+        passages = [self.corpus[row].tolist() for row in found]
+        return passages, [row[: len(k)].tolist() for row, k in zip(scores, found, strict=True)]
 
 
 def response(status: str, **content: Any) -> bytes:
@@ -315,6 +319,8 @@ def retrieve_batch(url: str, queries: list[str], topk: int) -> list[list[str]]:
             for _, hits in zip(queries, rows, strict=True):
                 passages.append([encodable(hit["document"]["contents"]) for hit in hits[:topk]])
             return passages
+        except HTTPError as error:
+            reason = f"{error!r}: {error.read(300)!r}"
         except FAILURES as error:
             reason = f"{error!r:.300}"
 
@@ -372,7 +378,8 @@ def main(argv: list[str] | None = None) -> None:
         server = SearchServer(retriever, args.host, args.port)
     # These errors are of a file, the model, the port, FAISS.
     except (ValueError, OSError, OverflowError, RuntimeError) as error:
-        parser.error(f"corpus {args.corpus}, index {args.index}: {error}")
+        served = f"corpus {args.corpus}, index {args.index}, {args.host}:{args.port}"
+        parser.error(f"{served}: {error}")
 
     print(f"{len(corpus)} documents at {server.url}", flush=True)
     with server, contextlib.suppress(KeyboardInterrupt):

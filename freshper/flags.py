@@ -310,7 +310,7 @@ def parse_args(argv: list[str] | None = None) -> CommandLine:
     parser = make_parser()
     try:
         flags = vars(parser.parse_args(argv))
-        command_line = resumed_run(flags) if flags.get("resume") else first_run(flags)
+        command_line = resumed_run(flags) if "resume" in flags else first_run(flags)
         validate(command_line.config, command_line.flags_given)
     except (ValueError, argparse.ArgumentError) as error:
         parser.error(str(error))

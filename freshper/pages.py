@@ -89,7 +89,8 @@ def plot(
     A line has x [n], y [n], NaN if not measured, and a style for `Axes.plot`."""
     figure = matplotlib.figure.Figure(figsize=(8, 6), layout="constrained")
     axes = figure.subplots()
-    axes.set(xlabel="episodes", ylabel=ylabel, title=title)
+    plain_title = title.replace("$", r"\$")  # the name of a file is no mathematics
+    axes.set(xlabel="episodes", ylabel=ylabel, title=plain_title)
 
     for episodes, values, style in lines:
         measured = ~np.isnan(values)

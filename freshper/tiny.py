@@ -288,9 +288,14 @@ def tiny_model(name: str) -> Path:
     cache = Path(os.environ.get("FRESHPER_CACHE") or "~/.cache/freshper").expanduser()
     folder = cache / f"{name}-{hashlib.sha256(code).hexdigest()[:8]}"
     if not folder.is_dir():
+        unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
+        try:
+            unfinished.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            allowed = f"a folder to write to: {error.strerror}"
+            raise ValueError(f"FRESHPER_CACHE is {cache}, but must be {allowed}") from error
         policy = build_policy(env)
         warm_start(policy, ENVS[name])
-        unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
         policy.save(str(unfinished))
         try:
             unfinished.rename(folder)

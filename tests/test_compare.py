@@ -3,6 +3,7 @@
 import csv
 import json
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -67,6 +68,7 @@ REFUSED = {
     "--lr is 0.5, but must be 0.001 as in": ["--lr", "0.5"],
     "freshpr": ["--arm", "freshpr --tau 5"],
     "must be one of success with --env frozenlake": ["--metric", "score"],
+    "--exhibit is tau, but has no effect with --arm": ["--exhibit", "tau"],
     "--jobs is 0, but must be 1 or more": ["--jobs", "0"],
     "compare.py, but must be a folder that can be made: File exists": ["--out", "compare.py"],
     "--seed is in the flags of per --seed=5, but must be left": ["--arm", "per --seed=5"],
@@ -96,7 +98,9 @@ def test_an_interrupted_run_goes_on_and_a_failed_one_ends_the_comparison(tmp_pat
     (tmp_path / "metrics.csv").write_text("iteration,eval_success\n0,0.2\n1,0.3\n")
     with pytest.raises(SystemExit, match="no disk"):
         compare.run("frozenlake", "per", 42, tmp_path, ["--preset", "tiny"])
-    assert commands == [["train.py", f"--resume={tmp_path}"]]
+    ((program, *flags),) = commands
+    assert Path(program).is_file() and Path(program).name == "train.py"
+    assert flags == [f"--resume={tmp_path}"]
 
 
 @pytest.mark.parametrize("metric, expected", [("success", (0.1, 0.3)), ("score", (-150, -50))])
@@ -138,7 +142,7 @@ def test_a_stopped_run_falls_to_0_in_the_figure(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path):
-    with pytest.raises(ValueError, match=f"{tmp_path} is no run, as it has no config.json"):
+    with pytest.raises(ValueError, match=f"{tmp_path} is no run of this version, remove it: "):
         compare.checked("frozenlake", "per", 42, tmp_path, ["--preset", "tiny"])
 
 
@@ -202,7 +206,10 @@ def test_every_arm_of_every_exhibit_is_a_valid_command_with_a_name_of_its_own(pr
         for arm in arms:
             words = arm.split()
             assert parse_args([*flags, *words]).config.method == words[0]
-    # as many updates per iteration
+    # Of as many updates per iteration, and of the same mean age, also with other flags.
+    changed = compare.exhibits(preset, env, ["--ppo_epochs=2", "--alpha=1", "--tau=10"])
+    assert changed["matched"][4] == "on_policy --ppo_epochs 4"
+    assert changed["decay"][2] == "freshper --decay limit --tau 20"
     replay = parse_args([*flags, "freshper"]).config
     epochs = parse_args([*flags, *exhibits["matched"][4].split()]).config
     assert epochs.ppo_epochs == replay.ppo_epochs + replay.replay_ratio

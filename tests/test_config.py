@@ -189,6 +189,8 @@ SENTENCES = """
     --tau is 2.0, but must be at least --ppo_epochs with --decay limit
 --backend vllm+torch --engine_memory 1.5
     --engine_memory is 1.5, but must be above 0 and below 1
+--resume=
+    --resume is , but must be the folder of a run
 --resume nowhere
     --resume is nowhere, but must be the folder of a run: [Errno 2] No such file or directory
 --resume broken

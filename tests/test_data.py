@@ -68,6 +68,22 @@ def test_a_folder_has_its_own_splits_and_parts_are_joined(tmp_path, ending, held
     assert pairs(rows["held_out"]) == pairs(ROWS[20:30])
 
 
+def test_a_column_of_several_types_keeps_its_values(tmp_path):
+    rows = [{"question": f"{k}?", "answer": ["a", "é"] if k % 2 else "ö"} for k in range(20)]
+    read = load_rows(write_rows(tmp_path / "mixed.jsonl", rows), FIELDS, dict)
+    assert {str(row["answer"]) for row in read["train"]} == {"['a', 'é']", "ö"}
+
+
+def test_a_name_with_brackets_and_a_split_that_is_not_used(tmp_path):
+    read = load_rows(write_rows(tmp_path / "b[1].jsonl", ROWS), FIELDS, dict)
+    assert len(read["train"]) == 36
+    folder = tmp_path / "folder"
+    for split in ("train", "validation"):
+        write_rows(folder / f"{split}.jsonl", ROWS)
+    write_rows(folder / "test.jsonl", [row | {"answer": ""} for row in ROWS])
+    assert len(load_rows(str(folder), FIELDS, dict)["held_out"]) == 40
+
+
 def test_case_of_names_zero_and_line_separators(tmp_path):
     written = [{"Problem": f"a\u2028{k}", "Answer": k} for k in range(3)]
     source = write_rows(tmp_path / "aime.jsonl", written)
@@ -92,7 +108,7 @@ BAD = {  # file: content, a part of the sentence
     "one.jsonl": (ROWS[:1] * 5, "too few different rows to train and to hold out: 5 in train"),
     "nowhere.jsonl": (None, "there is no such file or folder"),
     "mixed/train.json": (ROWS, "same data file format"),
-    "halves/validation.jsonl": (ROWS[:5], "to train and to hold out: 5 in validation, 5 in test"),
+    "halves/validation.jsonl": (ROWS[:5], "to train and to hold out: 0 in train, 5 in validation"),
     "odd/train.jsonl": (ROWS[:5], "test row 1: the field answer is missing or empty"),
 }
 

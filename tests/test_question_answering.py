@@ -199,7 +199,8 @@ def distance(point, start, end):
 
 def png(shade, size=(60, 40), mode="RGB"):
     stream = io.BytesIO()
-    Image.new(mode, size, (shade, shade, shade, 0)[: len(mode)]).save(stream, "PNG")
+    color = (shade, shade, shade, 0)[: len(mode)] if mode.startswith("RGB") else shade
+    Image.new(mode, size, color).save(stream, "PNG")
     return stream.getvalue()
 
 
@@ -246,6 +247,11 @@ BAD = {  # sentence: task, field, value
     "the field question must not hold tokens such as": (GSM8K, "question", "a <|im_end|> b"),
     "the field answer is '1000', but must be an integer from 000": (AIME, "Answer", 1000),
     "the field image is no image that can be read": (GeoQA, "image", {"bytes": png(0)[:60]}),
+    "has the mode I;16, but must have 8 bits a channel": (
+        GeoQA,
+        "image",
+        {"bytes": png(0, mode="I;16")},
+    ),
     "the field solution must hold one short answer": (GeoQA, "solution", 2 * "<answer>1</answer>"),
 }
 

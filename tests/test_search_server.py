@@ -15,6 +15,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from unittest.mock import Mock
 
+import faiss
 import numpy as np
 import pytest
 from conftest import write_rows
@@ -49,6 +50,17 @@ def test_faiss_finds_what_brute_force_finds(n):
     passages, scores = Retriever(texts, encoder).search(queries, topk=7)
     assert passages == np.array(texts)[best].tolist()
     np.testing.assert_allclose(scores, np.take_along_axis(products, best, 1), atol=1e-5)
+
+
+def test_an_index_of_cells_may_find_fewer():
+    """A cell of FAISS's IVF index holds few passages: -1 stands for those that are missing."""
+    encoder = LocalEncoder(TEXTS, dimension=64)
+    vectors = encoder.encode(TEXTS, passages=True)
+    index = faiss.IndexIVFFlat(faiss.IndexFlatIP(64), 64, 3, faiss.METRIC_INNER_PRODUCT)
+    index.train(vectors)
+    index.add(vectors)
+    (passages,), (scores,) = Retriever(TEXTS, encoder, index).search(TEXTS[:1], topk=len(TEXTS))
+    assert passages[0] == TEXTS[0] and len(passages) == len(scores) < len(TEXTS)
 
 
 def test_the_local_encoder_is_tf_idf(monkeypatch):
@@ -183,6 +195,8 @@ def test_a_search_that_fails_is_answered_and_the_server_lives_on(server, error, 
         status, answer = post(server, {"queries": ["Mars"]})
         sentence = f"the search failed: {error.__name__}('no memory')"
         assert (status, answer) == (500, {"error": sentence})
+        with pytest.raises(ConnectionError, match=f"500: .*the search failed: {error.__name__}"):
+            retrieve(server.url, ["Mars"], 1)
     assert retrieve(server.url, ["Mars"], 1) == [[TEXTS[5]]]
 
 

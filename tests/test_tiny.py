@@ -142,6 +142,11 @@ def test_one_s_own_environment(tmp_path, monkeypatch):
     random = np.mean([env.baselines(seed)["random"] for seed in range(1000)])
     assert random == pytest.approx(1 - (5 / 6) ** 2, abs=0.06)
 
+    (tmp_path / "cache").write_text("no folder")
+    with pytest.raises(ValueError, match=r"FRESHPER_CACHE is .*cache, but must be a folder"):
+        tiny_model("animals")
+    (tmp_path / "cache").unlink()
+
     monkeypatch.setattr(animals, "warm_start", ((50, 2),))
     folder = tiny_model("animals")
     policy = load_policy(str(folder), "cpu", torch.float32)
