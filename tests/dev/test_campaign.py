@@ -54,7 +54,7 @@ def test_every_run_is_a_valid_command_with_a_name_of_its_own():
 def test_the_main_table_has_nine_tasks_six_arms_and_five_seeds():
     # three rates, and three lower ones of two arms
     assert len(ALL[1]) == 2 * 2 * (6 * 3 + 3)
-    *main, of_readme = ALL[2]
+    *main, of_readme = [run for run in ALL[2] if (run.arm, run.rate) != waves.SECOND_BEST]
     assert len(main) == len(set(main)) == 9 * 6 * 5
     assert {run.seed for run in main} == {501, 502, 503, 504, 505}
     assert of_readme.flags() == ["--env=frozenlake_vlm", "--method=freshper", "--preset=tiny"]
