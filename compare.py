@@ -173,8 +173,10 @@ def checked(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> li
 
 def finished(folder: Path) -> bool:
     """Return whether a run has made its last iteration, or met numbers that are not finite."""
-    if (folder / "stopped.txt").exists() or not (folder / "metrics.csv").exists():
-        return (folder / "stopped.txt").exists()
+    if (folder / "stopped.txt").exists():
+        return True
+    if not (folder / "metrics.csv").exists():
+        return False
     done = read(folder, "metrics.csv")["iteration"][-1]
     return bool(done == config_of(folder).iterations)
 
@@ -199,10 +201,11 @@ def run(env: str, arm: str, seed: int, folder: Path, flags: list[str], threads: 
         text=True,
     )
 
-    # A defect ends in a traceback, whatever its message says.
+    # A defect ends in a traceback, whatever its message says. Without metrics.csv there is nothing
+    # to summarize.
     known = process.returncode == 1 and "Traceback" not in process.stderr
-    known = known and (folder / "metrics.csv").exists()
-    if known and re.search("(?m)^stopped after .*finite", process.stdout):
+    evaluated = (folder / "metrics.csv").exists()
+    if known and evaluated and re.search("(?m)^stopped after .*finite", process.stdout):
         (folder / "stopped.txt").write_text(process.stdout)
     elif process.returncode:
         output = (process.stdout + process.stderr)[-2000:]
@@ -236,18 +239,21 @@ def run_all(args: argparse.Namespace, arms: list[str], flags: list[str]) -> Resu
 # -- statistics
 
 
-def summary(folder: Path, metric: str = "success") -> Row:
-    """Return the columns of results.csv, of the evaluations after training began.
+def value_of_missed(metric: str, values: np.ndarray) -> float:
+    """Return what an evaluation counts as that a stopped run has missed: a success of 0, or the
+    lowest value of another metric."""
+    return 0.0 if metric == "success" else min(values, default=np.nan)
 
-    Missed evaluations count as a success of 0, or as the lowest of another metric."""
+
+def summary(folder: Path, metric: str = "success") -> Row:
+    """Return the columns of results.csv, of the evaluations after training began."""
     metrics = read(folder, "metrics.csv")
     config = config_of(folder)
     values = metrics[f"eval_{metric}"][1:]
     values = values[~np.isnan(values)]
 
     missed = math.ceil(config.iterations / config.eval_every) - len(values)
-    lowest = 0.0 if metric == "success" else min(values, default=np.nan)
-    values = np.append(values, [lowest] * missed)
+    values = np.append(values, [value_of_missed(metric, values)] * missed)
 
     recent = metrics["invalid"][1:][-10:]
     invalid = np.mean(recent) if len(recent) else 1.0
@@ -325,9 +331,8 @@ def figure(out: Path, results: Results, metric: str, title: str, levels: Row) ->
             lines.append((episodes, values, {"color": color, "alpha": 0.3, "linewidth": 1}))
             measured = ~np.isnan(values)
             values = values[measured]
-            # As in the table, the missed evaluations of a run that stopped count as its lowest.
-            lowest = 0.0 if metric == "success" else values.min()
-            curves.append(np.interp(longest, episodes[measured], values, right=lowest))
+            after = value_of_missed(metric, values)
+            curves.append(np.interp(longest, episodes[measured], values, right=after))
 
         style = {"color": color, "linewidth": 2.2, "label": label(arm)}
         lines.append((longest, np.mean(curves, axis=0), style))

@@ -177,9 +177,11 @@ def tuning(data: Data) -> str:
         best = data.rate(arm)
         for rate in rates:
             runs = [run for run in tuning_runs() if (run.arm, run.rate) == (arm, rate)]
-            mean = np.mean([normalized(data.row(run)) for run in runs]) if runs else None
-            shown = "" if mean is None else f"{mean:.3f}"
-            cells.append(f"**{shown}**" if rate == best else shown)
+            if not runs:
+                cells.append("")
+                continue
+            mean = np.mean([normalized(data.row(run)) for run in runs])
+            cells.append(f"**{mean:.3f}**" if rate == best else f"{mean:.3f}")
         rows.append(cells)
     return table(("factor on the preset's learning rate", *(f"{rate:g}" for rate in rates)), rows)
 

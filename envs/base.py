@@ -278,8 +278,7 @@ def check_environment(env: TextEnv) -> None:
     try:
         result = env.step("a reply without an action")
     except Exception as error:
-        sentence = f"step() raised {error!r}, but no reply may raise an error"
-        raise ValueError(f"{type(env).__name__}.{sentence}") from error
+        require(False, env, f"step() raised {error!r}, but no reply may raise an error")
     observation, *_ = checked(env, "step()", result)
     same = content(env.observe()) == content(observation)
     require(same, env, "observe() does not return what step() returned before it")

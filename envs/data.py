@@ -101,8 +101,8 @@ def select_fields(row: dict, fields: tuple[str, ...]) -> dict:
 
 
 def divide(rows: list) -> dict[str, list]:
-    """Divide the rows of a single split: every tenth different row, or image of rows, is held out.
-    Rows that are equal, or about equal images, stay on one side."""
+    """Divide the rows of a single split: every tenth different row is held out. Equal rows stay on
+    one side. So do rows that show the same image."""
     parts: dict[str, list] = {"train": [], "held_out": []}
     numbers: dict[int, int] = {}  # by a hash, because rows may have large images
     for row in rows:
@@ -114,12 +114,14 @@ def divide(rows: list) -> dict[str, list]:
 
 def rows_of(table: Any) -> list[dict]:
     """Return the rows of an Arrow table. `datasets` keeps a column of several types as JSON."""
-    types = {field.name: field.type for field in table.schema}
+    encoded = []
+    for field in table.schema:
+        if getattr(field.type, "extension_name", "") == "arrow.json":
+            encoded.append(field.name)
+
     rows = table.to_pylist()
     for row in rows:
-        for name, value in row.items():
-            if value is not None and getattr(types[name], "extension_name", "") == "arrow.json":
-                row[name] = json.loads(value)
+        row |= {name: json.loads(row[name]) for name in encoded if row[name] is not None}
     return rows
 
 

@@ -319,8 +319,6 @@ def retrieve_batch(url: str, queries: list[str], topk: int) -> list[list[str]]:
             for _, hits in zip(queries, rows, strict=True):
                 passages.append([encodable(hit["document"]["contents"]) for hit in hits[:topk]])
             return passages
-        except HTTPError as error:
-            reason = f"{error!r}: {error.read(300)!r}"
         except FAILURES as error:
             reason = f"{error!r:.300}"
 
@@ -336,10 +334,17 @@ def ask(url: str, body: bytes) -> Any:
     request = Request(url, body, {"Content-Type": "application/json"})
     answer: Future = Future()
 
-    def work() -> None:
+    def read() -> Any:
         try:
             with OPENER.open(request, timeout=TIMEOUT) as response:
-                answer.set_result(json.loads(response.read(MOST_ANSWER)))
+                return json.loads(response.read(MOST_ANSWER))
+        except HTTPError as error:
+            # Its body says why.
+            raise OSError(f"{error!r}: {error.read(300)!r}") from error
+
+    def work() -> None:
+        try:
+            answer.set_result(read())
         # The other thread raises the error.
         except Exception as error:
             answer.set_exception(error)

@@ -142,9 +142,8 @@ class Baseline:
         equal = torch.allclose(compared, compared[0])
 
         turns, returns = torch.cat(self.window, dim=1)  # of all action tokens
-        per_turn = self.kind == "turn" or equal
         turns = turns.long()
-        if not per_turn:
+        if self.kind != "turn" and not equal:
             turns.zero_()  # one mean for all turns
         self.means = torch.bincount(turns, returns) / torch.bincount(turns)
         if not equal:
