@@ -81,7 +81,7 @@ DESCRIPTIONS = {
     ),
     "`sokoban_hard`": ("8x8 cells and two boxes; tiny models likewise", "sokoban_hard"),
     "`cliffwalking`": (
-        "Gymnasium's; tiny models start training along the way to the goal",
+        "Gymnasium's; tiny models: training episodes start along the way to the goal",
         "cliffwalking",
     ),
 }
@@ -350,9 +350,9 @@ def readme(data: Data) -> str:
     success = float(first["last"])  # as the command prints it
     random, optimal = float(first["random"]), float(first["optimal"])
     of_command = (
-        f"The first command above, with the default seed, ends at {success:.2f}. A random policy "
-        f"has {random:.2f}, the optimal policy {optimal:.2g}. In the table each method has the "
-        "learning rate that is best for it (RESULTS.md).\n"
+        f"The first command above, with the default seed, ends at {success:.2f} (mean of the last "
+        f"three evaluations). A random policy has {random:.2f}, the optimal policy {optimal:.2g}. "
+        "In the table each method has the learning rate that is best for it (RESULTS.md).\n"
     )
     return "\n".join([figure, table(header, rows), of_command])
 
@@ -403,8 +403,8 @@ def pays(data: Data) -> str:
         "FrozenLake, text: arm",
         f"episodes until a success of {claims.SUCCESS:g}, per seed",
         "CPU seconds per episode",
-        "time / FreshPER's, c = 0",
-        "time / FreshPER's, large c",
+        "time / FreshPER's, x = 0",
+        "time / FreshPER's, large x",
     )
     figure = image("pays", "Time until a success against the cost of an episode", folder="")
     return "\n".join([table(header, rows), figure])

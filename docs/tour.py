@@ -127,10 +127,11 @@ plt.show()
 # below its upper bound `exp(-KL)` (eq. 11).
 #
 # The two panels use two different KL divergences. The bound on the left has `KL(theta||mu)`, as in
-# eq. 11. It is a mean under today's policy, so the ratios `rho` are its weights. On the right is
-# the reverse, `KL(mu||theta)`: minus the mean log ratio of the trajectories as they were collected.
+# eq. 11. It is a mean under today's policy, so the ratios `rho = pi_theta / pi_mu` are its weights.
+# On the right is the reverse, `KL(mu||theta)`: minus the mean of `log rho` over the trajectories as
+# they were collected.
 #
-# The right panel grows with age. ESS jumps, because it depends on the largest ratios alone. Hollow
+# The right panel grows with age. ESS is irregular, because a few large ratios decide it. Hollow
 # marks are bins in which a single trajectory has more than half of the sum of `rho^2`. With decay
 # it is one and the same early success in several bins: replay drew it again and again, and made its
 # unlikely tokens likely.
@@ -213,8 +214,8 @@ for alpha, decay in settings:
 #
 # IS weights undo the preference of the draw. At `beta = 1` the weighted mean over draws is the
 # plain mean over the buffer; at `beta = 0` nothing is undone. By Table 5 FreshPER's default has
-# no IS correction, and the paper gives no reason. One effect is seen here: they also undo the
-# preference for fresh trajectories.
+# no IS correction, and the paper gives no reason. One effect is seen here: the weights also
+# undo the preference for fresh trajectories.
 
 # %%
 buffer = load_buffer(folder)
@@ -225,7 +226,7 @@ for beta in (0.0, 0.4, 1.0):
     print(f"    beta {beta:.1f}: {np.average(replay.ages, weights=w):6.1f}")
 
 # %% [markdown]
-# ## 6. Under exponential decay a refresh changes no P(i)
+# ## 6. Under exponential decay time alone changes no P(i)
 #
 # Every entry loses the same share of its priority per step, so the proportions stay. Polynomial
 # decay has no such law. Line 6 of Algorithm 1 matters because *new* entries come in at age 0 beside
@@ -274,8 +275,8 @@ assert successes_then[0] > 0.1 > successes_then[1]
 
 # %% [markdown]
 # ### Exercise 2
-# Section 3.4 gives the half-life of the *priority*, `tau ln 2`. What is that of the *probability*,
-# at the paper's `tau = 500`, `alpha = 0.6`? Check it with two entries in a buffer.
+# Section 3.4 gives the half-life of the *priority*, `tau ln 2`. What is the half-life of the
+# *probability*, at the paper's `tau = 500`, `alpha = 0.6`? Check it with two entries in a buffer.
 
 # %% solution
 # P(i) ~ (p_base exp(-age / tau))^alpha decays with the constant tau / alpha.

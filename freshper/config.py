@@ -92,7 +92,7 @@ class Config:
     temperature: float = flag(0.99, "appendix F: 0.99")
     top_k: int = flag(100, "appendix F: 100; 0: off")
     top_p: float = flag(0.99, "appendix F: 0.99; 1: off")
-    max_tokens: int = flag(2048, "of a conversation (Table 2, 'Seq Len': 2048, VLM 4096)")
+    max_tokens: int = flag(2048, "of a conversation (Table 2, 'Seq Len': 2048 to 12800)")
     max_new_tokens: int = flag(256, "of a reply (not in the paper)")
 
     # backends

@@ -1,7 +1,8 @@
 """The settings of methods and presets: the paper's tables, and numbers for tiny and small models.
 
 Paper: Table 5 (the methods), Tables 2 to 4 (the paper preset; a test compares it with the tables,
-value for value). If the paper names no dataset or reply limit, the choice is ours. The tiny preset
+but for what docs/differences.md lists). If the paper names no dataset or reply limit, the choice is
+ours. NQ Search asks generated questions, unless --data and --search_url are given. The tiny preset
 was tuned on FrozenLake (docs/log.md). What a table does not name keeps its default in
 freshper/config.py.
 """

@@ -47,8 +47,8 @@ def base_priorities(
     """Return p_i^base of episodes, float64 [n] (section 3.4). `kind` is --base_priority.
 
     `reward`: |r_i| + epsilon. `advantage`: |A_i| + epsilon, with A_i the mean A_t of the action
-    tokens. A_t is unclipped: under Config A's clip of 0.2 all priorities would be equal. It is 0
-    for fresh episodes whose returns are all equal."""
+    tokens. A_t is unclipped: under Config A's clip of 0.2 all priorities would be equal. With
+    --baseline batch it is 0 for fresh episodes whose rewards are equal, turn by turn."""
     if kind == "reward":
         returns = np.array([episode.reward for episode in episodes])
         return reward_priority(returns, epsilon)

@@ -9,7 +9,8 @@ A). REINFORCE++ itself: Hu et al., arXiv 2501.03262, as in OpenRLHF.
     training_batch   A_t   clipped to +-eps_clip of Table 3
     policy_loss      rho_t = pi_theta(a_t | s_t) / pi_mu(a_t | s_t)
                      l_i   = -sum_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t) / C
-                     L     = 1/B sum_i w_i l_i    eq. 16
+                             + sum_t (kl_loss_coef * k3_t - entropy_coef * H_t) / C
+                     L     = 1/B sum_i w_i l_i    eq. 16: w_i scales all of l_i
 
 All tensors are [B, T]. Environment tokens carry no reward and no loss, but reward flows back across
 them, since all turns belong to one episode. The paper is silent on these points
@@ -76,7 +77,8 @@ def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Return the KL estimate pi_ref / pi - log(pi_ref / pi) - 1, at most 10. [B, T] -> [B, T].
 
-    It is never negative and has a usable gradient. The bound is that of OpenRLHF and verl. Without
+    It is never negative. On tokens sampled from pi, its value is KL(pi || pi_ref) in expectation,
+    its gradient that of KL(pi_ref || pi). The bound is that of OpenRLHF and verl. Without
     it, one token at pi = e^-8 pi_ref would have a value near 3,000 and outweigh the batch."""
     log_ratio = (ref_logprobs - logprobs).clamp(max=MAX_LOG_RATIO)
     k3 = log_ratio.exp() - log_ratio - 1.0

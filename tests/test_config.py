@@ -54,7 +54,7 @@ def test_the_paper_preset_holds_the_tables(env):
     for name, value in expected.items():
         assert (constants.get(name) or getattr(config, name)) == value, name
     assert config.tau == (1000 if env == "aime" else 500)  # section 4.1
-    assert config.batch_size == 128  # BS/dev x GA of Table 4, on one training GPU
+    assert config.batch_size == 128  # docs/differences.md
     assert config.slippery is (env == "frozenlake")  # docs/differences.md
 
 
