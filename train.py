@@ -51,7 +51,8 @@ def train(
 ) -> None:
     """Run Algorithm 1, from its start or from a checkpoint.
 
-    Raises NonFiniteError, OSError (a disk), BackendError (an engine), Interrupted (a signal)."""
+    Raises NonFiniteError, OSError (a disk, the search server, a first turn over --max_tokens),
+    BackendError (an engine), Interrupted (a signal)."""
     envs = [make_env() for _ in range(max(config.rollout_batch_size, config.eval_episodes))]
     decay = config.decay_function()
     buffer = ReplayBuffer(config.capacity, config.alpha, decay, config.eviction, config.seed)
@@ -74,7 +75,7 @@ def train(
             priorities = base_priorities(episodes, baseline, config.base_priority, epsilon)
             buffer.add(episodes, priorities, trainer.step)
             # 6: refresh priorities p_i <- p_i^base * exp(-Delta_i / tau), on a CPU thread beside 5
-            buffer.refresh_async(trainer.step + config.ppo_epochs)
+            buffer.refresh_async(trainer.step + config.ppo_epochs)  # t at the end of 5
 
         # 5: train pi_theta on the fresh batch {e_j}
         advantages = baseline.advantages(episodes)

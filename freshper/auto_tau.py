@@ -12,9 +12,9 @@ section 5 leaves tuning it to future work. Ours is one of several possible estim
     1 iteration <= tau <= 5 iterations    whatever the drift
 
 The KL divergence is that of a turn, because eq. 4 treats one reply as one action. c is the
-least-squares line through the origin over about 20 replay batches. They count as they were drawn,
-not weighted by 1 / P(i) as in freshper/diagnostics.py. The upper bound is an observation: the best
-fixed tau did not grow as the drift slowed (docs/log.md).
+slope of the least-squares line through the origin over about 20 replay batches. They count as they
+were drawn, not weighted by 1 / P(i) as in freshper/diagnostics.py. The upper bound is an
+observation: the best fixed tau did not grow as the drift slowed (docs/log.md).
 """
 
 import numpy as np

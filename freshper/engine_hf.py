@@ -99,21 +99,21 @@ class HFEngine:
         self.sampling = sampling
         # It stays on the CPU, so that a run can be resumed on another device.
         self.generator = torch.Generator().manual_seed(seed)
-        self.sync()
+        # The cache and the row of each conversation of the last call. A cache is freed with the
+        # last of its conversations.
+        self.rows: WeakKeyDictionary[Conversation, tuple[KVCache, int]] = WeakKeyDictionary()
 
     @torch.no_grad()
-    def sync(self, trainer: TorchTrainer | None = None) -> dict[str, float]:
+    def sync(self, trainer: TorchTrainer) -> dict[str, float]:
         """Drop every key and value that older weights computed (line 12, pi_mu <- pi_theta). A copy
         of the model gets the trainer's weights."""
         began = time.perf_counter()
-        if trainer and not self.shared:
+        if not self.shared:
             ours = dict(self.policy.model.named_parameters(remove_duplicate=False))
             for name, parameter in trainer.parameters():
                 ours[name].copy_(parameter)
 
-        # The cache and the row of each conversation of the last call. A cache is freed with the
-        # last of its conversations.
-        self.rows: WeakKeyDictionary[Conversation, tuple[KVCache, int]] = WeakKeyDictionary()
+        self.rows.clear()
         return {} if self.shared else {"sync_s": time.perf_counter() - began}
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -153,6 +153,7 @@ class HFEngine:
         if all(conversation in self.rows for conversation in conversations):
             cache, _ = self.rows[conversations[0]]
             rows = [self.rows[conversation][1] for conversation in conversations]
+            # `keep` copies the cache.
             if rows != list(range(len(cache.visible))):
                 cache.keep(rows)
         else:

@@ -151,7 +151,7 @@ def group_by_length(lengths: list[int], max_rows: int) -> list[list[int]]:
     longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     groups: list[list[int]] = [[]]
     for row in longest_first:
-        group = [row, *groups[0]]
+        group = [row, *groups[0]]  # the last is the longest
         tokens = sum(lengths[k] for k in group)
         fewest_tokens = (1 - PADDING) * lengths[group[-1]] * len(group)
 

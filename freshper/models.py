@@ -7,8 +7,9 @@ Two things are easy to get wrong:
 - Token in, token out. A conversation grows by appending ids. Only the environment's new text is
   tokenized, wrapped in a "bridge": what closes the assistant turn, the user turn, and the next
   assistant header.
-- Images. Each takes h w / merge^2 placeholder tokens. Their embeddings are replaced by the output
-  of the vision tower, and their positions follow m-rope (rows and columns instead of a count).
+- Images. Each takes rows x columns placeholder tokens (`grid`). Their embeddings are replaced by
+  the output of the vision tower, and their positions follow m-rope (rows and columns instead of a
+  count).
 """
 
 import functools
@@ -162,6 +163,7 @@ class Policy:
             pictures = [Image.fromarray(np.asarray(image)) for image in unseen.values()]
             inputs = self.image_processor(pictures, return_tensors="pt").to(self.device)
             encoded = self.model.get_image_features(**inputs)
+            # Per image: [rows * columns, hidden].
             self.features.update(zip(unseen, encoded.pooler_output))
 
         # Those of a checkpoint are on the CPU.

@@ -53,9 +53,9 @@ def base_priorities(
         returns = np.array([episode.reward for episode in episodes])
         return reward_priority(returns, epsilon)
 
-    tokens = np.array([episode.action_mask.sum() for episode in episodes])
+    action_tokens = np.array([episode.action_mask.sum() for episode in episodes])
     totals = baseline.collected_advantages(episodes).double().sum(-1).numpy()
-    return advantage_priority(totals / tokens, epsilon)
+    return advantage_priority(totals / action_tokens, epsilon)
 
 
 def exponential_decay(age: np.ndarray, tau: float) -> np.ndarray:

@@ -21,8 +21,8 @@ them, since all turns belong to one episode. The paper is silent on these points
   not whitened over itself: it can consist of successes only, and its advantages would all be 0.
   `recompute` does so nevertheless (the authors' code).
 - `turn` takes the mean of the returns from the same turn on, over the last WINDOW collected
-  episodes. This leaves the gradient unbiased. If turns have a cost, one mean for all turns pushes
-  early replies down and late ones up, whatever they say, and replies lose their form.
+  episodes. If turns have a cost, one mean for all turns pushes early replies down and late ones up,
+  whatever they say, and replies lose their form.
 - If all returns are equal after the KL term (all failures, say), they have no spread. The batch is
   then measured by turn, with the std of the batch before it. If its rewards also fall in the same
   turns, its advantages are 0.
@@ -90,6 +90,7 @@ def advantages(
 ) -> Tensor:
     """Return A_t from token rewards. [B, T], [B, T] -> [B, T], 0 off the mask.
 
+    Training measures with `Baseline` instead; this is REINFORCE++'s whitening of one batch.
     `clip` is eps_clip of Table 3. `moments` are the mean [B, T] and the std of G_t (None: those of
     this batch over its action tokens)."""
     returns = returns_to_go(rewards)
@@ -107,6 +108,7 @@ def penalized_rewards(batch: Batch, kl_reward_coef: float) -> Tensor:
 
 def turn_numbers(action_mask: Tensor) -> Tensor:
     """Return the number of each action token's turn, counted from 0. [B, T] -> int64 [B, T]."""
+    # The first token is a prompt's, so nothing is rolled in from the end of the row.
     starts_turn = action_mask & ~action_mask.roll(1, 1)
     turns = starts_turn.cumsum(1) - 1
     return turns.clamp(min=0)
@@ -127,24 +129,23 @@ class Baseline:
     def observe(self, episodes: list[Episode]) -> None:
         """Take mean and std of freshly collected episodes; with `turn`, of the last WINDOW."""
         batch = collate(episodes)
-        rewards = penalized_rewards(batch, self.kl_reward_coef)
-        turns = turn_numbers(batch.action_mask)
-        table = torch.stack([turns, returns_to_go(rewards)]).double()  # [2, B, T]
+        returns = returns_to_go(penalized_rewards(batch, self.kl_reward_coef))
+        turn_and_return = torch.stack([turn_numbers(batch.action_mask), returns]).double()
 
         if self.kind != "turn":
             self.window = []
-        self.window += [table[:, row, mask] for row, mask in enumerate(batch.action_mask)]
+        for row, mask in enumerate(batch.action_mask):
+            self.window.append(turn_and_return[:, row, mask])  # [2, n]
         del self.window[: -max(WINDOW, len(episodes))]
-
-        # G_0 of each episode, or all G_t of a single one. They count as equal if they differ by
-        # rounding only.
-        compared = torch.stack([returns[0] for _, returns in self.window])
-        if len(compared) == 1:
-            compared = self.window[0][1]
-        equal = torch.allclose(compared, compared[0])
 
         turns, returns = torch.cat(self.window, dim=1)  # of all action tokens
         turns = turns.long()
+
+        # Equal up to rounding: G_0 of all episodes, or all G_t of a single one.
+        compared = torch.stack([returns_of_one[0] for _, returns_of_one in self.window])
+        if len(self.window) == 1:
+            compared = returns
+        equal = torch.allclose(compared, compared[0])
         if self.kind != "turn" and not equal:
             turns.zero_()  # one mean for all turns
         self.means = torch.bincount(turns, returns) / torch.bincount(turns)
@@ -154,11 +155,11 @@ class Baseline:
     def collected_advantages(self, episodes: list[Episode]) -> Tensor:
         """Return A_t against the collected episodes, before any clip, float32 [B, T]."""
         batch = collate(episodes)
-        rewards = penalized_rewards(batch, self.kl_reward_coef)
+        returns = returns_to_go(penalized_rewards(batch, self.kl_reward_coef))
         # The mean of the last turn also counts for later ones.
         turns = turn_numbers(batch.action_mask).clamp(max=len(self.means) - 1)
         moments = self.means[turns], self.std
-        return whiten(returns_to_go(rewards), batch.action_mask, moments)
+        return whiten(returns, batch.action_mask, moments)
 
     def advantages(self, episodes: list[Episode]) -> Tensor:
         """Return A_t of line 5 or 10, before any clip, float32 [B, T].
@@ -245,5 +246,5 @@ def policy_loss(
             "kl": ratio - log_ratio - 1.0,
             "clipped": objective != unclipped,
         }
-        stats = {name: (values * action_mask).sum(1) for name, values in per_token.items()}
-    return loss, stats
+        sums = {name: (values * action_mask).sum(1) for name, values in per_token.items()}
+    return loss, sums

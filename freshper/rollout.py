@@ -86,14 +86,14 @@ class LiveEpisode:
         self.policy = policy
         self.env = env
         self.conversation = Conversation(prompt, list(observation.images), seed)
-        self.sampled = [False] * len(prompt)  # whether the policy sampled each token
+        self.action_mask = [False] * len(prompt)
         self.logprobs = [0.0] * len(prompt)
         self.turn_rewards: list[float] = []
         self.info: dict = {}  # the environment's, of the last turn
         self.closed = False  # whether the last reply ended with a sampled eos
         self.truncated = False
-        self.invalid_replies = 0
-        self.cut_replies = 0
+        self.invalid = 0
+        self.cut = 0
 
     def __len__(self) -> int:
         return len(self.conversation.tokens)
@@ -114,14 +114,14 @@ class LiveEpisode:
             )
 
         self.conversation.tokens += reply.tokens
-        self.sampled += [True] * len(reply.tokens)
+        self.action_mask += [True] * len(reply.tokens)
         self.logprobs += reply.logprobs
         self.turn_rewards.append(reward)
 
         self.info = info
         self.closed = reply.tokens[-1] == self.policy.eos_id
-        self.cut_replies += not self.closed
-        self.invalid_replies += not info.get("valid", True)
+        self.cut += not self.closed
+        self.invalid += not info.get("valid", True)
 
     def append_bridge(self, observation: Observation, room: int) -> bool:
         """Append the next user turn o_{t+1} if a conversation of `room` tokens can hold it.
@@ -134,7 +134,7 @@ class LiveEpisode:
 
         self.conversation.tokens += bridge
         self.conversation.images += observation.images
-        self.sampled += [False] * len(bridge)
+        self.action_mask += [False] * len(bridge)
         self.logprobs += [0.0] * len(bridge)
         return True
 
@@ -143,15 +143,15 @@ class LiveEpisode:
         turn_rewards = np.array(self.turn_rewards, np.float32)
         return Episode(
             tokens=np.array(self.conversation.tokens, np.int32),
-            action_mask=np.array(self.sampled),
+            action_mask=np.array(self.action_mask),
             behavior_logprobs=np.array(self.logprobs, np.float32),
             reward=float(turn_rewards.sum()),
             turn_rewards=turn_rewards,
             images=self.conversation.images,
             seed=self.conversation.seed,
             success=self.info["success"],
-            invalid=self.invalid_replies,
-            cut=self.cut_replies,
+            invalid=self.invalid,
+            cut=self.cut,
             truncated=self.truncated,
             metrics=self.info.get("metrics", {}),
         )

@@ -7,7 +7,7 @@ optimizer. Ours is AdamW without weight decay.
 `step` counts optimizer steps, the clock of ages in the buffer (section 3.4). Log-probs are those of
 the softmax at the sampling temperature, before top-k and top-p. Only action tokens become logits,
 LOGITS_AT_ONCE numbers at a time, which the backward pass computes again. The gradients of
-micro-batches add up to exactly that of the whole batch. `mismatch` is the difference between
+micro-batches add up to that of the whole batch. `mismatch` is the difference between
 trainer and engine, which `truncated_is` corrects for (Yao et al. 2025, not in the paper).
 
 `OneProcess` computes an update in this process, `DeepSpeedRanks` (freshper/trainer_deepspeed.py) in
@@ -47,15 +47,15 @@ class Update(NamedTuple):
     """What one optimizer step did."""
 
     stats: dict[str, float]  # loss, grad_norm, clip_fraction, kl, nonzero_advantages, seconds
-    drift: dict[str, np.ndarray]  # per episode, [B]: DRIFT's sums, and tokens
+    drift: dict[str, np.ndarray]  # per episode, [B]: DRIFT's sums, `tokens` of actions
 
 
 def token_scores(
     policy: Policy, temperature: float, entropy: bool, hidden: Tensor, tokens: Tensor
 ) -> Tensor:
-    """Return log-probs of tokens [n] after hidden states [n, H], beside entropies, float32 [n, 2].
+    """Return each token's log-prob, and the entropy of its distribution, float32 [n, 2].
 
-    The entropies are those of the tokens' distributions, or 0 without `entropy`."""
+    Tokens are [n], the hidden states before them [n, H]. Without `entropy` entropies are 0."""
     distribution = (policy.logits(hidden) / temperature).log_softmax(-1)  # [n, V]
     logprobs = distribution.gather(1, tokens[:, None])  # [n, 1]
     entropies = torch.zeros_like(logprobs)
@@ -76,12 +76,11 @@ def action_logprobs(
     chunks."""
     mask = batch.action_mask  # [B, T]
     tokens = batch.tokens[mask].to(policy.device)  # [n]
-    before_each_token = policy.batch_hidden(batch)[:, :-1]
+    before_each_token = policy.batch_hidden(batch)[:, :-1]  # [B, T - 1, H]
     hidden = before_each_token[mask[:, 1:]]  # [n, H]
 
     vocabulary = policy.model.config.get_text_config().vocab_size
-    logits = vocabulary * max(most_tokens, len(tokens))
-    chunks = math.ceil(logits / LOGITS_AT_ONCE)
+    chunks = math.ceil(vocabulary * max(most_tokens, len(tokens)) / LOGITS_AT_ONCE)
     score = partial(token_scores, policy, temperature, entropy)
     if chunks > 1:
         # The backward pass computes the logits of a chunk again.
@@ -120,7 +119,7 @@ class OneProcess:
         return values
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of the loss to those of all processes."""
+        """Add the gradient of the loss to that of the batch, summed over processes."""
         loss.backward()
 
     def step(self) -> float:
@@ -199,8 +198,7 @@ class TorchTrainer:
         per_token = {"behavior_logprobs": logprobs}
         if self.reference:
             per_token["ref_logprobs"] = self.logprobs(batch, reference=True).numpy()
-        if self.config.truncated_is:
-            cap = self.config.truncated_is
+        if cap := self.config.truncated_is:
             per_token["engine_correction"] = np.minimum(np.exp(difference), cap)
         for name, values in per_token.items():
             for episode, row in zip(episodes, values):
@@ -221,7 +219,8 @@ class TorchTrainer:
         """Return log pi_theta (or log pi_ref) of the action tokens, float32 [B, T]."""
         self.policy.model.eval()
         forward = self.strategy.forward
-        if reference and self.reference:
+        if reference:
+            assert self.reference is not None
             forward = partial(action_logprobs, self.reference)
 
         logprobs = torch.zeros(batch.tokens.shape)
@@ -245,12 +244,12 @@ class TorchTrainer:
         if advantages is None:
             advantages = Baseline("recompute", config.kl_reward_coef).advantages(episodes)
         batch = training_batch(episodes, advantages, weights, config.advantage_clip)
-        tokens = batch.action_mask.sum(-1).double()  # [B]
+        action_tokens = batch.action_mask.sum(-1).double()  # [B]: their number
 
         self.policy.model.train()
         self.optimizer.zero_grad()
-        loss, sums = self._accumulate_gradient(batch, scale=tokens.mean().item())
-        drift = {"tokens": tokens.numpy(), **sums}
+        loss, sums = self._accumulate_gradient(batch, scale=action_tokens.mean().item())
+        drift = {"tokens": action_tokens.numpy(), **sums}
 
         self.lr = self._scheduled_lr()
         self.optimizer.param_groups[0]["lr"] = self.lr
@@ -265,7 +264,7 @@ class TorchTrainer:
             )
         self.step += 1
 
-        n = tokens.sum().item()
+        n = action_tokens.sum().item()
         stats = {
             "clip_fraction": float(drift["clipped"].sum() / n),
             "kl": float(drift["kl"].sum() / n),
@@ -313,7 +312,7 @@ class TorchTrainer:
         return total_loss.item(), dict(zip(DRIFT, drift.numpy()))
 
     def _scheduled_lr(self) -> float:
-        """Return the learning rate of the next step: a linear warm-up, then a cosine to 0."""
+        """Return the learning rate of the next step: a warm-up from 0, then a cosine to 0."""
         progress = (self.step - WARMUP_STEPS) / max(1, self.total_updates - WARMUP_STEPS)
         cosine = 0.5 * (1.0 + math.cos(math.pi * np.clip(progress, 0.0, 1.0)))
         return self.config.lr * min(self.step / WARMUP_STEPS, cosine)

@@ -167,7 +167,7 @@ def test_a_long_observation_and_new_weights(text_policy):
             expected = stock_logprobs(policy, e)[-1].item()
             policy.model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
         assert reply.logprobs[0] == pytest.approx(expected, abs=1e-4)
-        engine.sync()
+        engine.sync(None)
 
 
 def test_the_cache_ends_with_its_conversations(text_policy):
