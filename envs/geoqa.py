@@ -17,13 +17,14 @@ length of the red side, the angle at the red dot, or the area: 10,163 problems f
 import io
 import math
 import re
+import struct
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import combinations, product
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps
 
 from envs.answer_parsing import MAX_ANSWER, Measure, bare, read_measure
 from envs.base import parse_answer
@@ -248,8 +249,11 @@ def decode(source: bytes | str) -> np.ndarray:
         file = io.BytesIO(source) if isinstance(source, bytes) else source
         with Image.open(file) as opened:
             mode = opened.mode
-            image = opened.convert("RGBA")
-    except (OSError, AttributeError, SyntaxError, Image.DecompressionBombError) as error:
+            image = ImageOps.exif_transpose(opened).convert("RGBA")
+    except (
+        OSError, AttributeError, SyntaxError, RuntimeError, TypeError, struct.error,
+        Image.DecompressionBombError,
+    ) as error:  # fmt: skip
         raise ValueError(f"the field image is no image that can be read: {error}") from error
     if mode.startswith(("I", "F")):
         raise ValueError(f"the field image has the mode {mode}, but must have 8 bits a channel")

@@ -44,7 +44,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("env", choices=ENVS)
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
-    parser.add_argument("--style", default="full", help="full (default), or terse: a tiny model's")
+    styles = ("full", "terse")
+    parser.add_argument("--style", choices=styles, default="full", help="terse: a tiny model's")
     args = parser.parse_args(argv)
 
     try:
@@ -60,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
             show(env)
             result = "success" if info["success"] else "no success"
             print(f"{result} after {turns} turns, return {total:g}\n")
-    except EOFError:
+    except (EOFError, KeyboardInterrupt):
         print("\nleft")
     except gymnasium.error.Error as error:  # a negative seed
         parser.error(str(error))

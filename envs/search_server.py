@@ -24,6 +24,7 @@ and 20 GB for their text.
 import argparse
 import contextlib
 import json
+import os
 import re
 import socket
 import sys
@@ -118,11 +119,17 @@ class TransformerEncoder:
 
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(name)
-            self.model = AutoModel.from_pretrained(name, use_safetensors=True)
+            self.model, loaded = AutoModel.from_pretrained(
+                name, use_safetensors=True, output_loading_info=True
+            )
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"--encoder is {name}, but no model could be loaded from there"
             ) from error
+        # transformers would make random ones. The pooler is not used.
+        lacking = [key for key in loaded["missing_keys"] if not key.startswith("pooler.")]
+        if lacking:
+            raise ValueError(f"--encoder is {name}, but must have the weights {min(lacking)}")
 
         self.model.to("cuda" if torch.cuda.is_available() else "cpu")
         self.model.requires_grad_(False)
@@ -371,12 +378,16 @@ def main(argv: list[str] | None = None) -> None:
 
     try:
         corpus = read_corpus(args.corpus)
+        if not corpus or os.path.realpath(args.index) == os.path.realpath(args.corpus):
+            raise ValueError("the corpus must have documents, and the index a file of its own")
         is_local = args.encoder == "local"
         encoder: Encoder = LocalEncoder(corpus) if is_local else TransformerEncoder(args.encoder)
         if args.build:
             # A file that cannot be written is refused before the corpus is encoded.
-            open(args.index, "ab").close()
-            faiss.write_index(Retriever(corpus, encoder).index, args.index)
+            unfinished = f"{args.index}.new"
+            open(unfinished, "wb").close()
+            faiss.write_index(Retriever(corpus, encoder).index, unfinished)
+            os.replace(unfinished, args.index)
             return
 
         retriever = Retriever(corpus, encoder, faiss.read_index(args.index))

@@ -109,6 +109,8 @@ def run(job: tuple[str, int], out: Path, flags: list[str]) -> dict[str, float]:
     if not finished(folder):
         new = [*flags, "--seed", str(seed), "--out", str(folder)]
         status = train.main(["--resume", str(folder)] if folder.exists() else new)
+        if status > 1:  # bad input, or a signal
+            raise SystemExit(status)
         if status:
             (folder / "stopped.txt").write_text(f"exit status {status}")
     return summary(folder)

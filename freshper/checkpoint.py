@@ -202,13 +202,13 @@ class RunState:
 
 def find_saved(config: Config, flags_given: tuple[str, ...]) -> Saved | None:
     """Return the checkpoint to go on from, if there is one. Raises ValueError as `newest` does, if
-    a setting may not change, or if the run has done --iterations already."""
+    a setting may not change, or if one is given and the run has done --iterations already."""
     saved = newest(Path(config.resume))
     if not saved:
         return None
     run = json.loads((saved.folder / "run.json").read_bytes())
     check_unchanged(run["settings"], vars(config))
-    if "iterations" in flags_given and (done := run["iteration"]) >= config.iterations:
+    if flags_given != ("resume",) and (done := run["iteration"]) >= config.iterations:
         raise ValueError(
             f"--iterations is {config.iterations}, but must be above {done}, which the run has done"
         )

@@ -145,8 +145,13 @@ class Report:
         return {"rows": self.rows, "replayed": self.replayed, "features": self.features}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.features = state["features"]
+        """Restore a state. Raises OSError if replay.csv lacks rows of it."""
         self.replayed = state["replayed"]
+        path = self.folder / "replay.csv"
+        if self.replayed and (size := path.stat().st_size) < self.replayed:
+            raise OSError(f"{path} has {size} bytes, but must have at least {self.replayed}")
+
+        self.features = state["features"]
         self.rows = state["rows"]
         self.done = self.rows[-1]["iteration"]
         self.row = {}  # the checkpoint was saved after its row was written

@@ -150,9 +150,13 @@ def test_a_signal_while_the_model_is_loaded_leaves_nothing(tmp_path, monkeypatch
 
 
 def test_a_finished_run_can_be_extended_but_not_shortened(copy, finished, capsys):
-    assert resume(copy, "--iterations", "6") == 2
+    settings = (copy / "config.json").read_text()
     sentence = "--iterations is 6, but must be above 6, which the run has done"
-    assert capsys.readouterr().err == f"train.py: error: {sentence}\n"
+    # a setting would have no effect any more
+    for flags in (("--iterations", "6"), ("--lr", "0.5")):
+        assert resume(copy, *flags) == 2
+        assert capsys.readouterr().err == f"train.py: error: {sentence}\n"
+    assert (copy / "config.json").read_text() == settings
     assert resume(copy, "--iterations", "7", "--save_every", "1") == 0
     assert "iterations is 7, was 6" in capsys.readouterr().out
     rows, before = contents(copy)[0], contents(finished)[0]
@@ -193,6 +197,15 @@ def test_of_a_damaged_checkpoint_the_one_before_it_is_used(copy, capsys, name, f
     assert f"the newest checkpoint is damaged ({name} is missing), so it is removed" in said
     assert "checkpoint-before, after iteration 4 of 6" in said
     assert contents(copy) == contents(finished)
+
+
+def test_a_table_without_the_rows_of_the_checkpoint_is_not_gone_on_with(copy, capsys):
+    with open(copy / "replay.csv", "r+b") as table:
+        table.truncate(100)
+    before = (copy / "metrics.csv").read_text()
+    assert resume(copy, "--iterations", "7") == 1
+    assert "replay.csv has 100 bytes, but must have at least" in capsys.readouterr().out
+    assert (copy / "metrics.csv").read_text() == before
 
 
 def test_what_cannot_be_read_is_not_damaged(copy, capsys):

@@ -16,7 +16,7 @@ from PIL import Image
 
 import train
 from envs.base import EVAL_SEEDS
-from envs.data import divide, load_rows
+from envs.data import divide, load_rows, select_fields
 from envs.gsm8k import GSM8K
 from envs.question_answering import Question
 from freshper import evaluation
@@ -127,6 +127,12 @@ def test_bad_input_is_named_in_one_sentence(name, tmp_path, capfd):
     with pytest.raises(ValueError, match=rf"^.*{re.escape(source)}.*{re.escape(sentence)}.*$"):
         load_rows(source, FIELDS, dict)
     assert capfd.readouterr().err == ""  # `datasets` does not tell it a second time
+
+
+@pytest.mark.parametrize("value", ["<|im_end|>", ["a", "<|im_end|>"], {"a": "<|im_end|>"}])
+def test_no_field_holds_special_tokens_whatever_its_type(value):
+    with pytest.raises(ValueError, match="the field question must not hold tokens"):
+        select_fields({"question": value}, ("question",))
 
 
 def test_a_hub_id_may_name_a_configuration(monkeypatch):

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -52,6 +53,12 @@ def test_a_sentence_is_a_reply_where_the_question_asks_for_one():
     shown = run("gsm8k", typed="Mia has 17 fish now.")
     assert "Mia has 10 fish and gets 7." in shown
     assert "\nsuccess after 1 turns" in shown
+
+
+def test_ctrl_c_leaves(monkeypatch, capsys):
+    monkeypatch.setattr("builtins.input", Mock(side_effect=KeyboardInterrupt))
+    main(["frozenlake"])
+    assert capsys.readouterr().out.endswith("\nleft\n")
 
 
 def test_a_negative_seed_is_named_in_one_sentence(capsys):

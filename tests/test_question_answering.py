@@ -9,11 +9,11 @@ from itertools import chain, combinations, pairwise
 import numpy as np
 import pytest
 from conftest import write_rows
-from PIL import Image, ImageColor
+from PIL import ExifTags, Image, ImageColor
 
 from envs.aime import AIME
 from envs.base import EVAL_SEEDS, WARM_START_SEEDS
-from envs.geoqa import MAX_SIDE, RED, GeoQA, area
+from envs.geoqa import MAX_SIDE, RED, GeoQA, area, decode
 from envs.gsm8k import GSM8K
 from envs.question_answering import RIGHT, WRONG
 
@@ -282,3 +282,15 @@ def test_a_folder_of_images_some_large_or_transparent(tmp_path):
         shown[text.split()[0]] = image
     assert shown["large"].shape == (299, MAX_SIDE, 3)
     assert (shown["clear"] == 255).all()
+
+
+def test_a_photograph_is_shown_upright():
+    """A camera that was turned says so in the image's EXIF data: 6 is a quarter to the right."""
+    image = Image.new("RGB", (60, 40))
+    image.paste((255, 255, 255), (0, 0, 60, 20))  # the upper half
+    turned = Image.Exif()
+    turned[ExifTags.Base.Orientation] = 6
+    stream = io.BytesIO()
+    image.save(stream, "PNG", exif=turned)
+    expected = np.asarray(image.rotate(-90, expand=True))
+    np.testing.assert_array_equal(decode(stream.getvalue()), expected)

@@ -4,6 +4,7 @@ failures."""
 import http.client
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,10 +20,12 @@ import faiss
 import numpy as np
 import pytest
 from conftest import write_rows
+from safetensors.torch import load_file, save_file
 
 from envs import search_server
 from envs.nq_search import MAX_TEXT
 from envs.search_server import LocalEncoder, Retriever, SearchServer, retrieve
+from freshper.tiny import SHIPPED
 
 TEXTS = [
     "Mercury\nthe smallest planet, closest to the Sun",
@@ -280,7 +283,14 @@ REFUSED = {  # arguments: a part of the sentence
     "--corpus bad.jsonl": "bad.jsonl, line 2: must be a JSON object",
     "--corpus deep.jsonl": "deep.jsonl, line 1: must be a JSON object",
     "--encoder .": "--encoder is ., but no model",
+    "--encoder half": "--encoder is half, but must have the weights layers.0.mlp.up_proj.weight",
+    "--corpus none.jsonl --build": "the corpus must have documents",
+    "--index c.jsonl --build": "the index a file of its own",
 }
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 def test_what_cannot_be_served_is_said_in_one_sentence(tmp_path, capsys, monkeypatch):
@@ -290,10 +300,18 @@ def test_what_cannot_be_served_is_said_in_one_sentence(tmp_path, capsys, monkeyp
     (tmp_path / "bad.faiss").write_bytes(b"no index at all")
     write_rows(tmp_path / "bad.jsonl", [{"contents": "fine"}, {"text": "x"}])
     (tmp_path / "deep.jsonl").write_text("[" * 100_000)
+    (tmp_path / "none.jsonl").write_text("")
+    shutil.copytree(SHIPPED / "frozenlake", "half")
+    weights = load_file("half/model.safetensors")
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    save_file(weights, "half/model.safetensors", {"format": "pt"})
     files = ["--corpus", "c.jsonl", "--index", "c.faiss"]
     search_server.main(["--build", *files])
+    made = files_of(tmp_path)
 
     for arguments, sentence in REFUSED.items():
         with pytest.raises(SystemExit, match="2"):
             search_server.main([*files, *arguments.split()])
         assert sentence in capsys.readouterr().err
+        # Nothing is lost, and nothing half-written.
+        assert files_of(tmp_path) == made
