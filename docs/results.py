@@ -49,7 +49,7 @@ from waves import (
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "RESULTS.md", "docs/lesson.md", "docs/replay_pays.md", "docs/tables.md")
 BLOCK = re.compile(r"<!-- results: (\w+), commit ([^>]*?) -->\n(.*?)<!-- end -->", re.DOTALL)
-OLD = "*From older runs (commit {}), which are being repeated.*\n\n"
+OLD = "*From older runs (commit {}; another protocol), which are being repeated.*\n\n"
 ANY_OLD = re.compile(r"\A\*From older runs .*\n\n")
 # The best first
 FORWARD = tuple(reversed(ARMS))
@@ -436,6 +436,21 @@ def every_arm(data: Data) -> str:
     return table(("task", "arm", "rate factor", "final", *names, "c", "late loss"), rows)
 
 
+def effects(data: Data) -> str:
+    """FreshPER minus each control, a row per task whose runs have been made."""
+    rows = []
+    for task in TASKS:
+        try:
+            differences = [data.effect(task, "freshper", arm) for arm in CONTROLS]
+        except MissingError:
+            continue
+        rows.append([NAMES[task], *map(span, differences)])
+
+    if not rows:
+        raise MissingError("the runs of any task")
+    return table(("FreshPER minus", *(ARMS[arm] for arm in CONTROLS)), rows)
+
+
 BLOCKS = {
     "verdicts": verdicts,
     "tuning": tuning,
@@ -451,6 +466,7 @@ BLOCKS = {
     "readme_tasks": readme_tasks,
     "lesson": lesson,
     "pays": pays,
+    "effects": effects,
     "every_arm": every_arm,
 }
 

@@ -332,7 +332,8 @@ def test_a_complete_campaign_fills_all_pages(pages, monkeypatch, capsys):
             values = runs(task, arm)
             low, high = scipy_stats.ttest_1samp(values, 0.0).confidence_interval()
             assert cell == f"{values.mean():.3f} ± {(high - low) / 2:.3f}"
-    for task, row in zip(waves.TASKS, cells(block(pages, "freshness")[1]), strict=False):
+    differences = cells(block(pages, "freshness")[1])[:9] + cells(block(pages, "effects")[1])
+    for task, row in zip(waves.TASKS * 2, differences, strict=True):
         for arm, cell in zip(results.CONTROLS, row[1:], strict=False):
             x, y = runs(task, "freshper"), runs(task, arm)
             low, high = scipy_stats.ttest_ind(x, y, equal_var=False).confidence_interval()
@@ -355,7 +356,8 @@ def test_a_question_with_a_missing_run_is_left_alone_and_marked_as_old(pages):
     left = {name for name in results.BLOCKS if block(pages, name) == before[name]}
     assert left == {"freshness", "tau"}
     commit, body = block(pages, "tau")
-    assert body.startswith(f"*From older runs (commit {commit}), which are being repeated.*\n\n| ")
+    old = f"*From older runs (commit {commit}; another protocol), which are being repeated.*"
+    assert body.startswith(f"{old}\n\n| ")
     assert re.search(r"^\| c \|.*not made yet", block(pages, "verdicts")[1], re.MULTILINE)
     assert results.write_all(pages, data, check=True) == []
 
@@ -364,7 +366,7 @@ def test_a_question_with_a_missing_run_is_left_alone_and_marked_as_old(pages):
         results.write_all(pages, claims.Data([], [], []))
     commit, body = block(pages, "table")
     assert commit == "0123456789"
-    assert body.count("*From older runs (commit 0123456789), which are being repeated.*") == 1
+    assert body.count("*From older runs (commit 0123456789;") == 1
 
 
 def test_a_number_or_a_figure_changed_by_hand_is_noticed(pages):
