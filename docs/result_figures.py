@@ -12,6 +12,7 @@ import numpy as np
 from claims import ARMS, FACTOR_REFERENCES, NAMES, Data, arm_name
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from scipy.stats import ttest_1samp
 from stats import SMALLEST_EFFECT, Effect, bootstrap, contrast, difference, interquartile_mean
 from waves import PAIR, SMALL_ARMS, TASKS, oracle_arm
 
@@ -98,8 +99,9 @@ def main(data: Data) -> Figure:
 # -- curves
 
 
-def mean_curve(data: Data, task: str, arm: str, column: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return x and the mean success of the runs of an arm. A run keeps its last value.
+def run_curves(data: Data, task: str, arm: str, column: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return x [40], and the success of each run of an arm there, [5, 40]. A run keeps its last
+    value.
 
     `cpu_s`: the CPU seconds of a run, spread evenly over its episodes."""
     curves = []
@@ -111,15 +113,19 @@ def mean_curve(data: Data, task: str, arm: str, column: str) -> tuple[np.ndarray
 
     end = max(curve[column][-1] for curve in curves)
     x = np.linspace(0.0, end, 40)
-    means = np.mean([np.interp(x, c[column], c["eval_success"]) for c in curves], axis=0)
-    return x, means
+    return x, np.array([np.interp(x, curve[column], curve["eval_success"]) for curve in curves])
 
 
-def curves(axes: Axes, data: Data, task: str, arms: Sequence[str], column: str) -> None:
-    """Draw the mean curve of each arm."""
+def curves(
+    axes: Axes, data: Data, task: str, arms: Sequence[str], column: str, band: bool = False
+) -> None:
+    """Draw the mean curve of each arm and, as a band, its 95 % interval (Student's t)."""
     for arm in arms:
-        x, means = mean_curve(data, task, arm, column)
-        axes.plot(x, means, color=COLORS[arm], label=ARMS[arm], linewidth=2)
+        x, values = run_curves(data, task, arm, column)
+        axes.plot(x, values.mean(0), color=COLORS[arm], label=ARMS[arm], linewidth=2)
+        if band:
+            low, high = ttest_1samp(values, 0.0).confidence_interval()
+            axes.fill_between(x, low, high, color=COLORS[arm], alpha=0.15, linewidth=0)
     axes.set(title=NAMES[task], ylim=(0, 1.02))
 
 
@@ -150,10 +156,13 @@ def learning(data: Data, tasks: Sequence[str], arms: Sequence[str]) -> Figure:
     figure = new_figure(3.4)
     panels = np.atleast_1d(figure.subplots(1, len(tasks), sharey=True))
     for axes, task in zip(panels, tasks, strict=True):
-        curves(axes, data, task, arms, "episodes")
+        curves(axes, data, task, arms, "episodes", band=True)
+        for policy, style in (("random", ":"), ("optimal", "--")):
+            level = data.values(task, arms[0], policy)[0]
+            axes.axhline(level, color="black", linestyle=style, label=f"{policy} policy")
         axes.set_xlabel("episodes")
     panels[0].set_ylabel("held-out success")
-    legend(figure, panels[0], columns=3 if len(arms) == 3 else 2)
+    legend(figure, panels[0])
     return figure
 
 

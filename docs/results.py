@@ -338,21 +338,31 @@ def readme(data: Data) -> str:
             "per",
             "Standard PER: no age factor, but importance-sampling (IS) weights (`--method per`)",
         ),
+        (
+            "uniform",
+            "uniform replay of episodes up to age 61 (`--alpha 0 --decay limit --tau 61`)",
+        ),
         ("epochs", "on-policy training, as many updates (`--ppo_epochs 3`)"),
         ("on_policy", "on-policy training, no replay (`--method on_policy`)"),
     ):
         levels = [level(data.values(task, arm), 2) for task in ("frozenlake_vlm", "frozenlake")]
         rows.append([words, *levels])
-    says = "held-out success, five seeds: mean ± half the width of its 95 % interval (Student's t)"
-    header = (says, "images", "text (`--env frozenlake`)")
-    figure = image("frozenlake", "FrozenLake: FreshPER, Standard PER and on-policy training")
+    measured = "held-out success, five seeds: mean ± half the width of its 95 % interval"
+    header = (measured, "images", "text (`--env frozenlake`)")
+    says = "FrozenLake: means of five runs and their 95 % interval (Student's t)"
+    figure = image("frozenlake", says)
     first = data.row(Run(*README_RUN))
     success = float(first["last"])  # as the command prints it
     random, optimal = float(first["random"]), float(first["optimal"])
+    arms = ("uniform", "freshper", "on_policy")
+    search = {arm: data.values("nq_search", arm).mean() for arm in arms}
     of_command = (
         f"The first command above, with the default seed, ends at {success:.2f} (mean of the last "
         f"three evaluations). A random policy has {random:.2f}, the optimal policy {optimal:.2g}. "
-        "In the table each method has the learning rate that is best for it (RESULTS.md).\n"
+        "In the table each method has the learning rate that is best for it (RESULTS.md). "
+        f"On NQ Search uniform replay has {search['uniform']:.2f}, "
+        f"FreshPER {search['freshper']:.2f} and on-policy training {search['on_policy']:.2f} "
+        "([tables](docs/tables.md)).\n"
     )
     return "\n".join([figure, table(header, rows), of_command])
 
