@@ -102,7 +102,14 @@ def folder_of_weights(size: int, model_config: Any) -> str:
 
 def variables_of_vllm(device: str, gpus: list[str]) -> dict[str, str]:
     """Return the environment variables of vLLM's processes: ours, without torchrun's."""
-    defaults = {"VLLM_LOGGING_LEVEL": "ERROR"}
+    defaults = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        # FlashInfer compiles both at their first use, which needs nvcc. Requests with a seed, as
+        # ours, never use its sampler.
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+        "TRITON_F32_DEFAULT": "ieee",  # not TF32, in the attention of float32 models
+    }
     if device == "cpu":
         defaults |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
 
@@ -184,6 +191,8 @@ class VLLMEngine:
         )
         try:
             trainer.save(self.folder)
+            # vLLM starts only if its share of the GPU is free.
+            torch.cuda.empty_cache()
             with watched(phase, errors=Exception):
                 self._start()
             self.prove(trainer)

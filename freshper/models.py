@@ -245,6 +245,12 @@ class Policy:
             self.image_processor.save_pretrained(folder)
 
 
+def embed_patches(convolution: torch.nn.Conv3d, patches: Tensor) -> Tensor:
+    """Return the embeddings of patches, [n, hidden], from pixels [n, channels, time, rows,
+    columns]: as a product, because cuDNN's Conv3d is slow in bfloat16, or is missing."""
+    return torch.nn.functional.linear(patches.flatten(1), convolution.weight.flatten(1))
+
+
 def load_policy(name: str, device: str, dtype: torch.dtype, freeze_vision: bool = False) -> Policy:
     """Load a policy from a hub id or a folder. Pickled weights are not read. Raises OSError if
     there is no model there, ValueError if weights are missing (transformers would make random ones)
@@ -278,6 +284,10 @@ def load_policy(name: str, device: str, dtype: torch.dtype, freeze_vision: bool 
     # Out of the file's mapping, whose alignment can show in a last bit.
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
+
+    if image_processor and device != "cpu":
+        embedding = model.model.visual.patch_embed.proj
+        embedding.forward = functools.partial(embed_patches, embedding)
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     return Policy(model.to(device), tokenizer, image_processor, freeze_vision)

@@ -16,7 +16,7 @@ from freshper.backends import check, engine_logits, load
 from freshper.episode import collate
 from freshper.errors import time_limit
 from freshper.flags import parse_args
-from freshper.models import Policy
+from freshper.models import Policy, embed_patches
 from freshper.tiny import CHAT_TEMPLATE, build_tokenizer
 from freshper.trainer import action_logprobs
 
@@ -160,3 +160,11 @@ def test_the_end_of_a_turn_is_the_template_s_whatever_the_tokenizer_s_eos(text_p
     reason = "closes a reply with no special token, so no reply could end"
     with pytest.raises(ValueError, match=reason):
         Policy(text_policy.model, tokenizer)
+
+
+def test_patches_are_embedded_as_by_the_convolution():
+    size = (2, 7, 7)
+    convolution = torch.nn.Conv3d(3, 32, size, stride=size, bias=False).double()
+    patches = torch.rand(5, 3, *size).double()
+    expected = convolution(patches).flatten(1)
+    assert torch.allclose(embed_patches(convolution, patches), expected, rtol=0, atol=1e-12)
