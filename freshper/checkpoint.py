@@ -208,7 +208,8 @@ def find_saved(config: Config, flags_given: tuple[str, ...]) -> Saved | None:
         return None
     run = json.loads((saved.folder / "run.json").read_bytes())
     check_unchanged(run["settings"], vars(config))
-    if flags_given != ("resume",) and (done := run["iteration"]) >= config.iterations:
+    settings_given = {*flags_given} - {"resume"}
+    if settings_given and (done := run["iteration"]) >= config.iterations:
         raise ValueError(
             f"--iterations is {config.iterations}, but must be above {done}, which the run has done"
         )
