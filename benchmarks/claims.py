@@ -619,7 +619,7 @@ CLAIMS = (
     Claim("14", "KL terms should be off (App. E)", kl_should_be_off, SETTINGS),
     Claim("15", "an entropy bonus is counterproductive (App. E)", entropy_harms, SETTINGS),
     Claim("16", "does exponential beat polynomial decay?", exponential_is_better, SETTINGS),
-    Claim("17", "abs(A) as base priority (3.4) is equal to |r|?", any_priority_will_do, SETTINGS),
+    Claim("17", "abs(A) as base priority (3.4) is equal to abs(r)?", any_priority_will_do, SETTINGS),
     Claim("18", "evicting the lowest priority (A.1) is equal?", eviction_is_equal, SETTINGS),
     Claim("19", "CliffWalking: all converge (B.3)", cliff_converges, WINS),
     Claim("19, gain", "CliffWalking: replay adds nothing (B.3)", cliff_needs_no_replay, UNPAID),
