@@ -603,7 +603,9 @@ CLAIMS = (
     Claim("1", "FreshPER beats both on all seven tasks (Table 1)", best_everywhere, WINS),
     Claim("1, peak", "the same of the highest evaluation", best_peak, WINS),
     Claim("2", "Standard PER is mostly below on-policy (4.2): on-policy minus it", per_below, WINS),
-    Claim("3", "it fails on two tasks (4.2): on-policy minus it above 0.2", per_fails, WINS),
+    Claim(
+        "3", "Standard PER fails on two tasks (4.2): on-policy minus it above 0.2", per_fails, WINS
+    ),
     Claim("4", "age decay is essential (4.3): minus no decay", decay_is_essential, FRESHNESS),
     Claim("4, IS", "the same minus Standard PER, which adds IS weights", more_than_per, FRESHNESS),
     Claim("5", "tau matters, a long tau is no decay (4.3, B.1): minus it", tau_matters, TAU),
@@ -619,7 +621,7 @@ CLAIMS = (
     Claim("14", "KL terms should be off (App. E)", kl_should_be_off, SETTINGS),
     Claim("15", "an entropy bonus is counterproductive (App. E)", entropy_harms, SETTINGS),
     Claim("16", "does exponential beat polynomial decay?", exponential_is_better, SETTINGS),
-    Claim("17", "abs(A) as base priority (3.4) is equal to abs(r)?", any_priority_will_do, SETTINGS),
+    Claim("17", "abs(A) as base priority (3.4) equals abs(r)?", any_priority_will_do, SETTINGS),
     Claim("18", "evicting the lowest priority (A.1) is equal?", eviction_is_equal, SETTINGS),
     Claim("19", "CliffWalking: all converge (B.3)", cliff_converges, WINS),
     Claim("19, gain", "CliffWalking: replay adds nothing (B.3)", cliff_needs_no_replay, UNPAID),
