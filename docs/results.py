@@ -9,8 +9,9 @@ A page has blocks between two marks, and the commits of their runs stand in the 
     <!-- end -->
 
 A block is written if all of its runs are in docs/reference_runs/runs.csv. Until then it keeps what
-it has, below a line that says that this is old. A figure is written with its block. Verdicts:
-benchmarks/claims.py. Statistics: benchmarks/stats.py. Figures: docs/result_figures.py.
+it has, below a line that says that this is old. Verdicts and docs/tables.md grow row by row. A
+figure is written with its block. Verdicts: benchmarks/claims.py. Statistics: benchmarks/stats.py.
+Figures: docs/result_figures.py.
 """
 
 import argparse
@@ -49,7 +50,7 @@ from waves import (
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "RESULTS.md", "docs/lesson.md", "docs/replay_pays.md", "docs/tables.md")
 BLOCK = re.compile(r"<!-- results: (\w+), commit ([^>]*?) -->\n(.*?)<!-- end -->", re.DOTALL)
-OLD = "*From older runs (commit {}; another protocol), which are being repeated.*\n\n"
+OLD = "*From older runs (commit {}; other seeds and lengths), which are being repeated.*\n\n"
 ANY_OLD = re.compile(r"\A\*From older runs .*\n\n")
 # The best first
 FORWARD = tuple(reversed(ARMS))
@@ -165,7 +166,7 @@ def verdicts(data: Data) -> str:
     header = ("", "claim", "verdict", "effect (95 % interval)", "runs", "section")
     text = table(header, rows)
     if missing:
-        text += f"\nTheir runs are not all made yet: {'; '.join(missing)}.\n"
+        text += f"\nRuns are missing for: {'; '.join(missing)}.\n"
     return text
 
 

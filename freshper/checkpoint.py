@@ -202,7 +202,7 @@ class RunState:
 
 def find_saved(config: Config, flags_given: tuple[str, ...]) -> Saved | None:
     """Return the checkpoint to go on from, if there is one. Raises ValueError as `newest` does, if
-    a setting may not change, or if one is given and the run has done --iterations already."""
+    a setting may not change, or if a flag changes a run that has done all of its iterations."""
     saved = newest(Path(config.resume))
     if not saved:
         return None

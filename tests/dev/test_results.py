@@ -25,6 +25,7 @@ ALL = dict.fromkeys(run for wave in waves.QUESTIONS for run in waves.wave_runs(w
 NOISE = 0.02 * np.array([-1.0, -0.5, 0.0, 0.5, 1.0])
 HALF = float(scipy_stats.ttest_ind(NOISE, NOISE, equal_var=False).confidence_interval().high)
 ORACLE = "freshper --capacity {} +oracle"
+OLD = "*From older runs (commit {}; other seeds and lengths), which are being repeated.*"
 
 
 def setting(run, known):
@@ -356,9 +357,8 @@ def test_a_question_with_a_missing_run_is_left_alone_and_marked_as_old(pages):
     left = {name for name in results.BLOCKS if block(pages, name) == before[name]}
     assert left == {"freshness", "tau"}
     commit, body = block(pages, "tau")
-    old = f"*From older runs (commit {commit}; another protocol), which are being repeated.*"
-    assert body.startswith(f"{old}\n\n| ")
-    assert block(pages, "verdicts")[1].endswith("not all made yet: c.\n")
+    assert body.startswith(f"{OLD.format(commit)}\n\n| ")
+    assert block(pages, "verdicts")[1].endswith("\n\nRuns are missing for: c.\n")
     assert results.write_all(pages, data, check=True) == []
 
     # What was new becomes old if its runs are gone. The line is there once.
@@ -366,7 +366,7 @@ def test_a_question_with_a_missing_run_is_left_alone_and_marked_as_old(pages):
         results.write_all(pages, claims.Data([], [], []))
     commit, body = block(pages, "table")
     assert commit == "0123456789"
-    assert body.count("*From older runs (commit 0123456789;") == 1
+    assert body.count(OLD.format("0123456789")) == 1
 
 
 def test_a_number_or_a_figure_changed_by_hand_is_noticed(pages):
