@@ -383,6 +383,10 @@ def check(args: argparse.Namespace, arms: list[str], flags: list[str]) -> None:
     """Check all arguments before hours of runs, and make --out. Raises ValueError."""
     if args.jobs < 1:
         raise ValueError(f"--jobs is {args.jobs}, but must be 1 or more")
+    for word in flags[1:]:  # after --preset, which has a default
+        name = word.partition("=")[0]
+        if name.startswith("--") and all(name in re.split("[ =]", arm) for arm in arms):
+            raise ValueError(f"{word} has no effect, because every arm sets {name}")
     for job in product(arms, args.seeds):
         checked(args.env, *job, folder_of(args.out, *job), flags)
 

@@ -75,7 +75,8 @@ def interquartile(data: Data, arm: str) -> Effect:
 
 
 def main(data: Data) -> Figure:
-    """Final success of six arms on nine tasks: the seeds, their mean, the interval of the mean."""
+    """Final success of six arms on nine tasks: the seeds, their mean, the interval of the mean, and
+    the random policy."""
     figure = new_figure(7.6)
     grid = figure.add_gridspec(4, 3)
     for number, task in enumerate(TASKS):
@@ -84,6 +85,7 @@ def main(data: Data) -> Figure:
             values = data.values(task, arm)
             axes.plot(values, np.full(5, -row - 0.3), ".", color=COLORS[arm], markersize=3)
             interval(axes, contrast([values], [1.0]), -row, COLORS[arm])
+        axes.axvline(data.values(task, FOREST[0], "random")[0], color="black", linestyle=":")
         name_rows(axes, [ARMS[arm] for arm in FOREST] if number % 3 == 0 else [""] * len(FOREST))
         axes.set(title=NAMES[task], xlim=(-0.03, 1.03), xticks=(0.0, 0.5, 1.0))
 

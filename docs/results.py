@@ -190,7 +190,7 @@ def tuning(data: Data) -> str:
 
 def main_figure(data: Data) -> str:
     data.need(TASKS, ARMS)
-    says = "Success of six arms on nine tasks; small dots: runs, large ones: means"
+    says = "Success of six arms on nine tasks: runs (small dots), means, random policy (dotted)"
     return image("main", says)
 
 

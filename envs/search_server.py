@@ -374,6 +374,9 @@ def main(argv: list[str] | None = None) -> None:
     add("--host", default="127.0.0.1", help="address to listen on; there is no authentication")
     add("--port", type=int, default=8000, help="0: any free one")
     args = parser.parse_args(argv)
+    for flag in ("host", "port"):
+        if args.build and getattr(args, flag) != parser.get_default(flag):
+            parser.error(f"--{flag} is {getattr(args, flag)}, but has no effect with --build")
     import faiss
 
     try:

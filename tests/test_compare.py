@@ -84,6 +84,13 @@ def test_wrong_arguments_are_refused(out, monkeypatch, capsys, sentence):
     assert sentence in capsys.readouterr().err
 
 
+def test_a_flag_that_every_arm_sets_is_refused(tmp_path, monkeypatch, capsys):
+    arms = ["--arm", "per --lr=0.1", "--arm", "freshper --lr 0.2"]
+    with pytest.raises(SystemExit, match="2"):
+        call(monkeypatch, tmp_path / "out", *arms, "--lr", "0.3")
+    assert "--lr has no effect, because every arm sets --lr" in capsys.readouterr().err
+
+
 def test_an_interrupted_run_goes_on_and_a_failed_one_ends_the_comparison(tmp_path, monkeypatch):
     commands = []
     done = subprocess.CompletedProcess([], 1, "stopped: no disk", "")

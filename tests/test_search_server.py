@@ -286,6 +286,7 @@ REFUSED = {  # arguments: a part of the sentence
     "--encoder half": "--encoder is half, but must have the weights layers.0.mlp.up_proj.weight",
     "--corpus none.jsonl --build": "the corpus must have documents",
     "--index c.jsonl --build": "the index a file of its own",
+    "--build --port 80": "--port is 80, but has no effect with --build",
 }
 
 
