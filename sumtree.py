@@ -1,12 +1,12 @@
-"""A sum segment tree: draw i with probability proportional to its value, in O(log N).
+r"""A sum segment tree: draw i with probability proportional to its value, in O(log N).
 
 Paper: section 3.5, "Proportional Sampling". Leaf i holds p_i^alpha (eq. 2), every other node the
 sum of its two children, so the root holds the total mass S = sum_k p_k^alpha:
 
                  [1] 10                 node 1 is the root
-               /        \\
+               /        \
           [2] 4          [3] 6          children of node n: 2n and 2n + 1
-          /   \\          /   \\
+          /   \          /   \
        [4] 1  [5] 3   [6] 0  [7] 6      leaf i is node  size + i   (here size = 4)
 
 To draw, pick a mass in [0, S) and walk down: left if the mass lies below the left child's sum,

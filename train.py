@@ -96,7 +96,8 @@ def train(
             # section 3.5, "Priority Update": |A_i| depends on the newest baseline
             priorities = base_priorities(drawn.episodes, baseline, config.base_priority, epsilon)
             buffer.update_base_priorities(drawn.indices, priorities)
-        for drawn, replayed in replays:  # --tau auto; last, because all leaves share one tau
+        # `--tau auto` learns last: tau must not change between two draws.
+        for drawn, replayed in replays:
             decay.observe(drawn.ages, replayed.drift["kl"] / drawn.turns())
 
         # 12: sync the inference engine, pi_mu <- pi_theta

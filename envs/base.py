@@ -66,7 +66,7 @@ class TextEnv(gymnasium.Env):
     are averaged over episodes and logged.
     """
 
-    # Every task defines `start`, `step` and `observe`.
+    # Every task defines `step`, `observe`, and `start` or its own `reset`.
     start: Callable[[int], None]  # set up the episode of a seed
     observe: Callable[[], Observation]
 
@@ -109,7 +109,7 @@ class TextEnv(gymnasium.Env):
         for name in self.metrics:
             setattr(self, name, 0.0)
         if not hasattr(self, "start"):
-            return ()
+            return ()  # the task's own `reset` returns the observation
         if seed is None:
             seed = int(self.np_random.integers(EVAL_SEEDS))
         self.start(seed)

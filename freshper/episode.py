@@ -6,7 +6,7 @@ the buffer holds).
     tokens             <prompt ......><reply><bridge ......><reply><bridge ......><reply>
     action_mask        0 0 0 0 0 0 0 0 1 1 1 0 0 0 0 0 0 0 0 1 1 1 0 0 0 0 0 0 0 0 1 1 1
     behavior_logprobs  0 0 0 0 0 0 0 0 x x x 0 0 0 0 0 0 0 0 x x x 0 0 0 0 0 0 0 0 x x x
-    turn_rewards                     r_1                 r_2                 r_3
+    turn_rewards                     r_0                 r_1                 r_2
 
 Tokens are those the engine sampled, never re-encoded text. Masks are positions, never comparisons
 with a pad or eos id.

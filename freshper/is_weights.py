@@ -8,9 +8,9 @@ These weights correct *which* trajectories are drawn; the ratio in freshper/rein
 for an older policy.
 
 The paper does not say over which j the maximum goes. Here it goes over the drawn batch. Over the
-buffer (`smallest`), it is the weight of a failure that is hardly ever drawn, and shrinks every
-drawn success to a few per cent. But it is the same for every batch, so only it undoes the sampling
-exactly at beta = 1.
+buffer (`smallest`), it is the weight of a failure that is hardly ever drawn. At epsilon = 1e-6 it
+shrinks every drawn success to a few per cent. But it does not depend on the batch, so only this
+choice undoes the sampling exactly at beta = 1.
 """
 
 import numpy as np

@@ -12,9 +12,9 @@ A). REINFORCE++ itself: Hu et al., arXiv 2501.03262, as in OpenRLHF.
                              + sum_t (kl_loss_coef * k3_t - entropy_coef * H_t) / C
                      L     = 1/B sum_i w_i l_i    eq. 16: w_i scales all of l_i
 
-All tensors are [B, T]. Environment tokens carry no reward and no loss, but reward flows back across
-them, since all turns belong to one episode. The paper is silent on these points
-(docs/differences.md):
+Here t counts tokens, and eps is `ratio_clip`. Tensors are [B, T] unless another shape is given.
+Environment tokens carry no reward and no loss, but reward flows back across them, since all turns
+belong to one episode. The paper is silent on these points (docs/differences.md):
 - `--baseline` chooses which mean and std measure a return. Fresh and replayed episodes (lines 5 and
   10) are measured alike, over action tokens. `batch` takes those of the newest collected batch. A
   fresh batch is then whitened over its action tokens, as in REINFORCE++. A replay batch is
@@ -123,7 +123,7 @@ class Baseline:
         self.kind = kind
         self.kl_reward_coef = kl_reward_coef
         self.window: list[Tensor] = []  # per episode, [2, n]: turn and G_t of its n action tokens
-        self.means = torch.zeros(1)  # [K]: one per turn, or K = 1
+        self.means = torch.zeros(1)  # [M]: one per turn, or M = 1
         self.std = torch.tensor(1.0)
 
     def observe(self, episodes: list[Episode]) -> None:
@@ -233,10 +233,10 @@ def policy_loss(
         token_loss = token_loss + kl_coef * kl_k3(logprobs, ref_logprobs)
 
     token_loss = torch.where(action_mask, token_loss, 0.0)
-    sample_loss = token_loss.sum(1) / scale  # l_i [B]
+    episode_loss = token_loss.sum(1) / scale  # l_i [B]
     if weights is not None:
-        sample_loss = weights * sample_loss
-    loss = sample_loss.sum() / (batch_size or len(logprobs))
+        episode_loss = weights * episode_loss  # w_i l_i
+    loss = episode_loss.sum() / (batch_size or len(logprobs))
 
     with torch.no_grad():
         per_token = {

@@ -1,15 +1,16 @@
-"""The multi-turn rollout: policy and environments take turns until every episode has ended.
+r"""The multi-turn rollout: policy and environments take turns until every episode has ended.
 
 Paper: Algorithm 1 line 2 ("roll out pi_mu in E to collect episodes"); section 3.1
 (s_{t+1} = s_t + a_t + o_t).
 
-    conversation   <prompt o_0> | <reply a_0> | <bridge o_1> | <reply a_1> | ...
-                                  \\_ sampled _/               \\_ sampled _/
+    conversation   <prompt> | <reply a_0> | <bridge o_0> | <reply a_1> | ...
+                             \_ sampled _/                \_ sampled _/
 
-A conversation is a growing list of token ids. Nothing is decoded and encoded again: training uses
-the very tokens that were sampled. The environment reads text. If the limit cut a reply, its text
-ends in "…", because the last number may lack digits. All live episodes advance together. An episode
-ends when the environment says so, or when its next turn would not fit `max_tokens` (truncated).
+A bridge closes a reply, holds the user turn o_t, and opens the next reply. A conversation is a
+growing list of token ids. Nothing is decoded and encoded again: training uses the very tokens that
+were sampled. The environment reads text. If the limit cut a reply, its text ends in "…", because
+the last number may lack digits. All live episodes advance together. An episode ends when the
+environment says so, or when its next turn would not fit `max_tokens` (truncated).
 """
 
 from dataclasses import dataclass, field
@@ -106,7 +107,7 @@ class LiveEpisode:
     def append_reply(self, reply: Reply, reward: float, info: dict) -> None:
         """Append a sampled reply a_t, the reward of its turn, and the environment's info."""
         logprob = sum(reply.logprobs)
-        if not np.isfinite(reward + logprob):
+        if not (np.isfinite(reward) and np.isfinite(logprob)):
             raise NonFiniteError(
                 f"the rollout met a reward {reward} and a reply of log-prob {logprob}, which must "
                 f"be finite; episode seed {self.conversation.seed}, "
@@ -124,7 +125,7 @@ class LiveEpisode:
         self.invalid += not info.get("valid", True)
 
     def append_bridge(self, observation: Observation, room: int) -> bool:
-        """Append the next user turn o_{t+1} if a conversation of `room` tokens can hold it.
+        """Append the next user turn o_t if a conversation of `room` tokens can hold it.
 
         Returns whether it can. If not, the episode is truncated."""
         bridge = self.policy.bridge(observation, self.closed)

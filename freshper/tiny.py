@@ -10,7 +10,7 @@ pre-training. It teaches the form of a reply, what an action does and what an ob
 leaves the success of the random policy. A transcript is an episode, and then a user turn with the
 final observation and its caption:
 
-    <user> the state <assistant> <answer>Up</answer> <user> ... <user> the last state ? X b3 G b2 a4
+    <user> the state <assistant> <answer>Up</answer> <user> ... <user> last state?X b3 G b2 O b3 a4
 
 Text models learn every token of it. Image models learn replies and captions, which train the vision
 tower. A caption is no reply: RL, which pushes down the replies of failed episodes, would drive the
@@ -109,7 +109,7 @@ def build_tokenizer(words: tuple[str, ...]) -> transformers.PreTrainedTokenizerF
 def build_policy(env: TextEnv, heads: int = 4) -> Policy:
     """Build a policy with random weights for a task: a Qwen2, or a Qwen2.5-VL (a token per 14 x 14
     pixels) if the task shows images. vLLM on a CPU needs heads of at least 32 numbers, and so 2
-    heads. With 4 heads of 16 images are learned better."""
+    heads. With 4 heads of 16 numbers, images are learned better."""
     torch.manual_seed(0)
     words = (*env.words, *env.actions)
     tokenizer = build_tokenizer(words)

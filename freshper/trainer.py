@@ -5,10 +5,11 @@ updates); Table 4 and appendix F (cosine schedule, 10 warm-up steps, BF16). The 
 optimizer. Ours is AdamW without weight decay.
 
 `step` counts optimizer steps, the clock of ages in the buffer (section 3.4). Log-probs are those of
-the softmax at the sampling temperature, before top-k and top-p. Only action tokens become logits,
-LOGITS_AT_ONCE numbers at a time, which the backward pass computes again. The gradients of
-micro-batches add up to that of the whole batch. `mismatch` is the difference between
-trainer and engine, which `truncated_is` corrects for (Yao et al. 2025, not in the paper).
+the softmax at the sampling temperature, before top-k and top-p. Logits are computed for action
+tokens only. If they are more than LOGITS_AT_ONCE numbers, they are computed in chunks, and again in
+the backward pass. The gradients of micro-batches add up to that of the whole batch. `mismatch` is
+the difference between trainer and engine, which `truncated_is` corrects for (Yao et al. 2025, not
+in the paper).
 
 `OneProcess` computes an update in this process, `DeepSpeedRanks` (freshper/trainer_deepspeed.py) in
 several. The trainer is the same for both.
@@ -47,7 +48,8 @@ class Update(NamedTuple):
     """What one optimizer step did."""
 
     stats: dict[str, float]  # loss, grad_norm, clip_fraction, kl, nonzero_advantages, seconds
-    drift: dict[str, np.ndarray]  # per episode, [B]: DRIFT's sums, `tokens` of actions
+    # per episode, [B]: the sums of DRIFT, and `tokens`, the number of its action tokens
+    drift: dict[str, np.ndarray]
 
 
 def token_scores(
