@@ -20,10 +20,12 @@ kill repeats iterations, or loses count); `last`: mean of the last three evaluat
 highest one; `final`: success of the final policy on `final_n` held-out seeds, 0 if numbers were not
 finite; `final_score`: the task's score likewise; `random` and `optimal`: the success of those
 policies on 256 of these seeds; `unreadable`: share of replies in the last ten iterations;
+`diverged`: 1 if numbers were not finite, or if more than half of those replies were unreadable;
 `replay_age`: mean age of replayed episodes in steps; `drift_tau` and `drift_r2`: 1/c of eq. 12 in
 steps, below 0 if KL falls with age, and R² of the line, both from KL(pi_theta || pi_mu);
 `reverse_tau` and `reverse_r2`: the same from KL(pi_mu || pi_theta), which equals the other to
-second order, and in whose estimate no ratio is a factor; `age_rank` and `age_r2`: rank
+second order, and in whose estimate no ratio is a factor (not of the tuning, nor of seed 42, which
+were made before it was recorded); `age_rank` and `age_r2`: rank
 correlation and R² of age against the true drift of stored episodes, mean over the passes of the
 oracle; `evaluations`: held-out success of each, the one before training first.
 """

@@ -80,6 +80,7 @@ FACTOR_REFERENCES = {arm: "freshper" for arm in FACTORS} | {
 # The seven tasks of the paper's Table 1. GSM8K and CliffWalking are its controls.
 MAIN = tuple(task for task in TASKS if task not in ("gsm8k", "cliffwalking"))
 SUCCESS = 0.6  # of the time to a success
+AT_LEAST = "at least"  # a run never has that success
 
 
 def arm_name(arm: str) -> str:
@@ -395,13 +396,12 @@ def is_does_not_raise(data: Data) -> Verdict:
 def late_loss(data: Data, task: str, arm: str, rate: float | None = None) -> np.ndarray:
     """Return the highest mean of three consecutive evaluations minus that of the last three, [5].
 
-    256 episodes an evaluation leave 0.01 to 0.03 by chance, if nothing is lost."""
+    256 episodes an evaluation leave 0.01 to 0.03 by chance, if the curve is flat."""
     losses = []
     for run in data.runs(task, arm, rate):
-        row = data.row(run)
-        values = np.array(row["evaluations"].split(), float)
+        values = np.array(data.row(run)["evaluations"].split(), float)
         means = [values[k : k + 3].mean() for k in range(max(len(values) - 2, 1))]
-        losses.append(max(means) - float(row["last"]))
+        losses.append(max(means) - means[-1])
     return np.array(losses)
 
 
@@ -565,16 +565,23 @@ def seconds_per_episode(data: Data, task: str, arm: str) -> float:
 
 
 def saves_time(data: Data) -> Verdict:
-    """Of the tasks on which every run of FreshPER has the success at some time."""
+    """Of the tasks on which every run of FreshPER has the success at some time. A ratio that is
+    "at least" something can be yes, but not no."""
     effects = {}
     for task in TASKS:
         ours, complete = episodes_needed(data, task, "freshper")
         for arm in ("on_policy", "epochs"):
-            theirs, _ = episodes_needed(data, task, arm)
+            theirs, all_have_it = episodes_needed(data, task, arm)
             effect = difference(np.log(theirs), np.log(ours))
             if complete and not np.isnan(effect.estimate):
-                effects[f"{NAMES[task]}, {ARMS[arm]}"] = effect
-    return each(judge(effects, form="ratio", smallest=0.0))
+                name = f"{NAMES[task]}, {ARMS[arm]}"
+                effects[name if all_have_it else f"{name}, {AT_LEAST}"] = effect
+
+    parts = []
+    for part in judge(effects, form="ratio", smallest=0.0):
+        unknown = part.answer == "no" and part.name.endswith(AT_LEAST)
+        parts.append(part._replace(answer="undecided") if unknown else part)
+    return each(parts)
 
 
 def holds_for_pretrained(data: Data) -> Verdict:
@@ -626,8 +633,15 @@ CLAIMS = (
     Claim("19", "CliffWalking: all converge (B.3)", cliff_converges, WINS),
     Claim("19, gain", "CliffWalking: replay adds nothing (B.3)", cliff_needs_no_replay, UNPAID),
     Claim("20", "a saturated model gains nothing from replay (B.3)", good_gains_nothing, UNPAID),
-    Claim("21", "the harder the task, the larger the gain (4.3)", harder_gains_more, WINS),
-    Claim("22", "it carries over to images (4.3): minus on-policy", carries_to_images, WINS),
+    Claim(
+        "21", "the harder for on-policy, the larger the gain over it (4.3)", harder_gains_more, WINS
+    ),
+    Claim(
+        "22",
+        "it beats on-policy from images, too (4.3), with three times the updates",
+        carries_to_images,
+        WINS,
+    ),
     Claim("a", "is it more than updates? Minus as many updates", more_than_updates, UPDATES),
     Claim("b", "do priorities add to an age limit? Minus uniform replay", more_than_age, FRESHNESS),
     Claim("c", "is it freshness? Minus shuffled ages", freshness, FRESHNESS),

@@ -299,16 +299,19 @@ def pays(data: Data) -> Figure:
     """Time until a success, relative to FreshPER's, against the cost of an episode."""
     figure = new_figure(3.6)
     axes = figure.subplots()
-    needed, seconds = {}, {}
+    needed, known, seconds = {}, {}, {}
     for arm in ("freshper", "epochs", "on_policy"):
-        needed[arm] = np.log(claims.episodes_needed(data, "frozenlake", arm)[0])
+        episodes, known[arm] = claims.episodes_needed(data, "frozenlake", arm)
+        needed[arm] = np.log(episodes)
         seconds[arm] = claims.seconds_per_episode(data, "frozenlake", arm)
     for arm in ("epochs", "on_policy"):
         ratio = difference(needed[arm], needed["freshper"])
         of_costs = (seconds[arm] + COSTS) / (seconds["freshper"] + COSTS)
         style = {"color": COLORS[arm]}
         axes.plot(COSTS, np.exp(ratio.estimate) * of_costs, label=ARMS[arm], **style)
-        low, high = np.exp(ratio.low) * of_costs, np.exp(ratio.high) * of_costs
+        # A ratio that is "at least" something has no upper end.
+        high = ratio.high if known[arm] else ratio.estimate
+        low, high = np.exp(ratio.low) * of_costs, np.exp(high) * of_costs
         axes.fill_between(COSTS, low, high, alpha=0.2, **style)
     axes.axhline(1.0, color=COLORS["freshper"], linewidth=2, label="FreshPER")
     axes.set(xscale="log", xlabel="seconds that an episode costs more")

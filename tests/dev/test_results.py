@@ -25,7 +25,10 @@ ALL = dict.fromkeys(run for wave in waves.QUESTIONS for run in waves.wave_runs(w
 NOISE = 0.02 * np.array([-1.0, -0.5, 0.0, 0.5, 1.0])
 HALF = float(scipy_stats.ttest_ind(NOISE, NOISE, equal_var=False).confidence_interval().high)
 ORACLE = "freshper --capacity {} +oracle"
-OLD = "*From older runs (commit {}; other seeds and lengths), which are being repeated.*"
+OLD = (
+    "*From older runs (commit {}; other seeds and lengths; means of the last three evaluations), "
+    "which are being repeated. docs/tables.md has the newer ones.*"
+)
 
 
 def setting(run, known):
