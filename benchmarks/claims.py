@@ -565,8 +565,7 @@ def seconds_per_episode(data: Data, task: str, arm: str) -> float:
 
 
 def saves_time(data: Data) -> Verdict:
-    """Of the tasks on which every run of FreshPER has the success at some time. A ratio that is
-    "at least" something can be yes, but not no."""
+    """Of the tasks on which every run of FreshPER has the success at some time."""
     effects = {}
     for task in TASKS:
         ours, complete = episodes_needed(data, task, "freshper")
@@ -576,12 +575,7 @@ def saves_time(data: Data) -> Verdict:
             if complete and not np.isnan(effect.estimate):
                 name = f"{NAMES[task]}, {ARMS[arm]}"
                 effects[name if all_have_it else f"{name}, {AT_LEAST}"] = effect
-
-    parts = []
-    for part in judge(effects, form="ratio", smallest=0.0):
-        unknown = part.answer == "no" and part.name.endswith(AT_LEAST)
-        parts.append(part._replace(answer="undecided") if unknown else part)
-    return each(parts)
+    return each(judge(effects, form="ratio", smallest=0.0))
 
 
 def holds_for_pretrained(data: Data) -> Verdict:
