@@ -229,6 +229,12 @@ def test_a_claim_just_at_its_bound(beyond):
     assert RULES["3"](large).answer == ("undecided" if beyond < 0 else "yes")
 
 
+def test_a_run_without_the_success_makes_a_ratio_at_least_what_it_is():
+    scenario = PACE | {"freshper": 0.9, "on_policy seed503": 0.5}
+    for part in RULES["h"](made(scenario)).parts:
+        assert part.name.endswith("at least") == ("on-policy" in part.name)
+
+
 def test_several_comparisons_of_a_claim_are_corrected():
     """An effect with p = 0.01 counts alone, but not as one of 18 alike."""
     error = HALF / scipy_stats.t.ppf(0.975, 8)
