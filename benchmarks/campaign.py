@@ -24,8 +24,8 @@ policies on 256 of these seeds; `unreadable`: share of replies in the last ten i
 `replay_age`: mean age of replayed episodes in steps; `drift_tau` and `drift_r2`: 1/c of eq. 12 in
 steps, below 0 if KL falls with age, and R² of the line, both from KL(pi_theta || pi_mu);
 `reverse_tau` and `reverse_r2`: the same from KL(pi_mu || pi_theta), which equals the other to
-second order, and in whose estimate no ratio is a factor (not of the tuning, nor of seed 42, which
-were made before it was recorded); `age_rank` and `age_r2`: rank
+second order, and in whose estimate no ratio is a factor, empty for the runs of the tuning and of
+seed 42, which were made before; `age_rank` and `age_r2`: rank
 correlation and R² of age against the true drift of stored episodes, mean over the passes of the
 oracle; `evaluations`: held-out success of each, the one before training first.
 """

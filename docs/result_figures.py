@@ -251,7 +251,7 @@ def drift(data: Data) -> Figure:
 
     axes = figure.add_subplot(grid[1, :])
     for row, task in enumerate(TASKS):
-        r2 = data.values(task, "freshper", "reverse_r2")
+        r2 = claims.drift_fit(data, task, "freshper")
         axes.plot(r2, np.full(5, 0.2 - row), "o", color=COLORS["freshper"], alpha=0.6)
         if task in PAIR:
             of_entries = data.values(task, oracle_arm(task), "age_r2")

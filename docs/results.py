@@ -19,6 +19,7 @@ import hashlib
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -52,7 +53,7 @@ PAGES = ("README.md", "RESULTS.md", "docs/lesson.md", "docs/replay_pays.md", "do
 BLOCK = re.compile(r"<!-- results: (\w+), commit ([^>]*?) -->\n(.*?)<!-- end -->", re.DOTALL)
 OLD = (
     "*From older runs (commit {}; other seeds and lengths; means of the last three evaluations), "
-    "which are being repeated. docs/tables.md has the newer ones.*\n\n"
+    "which are being repeated. docs/tables.md has all new runs so far.*\n\n"
 )
 ANY_OLD = re.compile(r"\A\*From older runs .*\n\n")
 # The best first
@@ -69,8 +70,6 @@ COLUMNS = {
     "unreadable": ".3f",
     "diverged": ".1f",
     "replay_age": ".1f",
-    "drift_r2": ".2f",
-    "reverse_r2": ".2f",
 }
 DESCRIPTIONS = {
     "`aime`": ("three attempts at a number", "aime"),
@@ -152,21 +151,27 @@ def effects_of(parts: list[Part]) -> str:
     return f"{len(parts)} effects, {min(estimates):.2f} to {max(estimates):.2f}: {counts}"
 
 
+def all_decided(data: Data) -> dict[claims.Claim, tuple[claims.Verdict, int]]:
+    """Return what `decided` does of each claim whose runs have been made. Raises MissingError if
+    there is none."""
+    known = {}
+    for claim in CLAIMS:
+        with suppress(MissingError):
+            known[claim] = decided(data, claim)
+    if not known:
+        raise MissingError("the runs of every claim")
+    return known
+
+
 def verdicts(data: Data) -> str:
     rows = []
-    missing = []
-    for claim in CLAIMS:
-        try:
-            verdict, n = decided(data, claim)
-        except MissingError:
-            missing.append(claim.number)
-            continue
+    known = all_decided(data)
+    for claim, (verdict, n) in known.items():
         section = f"[{claim.section[0]}](#{claim.section})"
         answer = f"**{verdict.answer}**"
         rows.append([claim.number, claim.says, answer, effects_of(verdict.parts), str(n), section])
 
-    if not rows:
-        raise MissingError("the runs of every claim")
+    missing = [claim.number for claim in CLAIMS if claim not in known]
     header = ("", "claim", "verdict", "effect (95 % interval)", "runs", "section")
     text = table(header, rows)
     if missing:
@@ -405,6 +410,14 @@ def lesson(data: Data) -> str:
     return f"{table(header, rows)}\n{text}\n"
 
 
+def time_ratio(ratio: np.ndarray, all_have_it: bool) -> str:
+    """Return a ratio, [3], and its interval. It has no upper end if a run never has the success."""
+    estimate, low, high = ratio
+    if all_have_it:
+        return f"{estimate:.3f} ({low:.3f} to {high:.3f})"
+    return f"{claims.AT_LEAST} {estimate:.3f} (interval from {low:.3f})"
+
+
 def pays(data: Data) -> str:
     rows = []
     ours, complete = claims.episodes_needed(data, "frozenlake", "freshper")
@@ -416,12 +429,9 @@ def pays(data: Data) -> str:
         cells = [ARMS[arm], shown, f"{seconds:.4f}", "1", "1"]
         if arm != "freshper":
             effect = difference(np.log(needed), np.log(ours))
-            free = [value + np.log(seconds / ours_s) for value in effect[:3]]
-            for column, values in ((3, free), (4, effect[:3])):
-                estimate, low, _ = np.exp(values)
-                cells[column] = span(Effect(*values, np.nan), "ratio")
-                if not all_have_it:
-                    cells[column] = f"{claims.AT_LEAST} {estimate:.3f} (interval from {low:.3f})"
+            ratios = np.exp(effect[:3])
+            cells[3] = time_ratio(ratios * seconds / ours_s, all_have_it)
+            cells[4] = time_ratio(ratios, all_have_it)
             if not complete:
                 cells[3:] = ["not every run of FreshPER has it"] * 2
         rows.append(cells)
@@ -452,35 +462,25 @@ def every_arm(data: Data) -> str:
         cells.append(level(data.values(task, arm, "final", rate)))
         means = []
         for column, form in COLUMNS.items():
-            values = data.values(task, arm, column, rate)
-            if column.endswith("_r2"):
-                # As in claim 7, a line that falls with age explains nothing.
-                falls = data.values(task, arm, column.replace("_r2", "_tau"), rate) < 0
-                values = np.where(falls, 0.0, values)
-            means.append((values.mean(), form))
+            means.append((data.values(task, arm, column, rate).mean(), form))
+        for name in ("drift", "reverse"):
+            means.append((claims.drift_fit(data, task, arm, name, rate).mean(), ".2f"))
         means.append((claims.drift_rates(data, task, arm, rate).mean(), ".1f"))
         means.append((claims.late_loss(data, task, arm, rate).mean(), ".3f"))
         rows.append(cells + ["" if np.isnan(mean) else f"{mean:{form}}" for mean, form in means])
 
     if not rows:
         raise MissingError("five runs of any arm")
-    names = [name.replace("_", " ") for name in COLUMNS]
+    names = [name.replace("_", " ") for name in COLUMNS] + ["drift r2", "reverse r2"]
     return table(("task", "arm", "rate factor", "final", *names, "c", "late loss"), rows)
 
 
 def parts(data: Data) -> str:
     """The effects of the claims, a row each."""
     rows = []
-    for claim in CLAIMS:
-        try:
-            verdict, _ = decided(data, claim)
-        except MissingError:
-            continue
+    for claim, (verdict, _) in all_decided(data).items():
         for part in verdict.parts:
             rows.append([claim.number, part.name, span(part.effect, part.form), part.answer])
-
-    if not rows:
-        raise MissingError("the runs of every claim")
     return table(("claim", "effect", "with its 95 % interval", "verdict"), rows)
 
 

@@ -27,7 +27,7 @@ HALF = float(scipy_stats.ttest_ind(NOISE, NOISE, equal_var=False).confidence_int
 ORACLE = "freshper --capacity {} +oracle"
 OLD = (
     "*From older runs (commit {}; other seeds and lengths; means of the last three evaluations), "
-    "which are being repeated. docs/tables.md has the newer ones.*"
+    "which are being repeated. docs/tables.md has all new runs so far.*"
 )
 
 
