@@ -97,6 +97,15 @@ def test_standard_per_forgets_nothing_and_stale_entries_can_still_be_drawn():
         assert len(buffer.sample(8).episodes) == 8
 
 
+def test_draws_follow_from_the_seed():
+    drawn = []
+    for seed in (1, 1, 2):
+        buffer = ReplayBuffer(1000, 0.6, None, "fifo", seed)
+        buffer.add(episodes(1000), np.ones(1000), 0)
+        drawn.append(buffer.sample(16).indices.tolist())
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
 def test_base_priorities_can_be_updated():
     """Section 3.5, "Priority Update". Unchanged ones keep their leaves to the last bit."""
     buffer = ReplayBuffer(10, 0.5, partial(exponential_decay, tau=4.0))

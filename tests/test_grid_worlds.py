@@ -183,6 +183,12 @@ def test_where_episodes_of_cliffwalking_start():
         assert {env.reset(seed=first + k)[0].text.split()[0] for k in range(500)} == cells
     assert ENVS["cliffwalking"]().reset(seed=0)[0].text == " a4 _ C # #"
 
+    # k cells before the goal, where k <= 15 U^1.5 < k + 1; all above 12 are the task's own start
+    starts = [env.reset(seed=seed)[0].text.split()[0] for seed in range(1000)]
+    edges = (np.array([*range(13), 15]) / 15) ** (2 / 3)
+    for cell, p in zip([f"{c}3" for c in "lkjihgfedcba"] + ["a4"], np.diff(edges), strict=True):
+        assert starts.count(cell) / 1000 == pytest.approx(p, abs=4 * (p * (1 - p) / 1000) ** 0.5)
+
 
 def test_cliffwalking_s_exact_bounds():
     """By another recursion. The optimal policy earns the best of them."""

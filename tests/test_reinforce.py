@@ -280,6 +280,43 @@ def test_the_baseline_is_of_the_newest_batch_or_of_the_window(kind, kl_coef):
         np.testing.assert_allclose(replayed, expected, rtol=1e-4, atol=1e-5)
 
 
+def one_token_episodes(n, reward):
+    """Episodes whose last token is their only action."""
+    made = []
+    for k in range(n):
+        episode = make_episode(np.random.default_rng(k), turns=1)
+        episode.action_mask = np.arange(len(episode.tokens)) == len(episode.tokens) - 1
+        episode.turn_rewards = np.array([reward], np.float32)
+        made.append(episode)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["batch", "turn"])
+def test_a_batch_above_the_window_is_measured_whole(kind):
+    baseline = Baseline(kind, 0.0)
+    baseline.observe(one_token_episodes(WINDOW, 0.0) + one_token_episodes(WINDOW, 1.0))
+    assert baseline.means.tolist() == pytest.approx([0.5])
+
+
+def test_recompute_whitens_returns_with_their_kl_term():
+    """k1 of the actions is 0 and 2, so G is 0 and -0.2."""
+    episodes = one_token_episodes(2, 0.0)
+    for episode, ref_logprob in zip(episodes, (-1.0, -3.0), strict=True):
+        logprobs = np.where(episode.action_mask, -1.0, 0.0)
+        episode.behavior_logprobs = logprobs.astype(np.float32)
+        episode.ref_logprobs = (-ref_logprob * logprobs).astype(np.float32)
+    advantages = Baseline("recompute", 0.1).advantages(episodes)
+    assert advantages.sum(1).tolist() == pytest.approx([1.0, -1.0])
+
+
+def test_advantages_are_clipped_before_the_correction_of_the_engine():
+    episode = make_episode(np.random.default_rng(0), turns=1)
+    n = len(episode.tokens)
+    episode.engine_correction = np.full(n, 2.0, np.float32)
+    batch = training_batch([episode], torch.full((1, n), 5.0), None, clip=0.2)
+    assert batch.advantages[0].tolist() == pytest.approx([0.4] * n)
+
+
 @pytest.mark.parametrize("kind", ["batch", "turn", "recompute"])
 def test_equal_failures_successes_and_rounding_under_each_baseline(kind):
     baseline = Baseline(kind, 0.0)

@@ -2,6 +2,7 @@
 episodes."""
 
 import base64
+import dataclasses
 import html
 import io
 import re
@@ -9,6 +10,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from conftest import make_episode
 from PIL import Image
 
 import train
@@ -16,6 +18,7 @@ from envs import ENVS
 from freshper.config import Config
 from freshper.diagnostics import read
 from freshper.errors import NonFiniteError
+from freshper.evaluation import summarize
 from freshper.pages import episodes_page
 from freshper.report import COLUMNS, Report
 from freshper.rollout import rollout
@@ -33,6 +36,32 @@ def run(tmp_path_factory):
         patch.setattr(Report, "say", staticmethod(lambda text: lines.extend(text.splitlines())))
         assert train.main([*FLAGS, "--out", str(folder)]) == 0
     return folder, lines
+
+
+def test_the_summary_of_four_episodes_by_hand():
+    """Eight replies. No two columns have the same values."""
+    columns = {
+        "turn_rewards": [np.array(r, np.float32) for r in ([-1, -1, 0], [0, -3], [1], [2, -2])],
+        "reward": [-2.0, -3.0, 1.0, 0.0],
+        "success": [True, True, False, True],
+        "truncated": [False, False, True, False],
+        "invalid": [1, 0, 0, 0],
+        "cut": [2, 0, 0, 1],
+        "metrics": [{"score": score} for score in (1.0, 2.0, 3.0, 8.0)],
+    }
+    episode = make_episode(np.random.default_rng(0))
+    rows = [
+        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
+    ]
+    assert summarize([dataclasses.replace(episode, **row) for row in rows]) == {
+        "success": 3 / 4,
+        "reward": -1.0,
+        "truncated": 1 / 4,
+        "turns": 2.0,
+        "invalid": 1 / 8,
+        "cut": 3 / 8,
+        "score": 3.5,
+    }
 
 
 def test_low_ess_of_ten_iterations_is_said_once_every_ten(tmp_path, monkeypatch):

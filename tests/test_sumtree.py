@@ -76,6 +76,14 @@ def test_stratification_draws_every_entry_its_whole_share():
     assert counts[:, 2].mean() == pytest.approx(2.25, abs=0.03)
 
 
+def test_segments_are_drawn_independently():
+    rng = np.random.default_rng(0)
+    tree = SumTree(1000)
+    tree.fill(np.ones(1000))
+    pairs = np.array([tree.stratified_sample(2, rng) for _ in range(2000)])
+    assert abs(np.corrcoef(pairs.T)[0, 1]) < 0.1
+
+
 def test_bad_input_is_refused_and_changes_nothing():
     tree = SumTree(5)
     with pytest.raises(ValueError, match="total"):

@@ -249,8 +249,9 @@ def test_options_together(name, tmp_path, monkeypatch):
 
     assert table["step"].tolist() == [0, 3, 6]
     given = [call.call_args for call in made.values()]
-    _, alpha, decay, eviction, _ = given[0].args
+    _, alpha, decay, eviction, seed = given[0].args
     assert (alpha, decay.keywords, eviction) == (0.3, {"tau": 7, "power": 1}, "lowest_priority")
+    assert seed == 2
     assert (given[1].args, given[2].args[2:]) == (("recompute", 0.1), ("advantage", 0.01))
     assert vars(given[3].args[1]) == {"temperature": 0.8, "top_k": 0, "top_p": 1.0}
     terms = [given[4].kwargs[k] for k in ("ratio_clip", "dual_clip", "entropy_coef", "kl_coef")]
