@@ -34,6 +34,7 @@ from freshper.config import Config
 from freshper.diagnostics import read
 from freshper.engine_hf import HFEngine
 from freshper.episode import compressed
+from freshper.tiny import SHIPPED
 
 SHORT = """--model tiny --iterations 6 --save_every 2 --rollout_batch_size 4 --batch_size 4
 --eval_episodes 4 --eval_every 2 --max_turns 3""".split()
@@ -117,6 +118,19 @@ def test_a_stopped_and_resumed_run_is_the_run_that_never_stopped(tmp_path, monke
     assert done(tmp_path / "stopped") == 3
     assert resume(tmp_path / "stopped") == 0
     assert contents(tmp_path / "stopped") == contents(tmp_path / "plain")
+
+
+def test_a_resumed_run_goes_on_learning(tmp_path):
+    """The policy can reply here, so every update changes weights and moments."""
+    flags = ["--model", str(SHIPPED / "frozenlake"), "--rollout_batch_size", "16", "--tau", "auto"]
+    plain, resumed = tmp_path / "plain", tmp_path / "resumed"
+    assert run(plain, *flags) == 0
+    shutil.copytree(plain, resumed)
+    shutil.rmtree(resumed / "checkpoint")  # leaves the one before it
+    assert 0 < done(resumed) < 6
+    assert resume(resumed) == 0
+    assert (read(plain, "metrics.csv")["grad_norm"][1:] > 0).all()
+    assert contents(resumed) == contents(plain)
 
 
 def test_killed_again_and_again(model_folder, tmp_path):
