@@ -100,6 +100,11 @@ def test_roots_and_multiples_of_pi_have_their_value(a, b, c):
         assert not GeoQA.right(GeoQA.read(answer), gold), answer
 
 
+def test_units_must_agree_where_both_are_given():
+    assert GeoQA.right(GeoQA.read("5cm^3"), GeoQA.read("5cm³"))
+    assert not GeoQA.right(GeoQA.read("5cm^3"), GeoQA.read("5cm²"))
+
+
 SOLUTION = """She sold 48/2 = 24 clips in May.
 
 1. April: 48 clips.
@@ -174,8 +179,9 @@ def seconds(task, texts):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_huge_replies_are_read_in_linear_time_and_earn_nothing(task):
-    """Eight times the text takes at most eight times as long: 64 times if it were quadratic. What
-    is short enough to be parsed takes less than that."""
+    """Eight times the text takes about eight times as long: 64 times if it were quadratic. What is
+    short enough to be parsed takes about as long as the long text: for ever if 9**9**9 were
+    computed. The bounds lie between the two, far from both."""
     for piece in PIECES:
         times = []
         for n in (4000, 32_000):
@@ -188,7 +194,7 @@ def test_huge_replies_are_read_in_linear_time_and_earn_nothing(task):
 
         longest = [text[:MAX_ANSWER], text[: MAX_ANSWER - 1] + "!", f"has {text[:90]}= 1."]
         assert times[1] < 24 * times[0], piece
-        assert seconds(task, longest) < times[1], piece
+        assert seconds(task, longest) < 20 * times[1], piece
 
 
 @settings(max_examples=300, deadline=None)

@@ -63,6 +63,13 @@ def test_the_bound_holds_in_every_sample_and_no_ratio_overflows(log_ratio, seed)
     assert shifted["kl"] == pytest.approx(plain["kl"], abs=1e-9)
 
 
+def test_the_clipped_share_is_of_tokens_under_a_uniform_draw():
+    """By hand: trajectories of 2 and 5 tokens, drawn with p = 1/2 and 1/4, count 2 and 4 times."""
+    rows = rows_of([0.0, 0.0], probability=np.array([0.5, 0.25]))
+    rows |= {"tokens": np.array([2.0, 5.0]), "clipped": np.array([1.0, 2.0])}
+    assert estimate(rows)["clipped"] == pytest.approx((2 * 1 + 4 * 2) / (2 * 2 + 4 * 5))
+
+
 def test_bins_are_by_age_and_the_drift_rate_is_a_least_squares_line():
     age_of_bin = np.array([5.0, 10.0, 20.0])
     ages = np.repeat(age_of_bin, 30)

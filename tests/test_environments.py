@@ -32,6 +32,7 @@ READABLE = [
     "<answer>**Right**</answer>",
     '<answer>"Move right."</answer>',
     "<answer>go **Right**</answer>",
+    "<answer>Right</answer><think>Or Left?</think>",
 ]
 NO_ACTION = [
     "I go Right.",
@@ -106,6 +107,14 @@ def test_a_seed_reproduces_its_episode(name):
     first = [record(seed) for seed in range(10)]
     assert first == [record(seed) for seed in range(10)]
     assert name == "cliffwalking" or len(set(first)) > 1
+
+
+def test_the_random_policy_has_its_own_stream(monkeypatch):
+    """Or its first draw is the draw that began the room."""
+    env, drawn = ENVS["sokoban_simple"](), []
+    monkeypatch.setattr(env, "random_reply", lambda rng: drawn.append(rng.random()) or "")
+    env.baselines(7)
+    assert drawn[0] != np.random.default_rng(7).random()
 
 
 @every_environment

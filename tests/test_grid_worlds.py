@@ -338,6 +338,13 @@ def test_captions_name_the_cells(name):
             assert not named
 
 
+def test_full_prompts_count_the_turns():
+    env = ENVS["sokoban_simple"](style="full", max_turns=3)
+    shown = [env.reset(seed=0)[0].text, *(env.step("?")[0].text for _ in range(2))]
+    for turn, text in enumerate(shown):
+        assert f"\nTurn {turn + 1}, actions left: {3 - turn}.\n" in text
+
+
 @pytest.mark.parametrize(("style", "size"), [("terse", 14), ("full", 56)])
 def test_images_show_the_state(style, size):
     """Red only in the player's cell, green on the goal, dark blue in holes, grey beyond the edge,

@@ -131,6 +131,16 @@ def test_the_estimate_starts_at_its_upper_bound_and_forgets():
     assert decay.tau == pytest.approx(0.3 / (0.008 * left + 0.02 * (1 - left)))
 
 
+def test_a_restored_estimate_goes_on_with_its_running_means():
+    decay, restored = AutoTau(0.6, 10), AutoTau(0.6, 10)
+    decay.observe(np.array([10.0]), np.array([0.2]))  # c = 0.02 nats a step
+    restored.load_state_dict(decay.state_dict())
+    for each in (decay, restored):
+        each.observe(np.array([10.0]), np.array([0.1]))
+        c = (0.95 * 0.05 * 0.02 + 0.05 * 0.01) / (0.95 * 0.05 + 0.05)
+        assert each.tau == pytest.approx(0.3 / c)
+
+
 def test_probabilities_decay_as_the_effective_sample_size_does():
     """Log-normal ratios with a KL of c Delta: the law behind the estimate, by Monte Carlo."""
     rng = np.random.default_rng(0)

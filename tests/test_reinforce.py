@@ -291,6 +291,15 @@ def one_token_episodes(n, reward):
     return made
 
 
+def test_the_window_holds_256_episodes():
+    baseline = Baseline("turn", 0.0)
+    baseline.observe(one_token_episodes(1, 256.0))
+    baseline.observe(one_token_episodes(255, 0.0))
+    assert baseline.means.tolist() == pytest.approx([1.0])
+    baseline.observe(one_token_episodes(1, 0.0))
+    assert baseline.means.tolist() == [0.0]
+
+
 @pytest.mark.parametrize("kind", ["batch", "turn"])
 def test_a_batch_above_the_window_is_measured_whole(kind):
     baseline = Baseline(kind, 0.0)
