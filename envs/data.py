@@ -17,7 +17,9 @@ for its model (freshper/backends.py), and says how many.
 import glob
 import json
 import re
+import tarfile
 import textwrap
+import zipfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -164,6 +166,8 @@ def read_splits(source: str) -> dict[str, list[dict]]:
         RuntimeError,
         StopIteration,  # of an empty file
         datasets.exceptions.DatasetsError,
+        zipfile.BadZipFile,
+        tarfile.TarError,
     ) as error:
         reason = textwrap.shorten(f"{type(error).__name__} {error}", 300)
         raise ValueError(

@@ -188,6 +188,9 @@ def check_effects(config: Config, refuse_given: Callable) -> None:
             refuse_given("beta", because="--alpha 0")
         if config.eviction == "lowest_priority":
             refuse_given("eviction", because="--alpha 0")
+    episodes = config.iterations * config.rollout_batch_size
+    if config.eviction == "lowest_priority" and episodes <= config.capacity:
+        refuse_given("eviction", because=f"--capacity {config.capacity} for {episodes} episodes")
 
     if config.trainer == "torch":
         refuse_given("zero_stage", because=f"--backend {config.backend}")

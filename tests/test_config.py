@@ -233,6 +233,8 @@ SENTENCES = """
     --tau is 9.0, but has no effect with --alpha 0
 --beta 0.4 --alpha 0
     --beta is 0.4, but has no effect with --alpha 0
+--eviction lowest_priority --capacity 11520
+    --eviction is lowest_priority, but has no effect with --capacity 11520 for 11520 episodes
 --eviction lowest_priority --alpha 0
     --eviction is lowest_priority, but has no effect with --alpha 0
 --dual_clip 3 --method on_policy

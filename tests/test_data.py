@@ -99,6 +99,8 @@ BAD = {  # file: content, a part of the sentence
     "notes.txt": ("hello", "row 1: the field question is missing or empty, the row has text"),
     "line.jsonl": (json.dumps(ROWS[0]) + "\n{broken\n", "row 1"),
     "text.parquet": ("hello", "Parquet"),
+    "broken.zip": ("hello", "BadZipFile"),
+    "images/train.tar": ("hello", "ReadError"),
     "blank.jsonl": ([*ROWS[:3], {"question": " \n", "answer": "1"}], EMPTY.format("question")),
     "null.parquet": ([*ROWS[:3], {"question": "1", "answer": None}], EMPTY.format("answer")),
     "missing.json": (
@@ -119,6 +121,7 @@ def test_bad_input_is_named_in_one_sentence(name, tmp_path, capfd):
     if isinstance(content, list):
         write_rows(tmp_path / name, content)
     elif content is not None:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
     write_rows(tmp_path / "mixed" / "test.parquet", ROWS[:5])
     write_rows(tmp_path / "halves" / "test.jsonl", ROWS[:5])
