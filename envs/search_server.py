@@ -51,6 +51,11 @@ TRIGRAM = 0.25
 # What reading JSON or HTTP of others can raise.
 FAILURES = (ValueError, TypeError, KeyError, RecursionError, OverflowError, OSError, HTTPException)
 
+# Passages that are encoded again to check an index, and the largest distance of a vector to the
+# stored one, which may have been computed in half precision.
+CHECKED = 8
+CLOSE = 0.3
+
 # Server: the most that a request may hold, and the seconds in which it must arrive.
 MOST_BYTES = 1 << 22
 MOST_QUERIES = 1024
@@ -189,20 +194,39 @@ def read_corpus(path: str) -> list[str]:
 Encoder = LocalEncoder | TransformerEncoder
 
 
+def build_index(corpus: list[str], encoder: Encoder) -> Any:
+    """Return an exact FAISS index of the passages."""
+    # FAISS is imported here, because clients do not need it.
+    import faiss
+
+    index = faiss.IndexFlatIP(encoder.dimension)
+    for start in range(0, len(corpus), 1024):
+        index.add(encoder.encode(corpus[start : start + 1024], passages=True))
+    return index
+
+
+def fits(index: Any, corpus: list[str], encoder: Encoder) -> bool:
+    """Return whether an index is of these passages, in this order, and of this encoder. Of an exact
+    index, a few passages are encoded again."""
+    if (index.ntotal, index.d) != (len(corpus), encoder.dimension):
+        return False
+    if not type(index).__name__.startswith("IndexFlat"):
+        return True
+
+    rows = np.linspace(0, len(corpus) - 1, CHECKED, dtype=int).tolist()
+    stored = np.stack([index.reconstruct(row) for row in rows])  # [CHECKED, dimension]
+    encoded = encoder.encode([corpus[row] for row in rows], passages=True)
+    return bool(np.linalg.norm(stored - encoded, axis=1).max() < CLOSE)
+
+
 class Retriever:
     """Search passages with a FAISS index, which is built if it is None. Raises ValueError if index
     and passages do not fit."""
 
     def __init__(self, corpus: list[str], encoder: Encoder, index: Any = None):
         if index is None:
-            # FAISS is imported here, because clients do not need it.
-            import faiss
-
-            index = faiss.IndexFlatIP(encoder.dimension)
-            for start in range(0, len(corpus), 1024):
-                index.add(encoder.encode(corpus[start : start + 1024], passages=True))
-
-        if (index.ntotal, index.d) != (len(corpus), encoder.dimension):
+            index = build_index(corpus, encoder)
+        elif not fits(index, corpus, encoder):
             raise ValueError(
                 f"the index of {index.ntotal} passages is of another corpus or encoder: "
                 "build it again"
@@ -387,10 +411,13 @@ def main(argv: list[str] | None = None) -> None:
         encoder: Encoder = LocalEncoder(corpus) if is_local else TransformerEncoder(args.encoder)
         if args.build:
             # A file that cannot be written is refused before the corpus is encoded.
-            unfinished = f"{args.index}.new"
-            open(unfinished, "wb").close()
-            faiss.write_index(Retriever(corpus, encoder).index, unfinished)
-            os.replace(unfinished, args.index)
+            unfinished = Path(f"{args.index}.new")
+            unfinished.touch()
+            try:
+                faiss.write_index(build_index(corpus, encoder), str(unfinished))
+                unfinished.replace(args.index)
+            finally:
+                unfinished.unlink(missing_ok=True)
             return
 
         retriever = Retriever(corpus, encoder, faiss.read_index(args.index))

@@ -159,6 +159,7 @@ def load_model(name: str, config: Config) -> Policy:
     return policy
 
 
+@torch.no_grad()
 def check_model(policy: Policy, name: str, config: Config, n_images: int) -> None:
     """Raise ValueError if the model has too few positions, cannot read the `n_images` of a first
     turn, or is computed wrong. From then on it computes in --dtype."""
@@ -179,6 +180,9 @@ def check_model(policy: Policy, name: str, config: Config, n_images: int) -> Non
         question = Observation("?", (image,) * n_images)
         policy.user_turn(question, True)
         policy.user_turn(question, False)
+        if n_images:
+            policy.image_features([image])
+            policy.features.clear()
     policy.mixed = config.trainer == "torch" and config.dtype == "bfloat16"
 
 

@@ -14,6 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from unittest.mock import Mock
 
 import faiss
@@ -280,6 +281,7 @@ REFUSED = {  # arguments: a part of the sentence
     "--index bad.faiss": "bad.faiss",
     "--index no/c.faiss --build": "no/c.faiss",
     "--corpus d.jsonl": "the index of 6 passages is of another corpus or encoder",
+    "--corpus e.jsonl": "the index of 6 passages is of another corpus or encoder",
     "--corpus bad.jsonl": "bad.jsonl, line 2: must be a JSON object",
     "--corpus deep.jsonl": "deep.jsonl, line 1: must be a JSON object",
     "--encoder .": "--encoder is ., but no model",
@@ -298,6 +300,7 @@ def test_what_cannot_be_served_is_said_in_one_sentence(tmp_path, capsys, monkeyp
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "c.jsonl", CORPUS)
     write_rows(tmp_path / "d.jsonl", CORPUS[:4])
+    write_rows(tmp_path / "e.jsonl", CORPUS[::-1])
     (tmp_path / "bad.faiss").write_bytes(b"no index at all")
     write_rows(tmp_path / "bad.jsonl", [{"contents": "fine"}, {"text": "x"}])
     (tmp_path / "deep.jsonl").write_text("[" * 100_000)
@@ -316,3 +319,13 @@ def test_what_cannot_be_served_is_said_in_one_sentence(tmp_path, capsys, monkeyp
         assert sentence in capsys.readouterr().err
         # Nothing is lost, and nothing half-written.
         assert files_of(tmp_path) == made
+
+    def full_disk(index, path):
+        Path(path).write_bytes(b"half")
+        raise RuntimeError("No space left on device")
+
+    monkeypatch.setattr(faiss, "write_index", full_disk)
+    with pytest.raises(SystemExit, match="2"):
+        search_server.main([*files, "--build"])
+    assert "No space left" in capsys.readouterr().err
+    assert files_of(tmp_path) == made

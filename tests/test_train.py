@@ -438,6 +438,16 @@ def test_a_model_folder_that_cannot_be_used(kind, model_folder, tmp_path, monkey
     assert reason.lower() in sentence.lower()
 
 
+def test_an_image_processor_of_another_model(model_folder, tmp_path, monkeypatch, capsys):
+    """Its patches are not those of the vision tower."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model_folder["vision"], "model")
+    file = Path("model/preprocessor_config.json")
+    file.write_text(file.read_text().replace('"patch_size": 7', '"patch_size": 14'))
+    sentence = refusal(capsys, "--model model --env frozenlake_vlm")
+    assert sentence.startswith("--model is model, but must be a chat model that can be computed: ")
+
+
 def test_a_model_that_does_not_fit_the_task(model_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = model_folder["text"]
