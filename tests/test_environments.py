@@ -69,6 +69,8 @@ HOSTILE = [
     " 7", "042", "nan", "1e999", "-", "6*7", "\\boxed{", "}", "$", ",", ".", "\x00", "\n", " ",
     "\u202e", "\ud800", "é", "漢字", "𝟟", "٣", "🙂", "%s", "a" * 300,
 ]  # fmt: skip
+# What a turn costs besides, by the paper's appendix D and the authors' code.
+TURN_REWARD = {"sokoban_simple": -0.1, "sokoban_hard": -0.1, "cliffwalking": -1.0}
 UNREADABLE = [
     "",
     " \n",
@@ -121,16 +123,12 @@ def test_the_random_policy_has_its_own_stream(monkeypatch):
 def test_unreadable_replies_cost_their_turn_and_the_penalty_and_change_nothing(name):
     for reply in UNREADABLE:
         env = CASES[name](format_penalty=0.5, max_turns=3)
-        twin = CASES[name](format_penalty=0.0, max_turns=3)
         before, _ = env.reset(seed=1)
-        twin.reset(seed=1)
-        unpunished = 0.0
         for turn in range(1, 4):
             observation, reward, terminated, truncated, info = env.step(reply)
-            unpunished += twin.step(reply)[1]
-            assert reward == pytest.approx(unpunished / turn - 0.5)
-            assert reward < 0
-            assert info.get("metrics", {}).get("score", unpunished) == pytest.approx(unpunished)
+            assert reward == pytest.approx(TURN_REWARD.get(name, 0.0) - 0.5)
+            if "score" in env.metrics:  # the paper's number, without our penalty
+                assert info["metrics"]["score"] == pytest.approx(TURN_REWARD[name] * turn)
             assert not (terminated or info["success"] or info["valid"])
             assert truncated == (turn == 3)
             assert repr(observation) == repr(before)
