@@ -71,23 +71,18 @@ COLUMNS = {
     "diverged": ".1f",
     "replay_age": ".1f",
 }
+# Tasks that share a row, and what they are.
 DESCRIPTIONS = {
-    "`aime`": ("three attempts at a number", "aime"),
-    "`gsm8k`": ("three attempts at a sum or difference of things", "gsm8k"),
-    "`geoqa`": ("three attempts at a number; shows a figure", "geoqa"),
-    "`nq_search`": (
-        "search up to five times, then answer; tiny models get one passage per search",
-        "nq_search",
+    ("aime",): "three attempts at a number",
+    ("gsm8k",): "three attempts at a sum or difference of things",
+    ("geoqa",): "three attempts at a number; shows a figure",
+    ("nq_search",): "search up to five times, then answer; tiny models get one passage per search",
+    ("sokoban_simple", "sokoban_hard"): (
+        "6x6 cells and one box, 8x8 and two; tiny models: solutions of at most five turns"
     ),
-    "`sokoban_simple`": (
-        "6x6 cells and one box; tiny models: solutions of at most five turns",
-        "sokoban_simple",
-    ),
-    "`sokoban_hard`": ("8x8 cells and two boxes; tiny models likewise", "sokoban_hard"),
-    "`cliffwalking`": (
-        "Gymnasium's; tiny models: training episodes start along the way to the goal",
+    (
         "cliffwalking",
-    ),
+    ): "Gymnasium's; tiny models: training episodes start along the way to the goal",
 }
 
 
@@ -201,7 +196,12 @@ def tuning(data: Data) -> str:
 def main_figure(data: Data) -> str:
     data.need(TASKS, ARMS)
     says = "Success of six arms on nine tasks: runs (small dots), means, random policy (dotted)"
-    return image("main", says)
+    best: dict[str, list[str]] = {arm: [] for arm in FORWARD}
+    for task in TASKS:
+        means = {arm: data.values(task, arm).mean() for arm in FORWARD}
+        best[max(means, key=means.__getitem__)].append(NAMES[task])
+    winners = [f"{ARMS[arm]} on {', '.join(tasks)}" for arm, tasks in best.items() if tasks]
+    return f"{image('main', says)}Highest mean: {'; '.join(winners)}.\n"
 
 
 def updates(data: Data) -> str:
@@ -332,7 +332,7 @@ def main_table(data: Data) -> str:
     rows = []
     for task in TASKS:
         bounds = [data.values(task, "freshper", name)[0] for name in ("random", "optimal")]
-        cells = [NAMES[task], f"{bounds[0]:.3g}", f"{bounds[1]:.3g}"]
+        cells = [NAMES[task], f"{bounds[0]:.3f}", f"{bounds[1]:.3g}"]
         rows.append(cells + [level(data.values(task, arm)) for arm in FORWARD])
     means = [span(interquartile(data, arm), "number") for arm in FORWARD]
     rows.append(["interquartile mean, normalised", "0", "1", *means])
@@ -344,19 +344,14 @@ def main_table(data: Data) -> str:
 
 def readme(data: Data) -> str:
     rows = []
-    for arm, words in (
-        ("freshper", "FreshPER"),
-        (
-            "per",
-            "Standard PER: no age factor, but importance-sampling (IS) weights (`--method per`)",
-        ),
-        (
-            "uniform",
-            "uniform replay of episodes up to age 61 (`--alpha 0 --decay limit --tau 61`)",
-        ),
-        ("epochs", "on-policy training, as many updates (`--ppo_epochs 3`)"),
-        ("on_policy", "on-policy training, no replay (`--method on_policy`)"),
-    ):
+    shown = {
+        "freshper": "FreshPER",
+        "per": "Standard PER: no age factor, but importance-sampling (IS) weights (`--method per`)",
+        "uniform": "uniform replay of episodes up to age 61 (`--alpha 0 --decay limit --tau 61`)",
+        "epochs": "on-policy training, as many updates (`--ppo_epochs 3`)",
+        "on_policy": "on-policy training, no replay (`--method on_policy`)",
+    }
+    for arm, words in shown.items():
         levels = [level(data.values(task, arm), 2) for task in ("frozenlake_vlm", "frozenlake")]
         rows.append([words, *levels])
     measured = "held-out success of the final policy, five seeds: mean ± half of the 95 % interval"
@@ -370,6 +365,7 @@ def readme(data: Data) -> str:
     search = {arm: data.values("nq_search", arm).mean() for arm in arms}
     arm, rate = SECOND_BEST
     second = data.values("frozenlake", arm, rate=rate).mean()
+    overall = [f"{ARMS[each]} {interquartile(data, each).estimate:.2f}" for each in shown]
     text = (
         f"A random policy has {random:.2f}, the optimal policy {optimal:.2g}. The first command "
         f"above, with the default seed and one thread, ends at {success:.2f} (mean of the last "
@@ -377,8 +373,9 @@ def readme(data: Data) -> str:
         f"([how](RESULTS.md#2-how-to-read)). With {rate / data.rate(arm):g} times its rate, nearly "
         f"as good in the tuning, as many updates has {second:.2f} on text. "
         f"On NQ Search uniform replay has {search['uniform']:.2f}, "
-        f"FreshPER {search['freshper']:.2f} and on-policy training {search['on_policy']:.2f} "
-        "([tables](docs/tables.md)).\n"
+        f"FreshPER {search['freshper']:.2f} and on-policy training {search['on_policy']:.2f}. Over "
+        "[all nine tasks](RESULTS.md#3-who-wins) the interquartile mean, from 0 for the random to "
+        f"1 for the optimal policy, is: {', '.join(overall)}.\n"
     )
     return "\n".join([figure, table(header, rows), text])
 
@@ -387,10 +384,13 @@ def readme_tasks(data: Data) -> str:
     rows = [
         ["`frozenlake`, `frozenlake_vlm`", "maps of 4x4 cells, as text or as an image", "above"]
     ]
-    for name, (words, task) in DESCRIPTIONS.items():
-        success = data.values(task, "freshper").mean()
-        random = data.values(task, "freshper", "random")[0]
-        rows.append([name, words, f"{success:.2f} ({random:.2g})"])
+    for tasks, words in DESCRIPTIONS.items():
+        levels = []
+        for task in tasks:
+            success = data.values(task, "freshper").mean()
+            random = data.values(task, "freshper", "random")[0]
+            levels.append(f"{success:.2f} ({random:.2f})")
+        rows.append([", ".join(f"`{task}`" for task in tasks), words, ", ".join(levels)])
     measured = "FreshPER (random policy), held-out success, five seeds"
     return table(("`--env`", "what it is", measured), rows)
 
