@@ -484,21 +484,6 @@ def parts(data: Data) -> str:
     return table(("claim", "effect", "with its 95 % interval", "verdict"), rows)
 
 
-def effects(data: Data) -> str:
-    """FreshPER minus each control, a row per task whose runs have been made."""
-    rows = []
-    for task in TASKS:
-        try:
-            differences = [data.effect(task, "freshper", arm) for arm in CONTROLS]
-        except MissingError:
-            continue
-        rows.append([NAMES[task], *map(span, differences)])
-
-    if not rows:
-        raise MissingError("the runs of any task")
-    return table(("FreshPER minus", *(ARMS[arm] for arm in CONTROLS)), rows)
-
-
 BLOCKS = {
     "verdicts": verdicts,
     "tuning": tuning,
@@ -515,7 +500,6 @@ BLOCKS = {
     "lesson": lesson,
     "pays": pays,
     "parts": parts,
-    "effects": effects,
     "every_arm": every_arm,
 }
 
