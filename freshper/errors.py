@@ -83,22 +83,6 @@ def watched(
         over.set()
 
 
-@contextlib.contextmanager
-def time_limit(seconds: float, phase: str) -> Iterator[None]:
-    """Raise TimeoutError, naming the phase, if the block takes longer. For the main thread."""
-
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"{phase} took longer than {seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def alive(pid: int) -> bool:
     """Return whether the process exists and is not a zombie."""
     try:

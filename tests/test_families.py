@@ -14,7 +14,6 @@ from conftest import make_episode
 from envs import ENVS
 from freshper.backends import check, engine_logits, load
 from freshper.episode import collate
-from freshper.errors import time_limit
 from freshper.flags import parse_args
 from freshper.models import Policy, embed_patches
 from freshper.tiny import CHAT_TEMPLATE, build_tokenizer
@@ -120,16 +119,9 @@ def test_a_family_of_another_build_is_refused_in_one_sentence(tmp_path):
             "{% if messages | length == 1 %}{{ [] + 1 }}{% endif %}" + CHAT_TEMPLATE,
             "computed: can only concatenate list",
         ),
-        (
-            "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3,
-            "loaded: its chat template took longer than 0.2 s",
-        ),
     ],
 )
-def test_a_chat_template_that_raises_or_never_ends_is_refused(
-    template, reason, text_policy, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("freshper.models.time_limit", lambda seconds, phase: time_limit(0.2, phase))
+def test_a_chat_template_that_raises_is_refused(template, reason, text_policy, tmp_path):
     text_policy.save(str(tmp_path))
     (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(ValueError, match=f"a chat model that can be {re.escape(reason)}"):
