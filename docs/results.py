@@ -80,9 +80,7 @@ DESCRIPTIONS = {
     ("sokoban_simple", "sokoban_hard"): (
         "6x6 cells and one box, 8x8 and two; tiny models: solutions of at most five turns"
     ),
-    (
-        "cliffwalking",
-    ): "Gymnasium's; tiny models: training episodes start along the way to the goal",
+    ("cliffwalking",): "Gymnasium's; tiny models start training along the way to the goal",
 }
 
 
@@ -193,7 +191,12 @@ def tuning(data: Data) -> str:
     return table((measured, *(f"{rate:g}" for rate in rates)), rows)
 
 
-def main_figure(data: Data) -> str:
+def minus_controls(data: Data) -> dict[str, list[Part]]:
+    """Return FreshPER minus each control: a judged difference per task."""
+    return {arm: claims.judge(claims.differences(data, "freshper", arm)) for arm in CONTROLS}
+
+
+def who_wins(data: Data) -> str:
     data.need(TASKS, ARMS)
     says = "Success of six arms on nine tasks: runs (small dots), means, random policy (dotted)"
     best: dict[str, list[str]] = {arm: [] for arm in FORWARD}
@@ -201,10 +204,11 @@ def main_figure(data: Data) -> str:
         means = {arm: data.values(task, arm).mean() for arm in FORWARD}
         best[max(means, key=means.__getitem__)].append(NAMES[task])
     winners = [f"{ARMS[arm]} on {', '.join(tasks)}" for arm, tasks in best.items() if tasks]
-    against = [claims.judge(claims.differences(data, "freshper", arm)) for arm in CONTROLS]
+
+    effects = minus_controls(data).values()
     above_all = []
-    for task, *answers in zip(TASKS, *[[part.answer for part in parts] for parts in against]):
-        if set(answers) == {"yes"}:
+    for number, task in enumerate(TASKS):
+        if all(parts[number].answer == "yes" for parts in effects):
             above_all.append(NAMES[task])
     where = ", ".join(above_all) or "no task"
     return (
@@ -243,8 +247,7 @@ def freshness(data: Data) -> str:
     """FreshPER minus each control, a row per task."""
     columns = [[NAMES[task] for task in TASKS] + ["interquartile mean, normalised"]]
     ours = data.all_normalized("freshper")
-    for arm in CONTROLS:
-        parts = claims.judge(claims.differences(data, "freshper", arm))
+    for arm, parts in minus_controls(data).items():
         theirs = data.all_normalized(arm)
         mean = Effect(*bootstrap(less, [ours, theirs]), np.nan)
         columns.append([*map(judged, parts), span(mean)])
@@ -259,8 +262,9 @@ def freshness(data: Data) -> str:
     mean = Effect(*bootstrap(less, groups), np.nan)
     weighted = claims.each(claims.judge(claims.differences(data, "per", "no_decay"))).answer
     text = (
-        f"Without NQ Search the last line is {span(mean)} for uniform replay. Standard PER minus "
-        f"no decay, which adds IS weights alone, is {weighted} on the nine tasks.\n"
+        f"Without NQ Search the interquartile mean of FreshPER minus that of uniform replay is "
+        f"{span(mean)}. Standard PER adds IS weights to no decay: their difference is {weighted} "
+        "on the nine tasks.\n"
     )
     return "\n".join([table(header, rows), figure + text])
 
@@ -393,16 +397,16 @@ def readme(data: Data) -> str:
     overall = []
     for each in FORWARD:
         words = "FreshPER without decay" if each == "no_decay" else ARMS[each]
-        overall.append(f"{words} {interquartile(data, each).estimate:.2f}")
+        mean = f"{interquartile_mean(data.all_normalized(each)):.2f}"
         if each in ("freshper", "uniform"):
-            rest = interquartile_mean(without_search(data, each))
-            overall[-1] += f" ({rest:.2f} without NQ Search)"
+            mean += f" ({interquartile_mean(without_search(data, each)):.2f} without NQ Search)"
+        overall.append(f"{words} {mean}")
     text = (
         f"A random policy has {random:.2f}, the optimal policy {optimal:.2g}. The first command "
         f"above, with the default seed and one thread, ends at {success:.2f} (mean of the last "
         f"three evaluations). Each method of the table has a learning rate of its own, {TUNED} "
-        f"([how](RESULTS.md#2-how-to-read)). With {rate / data.rate(arm):g} times its rate, nearly "
-        f"as good in the tuning, as many updates has {second:.2f} on text. "
+        f"([how](RESULTS.md#2-how-to-read)). As many updates has {second:.2f} on text with "
+        f"{rate / data.rate(arm):g} times its rate, which was nearly as good in the tuning. "
         f"On NQ Search uniform replay has {search['uniform']:.2f}, "
         f"FreshPER {search['freshper']:.2f} and on-policy training {search['on_policy']:.2f}. The "
         "interquartile mean of [all nine tasks](RESULTS.md#3-who-wins), from 0 for the random to 1 "
@@ -518,7 +522,7 @@ def parts(data: Data) -> str:
 BLOCKS = {
     "verdicts": verdicts,
     "tuning": tuning,
-    "main": main_figure,
+    "main": who_wins,
     "updates": updates,
     "freshness": freshness,
     "tau": tau,

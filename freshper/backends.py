@@ -159,7 +159,6 @@ def load_model(name: str, config: Config) -> Policy:
     return policy
 
 
-@torch.no_grad()
 def check_model(policy: Policy, name: str, config: Config, n_images: int) -> None:
     """Raise ValueError if the model has too few positions, cannot read the `n_images` of a first
     turn, or is computed wrong. From then on it computes in --dtype."""
@@ -181,6 +180,7 @@ def check_model(policy: Policy, name: str, config: Config, n_images: int) -> Non
         policy.user_turn(question, True)
         policy.user_turn(question, False)
         if n_images:
+            # The image processor may be another model's.
             policy.image_features([image])
             policy.features.clear()
     policy.mixed = config.trainer == "torch" and config.dtype == "bfloat16"

@@ -342,7 +342,7 @@ def test_a_complete_campaign_fills_all_pages(pages, monkeypatch, capsys):
             values = runs(task, arm)
             low, high = scipy_stats.ttest_1samp(values, 0.0).confidence_interval()
             assert cell == f"{values.mean():.3f} ± {(high - low) / 2:.3f}"
-    for task, row in zip(waves.TASKS, cells(block(pages, "freshness")[1]), strict=False):
+    for task, row in zip(waves.TASKS, cells(block(pages, "freshness")[1])[:9], strict=True):
         for arm, cell in zip(results.CONTROLS, row[1:], strict=False):
             x, y = runs(task, "freshper"), runs(task, arm)
             low, high = scipy_stats.ttest_ind(x, y, equal_var=False).confidence_interval()
