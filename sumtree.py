@@ -23,17 +23,18 @@ import numpy as np
 class SumTree:
     """Hold `capacity` non-negative float64 leaves, all zero at first.
 
-    Raises ValueError on an index out of range, on values that are negative, NaN or infinite, and on
-    a draw if the total is zero."""
+    Raises ValueError on an index out of range, on values that are negative, NaN, infinite or so
+    large that their sum could be, and on a draw if the total is zero."""
 
     def __init__(self, capacity: int):
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1, got {capacity}")
         self.capacity = capacity
-        self.depth = (capacity - 1).bit_length()
+        self.depth = (int(capacity) - 1).bit_length()
         self.size = 2**self.depth  # leaves rounded up to a power of two; the surplus stays zero
         self.nodes = np.zeros(2 * self.size)  # node 0 is unused
         self.leaves = self.nodes[self.size :]  # a view of these nodes, not a copy
+        self.end = np.finfo(float).max / self.size  # of values, so that no sum is infinite
 
     def __getitem__(self, i: int | np.ndarray) -> np.ndarray:
         """Return the value of leaf i, or of an array of leaves."""
@@ -49,7 +50,7 @@ class SumTree:
         Of equal indices the last one counts."""
         nodes = self.nodes
         node = self.size + _in_range(indices, self.capacity, "indices")
-        nodes[node] = _in_range(values, np.inf, "values")
+        nodes[node] = _in_range(values, self.end, "values")
         for _ in range(self.depth):
             # Siblings give the same parent twice, which costs less than np.unique.
             node = node // 2
@@ -58,7 +59,7 @@ class SumTree:
 
     def fill(self, values: np.ndarray) -> None:
         """Write leaves 0..len-1, zero the rest, and recompute every sum: O(N), level by level."""
-        values = _in_range(values, np.inf, "values")
+        values = _in_range(values, self.end, "values")
         if len(values) > self.capacity:
             raise ValueError(f"{len(values)} values do not fit a capacity of {self.capacity}")
 
@@ -105,4 +106,4 @@ def _in_range(values: int | np.ndarray, end: float, name: str) -> np.ndarray:
     values = np.asarray(values)
     if not 0 <= values.min(initial=0) <= values.max(initial=0) < end:
         raise ValueError(f"{name} must lie in [0, {end}), got {values.min()} to {values.max()}")
-    return values
+    return values if values.size else values.astype(int)  # NumPy reads [] as floats

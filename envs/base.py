@@ -49,13 +49,23 @@ Step = tuple[Observation, float, bool, bool, dict]  # what Gymnasium's `step` re
 
 
 class AnySpace(gymnasium.Space):
-    """The space of all replies and observations.
+    """The space of all replies and observations. A sample is a reply of the random policy.
 
     Gymnasium's own `Text` fixes an alphabet, and its `Box` the size of images.
     """
 
+    def __init__(self, random_reply: Callable[[np.random.Generator], str]):
+        super().__init__()
+        self.random_reply = random_reply
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AnySpace)  # so vectors of environments can be made
+
     def contains(self, x: Any) -> bool:
         return isinstance(x, str | Observation)
+
+    def sample(self, mask: Any = None, probability: Any = None) -> str:
+        return self.random_reply(self.np_random)
 
 
 class TextEnv(gymnasium.Env):
@@ -74,7 +84,6 @@ class TextEnv(gymnasium.Env):
     metrics: tuple[str, ...] = ()  # names of attributes, which are 0 when an episode begins
     settings: tuple[str, ...] = ()  # names of settings of train.py that the task takes
     actions: tuple[str, ...] = ()  # of the random policy; or the task overrides `random_reply`
-    action_space = observation_space = AnySpace()
 
     # Tasks with questions replace these (envs/data.py).
     data = ""  # where the rows come from
@@ -93,6 +102,7 @@ class TextEnv(gymnasium.Env):
         """
         if style not in ("full", "terse"):
             raise ValueError(f"style must be full or terse, got {style}")
+        self.action_space = self.observation_space = AnySpace(self.random_reply)
         self.style = style
         self.format_penalty = format_penalty
         self.max_turns = max_turns or self.max_turns

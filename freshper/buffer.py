@@ -6,11 +6,13 @@ Paper: section 3.5 and appendix A.1; Algorithm 1 lines 4 (add), 6 (refresh), 8 (
 
 These are eq. 2 and eq. 14. `decay` is a function of age in steps, such as
 `partial(exponential_decay, tau=500)`; tau = inf or `None` makes Standard PER. The refresh runs on a
-thread of its own. `add`, `sample`, `update_base_priorities` and `state_dict` wait for its end. A
-new entry gets its own base priority, not the largest so far. Eviction is first-in-first-out (Table
-5), or takes the lowest leaf, of equal ones the oldest (appendix A.1).
+thread of its own, and all other methods wait for its end. A new entry gets its own base priority,
+not the largest so far. Eviction is first-in-first-out (Table 5), or takes the lowest leaf, of equal
+ones the oldest (appendix A.1).
 """
 
+import copy
+import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -81,6 +83,7 @@ class ReplayBuffer:
         self.now = 0  # t of the last refresh or addition
         self.images = weakref.WeakValueDictionary[bytes, AnyImage]()  # by key, while in use
         self.thread = ThreadPoolExecutor(1)
+        self.refreshing = threading.Lock()
         # The last asynchronous refresh. Other methods wait for its end, and raise its error.
         self.pending: Future = Future()
         self.pending.set_result(None)
@@ -126,8 +129,9 @@ class ReplayBuffer:
         """Recompute p_i <- p_i^base * decay(step - t_i) for all i and rebuild the tree: O(N).
 
         This is line 6, and eq. 14."""
-        self.now = max(self.now, step)  # never turns the clock back
-        self.tree.fill(self._leaves(slice(len(self))))
+        with self.refreshing:
+            self.now = max(self.now, step)  # never turns the clock back
+            self.tree.fill(self._leaves(slice(len(self))))
 
     def refresh_async(self, step: int) -> Future:
         """Start `refresh` on the buffer's own thread ("async on CPU")."""
@@ -152,10 +156,15 @@ class ReplayBuffer:
         """Set new base priorities [n] (section 3.5, "Priority Update").
 
         Unchanged ones keep their tree values."""
+        indices = np.asarray(indices, int)
+        priorities = np.asarray(priorities, float)
+        if indices.shape != priorities.shape:
+            raise ValueError(f"{indices.size} slots, {priorities.size} priorities")
         check_priorities(priorities)
         self.pending.result()
-        if max(indices, default=0) >= len(self):
-            raise ValueError(f"the buffer has {len(self)} episodes, but no slot {max(indices)}")
+        unknown = indices[(indices < 0) | (indices >= len(self))]
+        if unknown.size:
+            raise ValueError(f"the buffer has {len(self)} episodes, but no slot {unknown[0]}")
         changed = indices[self.base_priorities[indices] != priorities]
         self.base_priorities[indices] = priorities
         self.tree.set(changed, self._leaves(changed))
@@ -175,11 +184,12 @@ class ReplayBuffer:
 
     def load_state_dict(self, state: dict) -> None:
         """Restore a state. Raises ValueError if its buffer had another capacity."""
+        self.pending.result()
         saved = len(state["base_priorities"])
         if saved != self.capacity:
             raise ValueError(f"capacity is {self.capacity}, but must be {saved} as in the state")
         for name in STATE:
-            setattr(self, name, state[name])
+            setattr(self, name, copy.copy(state[name]))
         self.tree.nodes[:] = state["nodes"]
         self.rng.bit_generator.state = state["rng"]
         for episode in self.episodes:
@@ -200,7 +210,8 @@ class ReplayBuffer:
         priorities = self.base_priorities[slots]
         if self.decay:
             priorities = priorities * self.decay(self.now - self.collected_at[slots])
-        # A decay can reach 0 (--decay limit). With --alpha 0 the leaf would then be 0^0 = 1.
+        # A decay can reach 0 (--decay limit, or by underflow beyond age 745 tau). With --alpha 0
+        # the leaf would then be 0^0 = 1.
         return np.where(priorities > 0.0, priorities**self.alpha, SMALLEST_LEAF)
 
 

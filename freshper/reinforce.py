@@ -175,7 +175,7 @@ class Baseline:
         return {"window": self.window, "means": self.means, "std": self.std}
 
     def load_state_dict(self, state: dict) -> None:
-        vars(self).update(state)
+        vars(self).update(state, window=list(state["window"]))
 
 
 def training_batch(

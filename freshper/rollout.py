@@ -44,7 +44,8 @@ def training_seeds(
 
 @dataclass(eq=False)
 class Conversation:
-    """What an engine reads of one live episode. Only its end grows, so engines can keep caches."""
+    """What an engine reads of one live episode. Between two calls it grows by the last reply and a
+    bridge, so engines can keep caches."""
 
     tokens: list[int]
     images: list[AnyImage] = field(default_factory=list)

@@ -156,6 +156,40 @@ def test_everything_waits_for_a_pending_refresh_and_passes_its_error_on(use):
         use(buffer)
 
 
+def test_a_pending_refresh_never_undoes_a_later_one():
+    buffer = ReplayBuffer(8, 1.0, None)
+    buffer.add(episodes(3), np.ones(3), step=0)
+    started, released = threading.Event(), threading.Event()
+
+    def slow_decay(age):
+        started.set()
+        return released.wait(10) and fast_decay(age)
+
+    buffer.decay = slow_decay
+    refresh = buffer.refresh_async(4)
+    assert started.wait(10)
+    buffer.decay = fast_decay
+    user = threading.Thread(target=buffer.refresh, args=(30,))
+    user.start()
+    user.join(0.05)
+    released.set()
+    user.join(10)
+    refresh.result(10)
+    np.testing.assert_allclose(leaves(buffer), np.exp(-10))
+
+
+def test_a_restored_buffer_shares_nothing_with_its_source():
+    buffer = ReplayBuffer(4, 1.0, None)
+    buffer.add(episodes(2), np.ones(2), step=0)
+    other = ReplayBuffer(4, 1.0, None)
+    other.load_state_dict(buffer.state_dict())
+    buffer.add(episodes(2, start=9), np.array([5.0, 6.0]), step=3)
+    buffer.update_base_priorities([0], [9.0])
+    assert len(other) == 2
+    other.refresh(1)
+    np.testing.assert_array_equal(leaves(other), 1.0)
+
+
 def test_bad_arguments_are_refused():
     for arguments in ((0, 0.6, None), (9, -0.1, None), (9, 1.1, None), (9, 0.6, None, "random")):
         with pytest.raises(ValueError):
@@ -168,7 +202,11 @@ def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="the buffer is empty"):
         buffer.sample(1)
     buffer.add(episodes(2), np.ones(2), step=0)
-    with pytest.raises(ValueError, match="2 episodes, but no slot 2"):
-        buffer.update_base_priorities(np.array([0, 2]), np.ones(2))
+    for slots, base, words in (([0, 2], [5, 5], "no slot 2"), ([-1], [5], "no slot -1")):
+        with pytest.raises(ValueError, match=f"2 episodes, but {words}"):
+            buffer.update_base_priorities(slots, base)
+    with pytest.raises(ValueError, match="2 slots, 1 priorities"):
+        buffer.update_base_priorities([0, 1], [5.0])
+    np.testing.assert_array_equal(buffer.base_priorities, [1, 1, 0, 0])
     with pytest.raises(ValueError, match="capacity is 3, but must be 4"):
         ReplayBuffer(3, 0.6, None).load_state_dict(buffer.state_dict())

@@ -96,12 +96,15 @@ def test_bad_input_is_refused_and_changes_nothing():
         (tree.fill, np.ones(6)),
         (tree.find, [5.0]),
     ]
-    for value in (-1.0, np.nan, np.inf):
+    # The sum of two values of 1e308 would be infinite.
+    for value in (-1.0, np.nan, np.inf, 1e308):
         bad.append((tree.set, np.array([1, 2]), [3.0, value]))
         bad.append((tree.fill, [3.0, value]))
         bad.append((tree.find, [value]))
     for call, *values in bad:
         with pytest.raises(ValueError):
             call(*values)
+    tree.set([], [])
+    assert len(tree[[]]) == 0
     np.testing.assert_array_equal(tree[np.arange(5)], 1.0)
     assert tree.total() == 5.0
