@@ -353,13 +353,14 @@ def kl_is_linear(data: Data) -> Verdict:
     """Of both directions of KL. Eq. 12 names KL(pi_theta || pi_mu), in whose estimate ratios are
     factors. The other one decides."""
     parts = []
-    for name, words in (("reverse", "KL(mu, theta)"), ("drift", "KL(theta, mu)")):
+    directions = {"reverse": "KL(mu, theta), which decides", "drift": "KL(theta, mu)"}
+    for name, words in directions.items():
         r2 = [drift_fit(data, task, "freshper", name) for task in TASKS]
         median = float(np.nanmedian(r2))
         low, high = np.nanquantile(r2, (0.25, 0.75))
         answer = decide(median >= 0.9, median < 0.7)
         effect = Effect(median, low, high, np.nan)
-        parts.append(Part(f"{words}, median (quartiles)", effect, answer, "number"))
+        parts.append(Part(f"{words}: median (quartiles)", effect, answer, "number"))
     return Verdict(parts[0].answer, parts)
 
 
@@ -378,7 +379,7 @@ def drift_follows_rate(data: Data) -> Verdict:
         twice, four, eight = (contrast(groups, [1.0, -factor]) for factor in (2.0, 4.0, 8.0))
         within = twice.low > 0 and eight.high < 0
         answer = decide(within, not four.low <= 0 <= four.high)
-        parts.append(Part(f"{NAMES[task]}, c - 4 c'", four, answer))
+        parts.append(Part(f"{NAMES[task]}, c - 4 c', nats in 1,000 steps", four, answer))
     return alike(parts)
 
 
@@ -624,7 +625,7 @@ CLAIMS = (
     Claim("11", "late loss: without IS, training degrades (Fig. 7)", is_prevents_loss, SETTINGS),
     Claim("12", "late loss: on-policy training degrades (4.3)", on_policy_degrades, WINS),
     Claim("13", "an advantage clip of 0.2 is essential (App. E)", clip_is_essential, SETTINGS),
-    Claim("13, 20", "a clip of 20, no dual clip: it diverges", without_clips_diverges, SETTINGS),
+    Claim("13, clip 20", "clip 20, no dual clip: it diverges", without_clips_diverges, SETTINGS),
     Claim("14", "KL terms should be off (App. E)", kl_should_be_off, SETTINGS),
     Claim("15", "an entropy bonus is counterproductive (App. E)", entropy_harms, SETTINGS),
     Claim("16", "does exponential beat polynomial decay?", exponential_is_better, SETTINGS),

@@ -298,25 +298,24 @@ def factors(data: Data) -> Figure:
 def pays(data: Data) -> Figure:
     """Time until a success, relative to FreshPER's, against the cost of an episode."""
     figure = new_figure(3.6)
-    axes = figure.subplots()
-    needed, known, seconds = {}, {}, {}
-    for arm in ("freshper", "epochs", "on_policy"):
-        episodes, known[arm] = claims.episodes_needed(data, "frozenlake", arm)
-        needed[arm] = np.log(episodes)
-        seconds[arm] = claims.seconds_per_episode(data, "frozenlake", arm)
-    for arm in ("epochs", "on_policy"):
-        ratio = difference(needed[arm], needed["freshper"])
-        of_costs = (seconds[arm] + COSTS) / (seconds["freshper"] + COSTS)
-        style = {"color": COLORS[arm]}
-        axes.plot(COSTS, np.exp(ratio.estimate) * of_costs, label=ARMS[arm], **style)
-        # A ratio that is "at least" something has no upper end.
-        high = ratio.high if known[arm] else ratio.estimate
-        low, high = np.exp(ratio.low) * of_costs, np.exp(high) * of_costs
-        axes.fill_between(COSTS, low, high, alpha=0.2, **style)
-    axes.axhline(1.0, color=COLORS["freshper"], linewidth=2, label="FreshPER")
-    axes.set(xscale="log", xlabel="seconds that an episode costs more")
-    axes.set_ylabel(f"time to {claims.SUCCESS:g}, FreshPER = 1")
-    legend(figure, axes)
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, task in zip(panels, PAIR, strict=True):
+        ours, _ = claims.episodes_needed(data, task, "freshper")
+        ours_s = claims.seconds_per_episode(data, task, "freshper")
+        for arm in ("epochs", "on_policy"):
+            needed, all_have_it = claims.episodes_needed(data, task, arm)
+            ratio = difference(np.log(needed), np.log(ours))
+            of_costs = (claims.seconds_per_episode(data, task, arm) + COSTS) / (ours_s + COSTS)
+            style = {"color": COLORS[arm]}
+            axes.plot(COSTS, np.exp(ratio.estimate) * of_costs, label=ARMS[arm], **style)
+            # The interval of a ratio that is "at least" something is no bound.
+            if all_have_it:
+                low, high = np.exp(ratio.low) * of_costs, np.exp(ratio.high) * of_costs
+                axes.fill_between(COSTS, low, high, alpha=0.2, **style)
+        axes.axhline(1.0, color=COLORS["freshper"], linewidth=2, label="FreshPER")
+        axes.set(title=NAMES[task], xscale="log", xlabel="x, seconds per episode")
+    panels[0].set_ylabel(f"time to {claims.SUCCESS:g}, FreshPER = 1")
+    legend(figure, panels[0])
     return figure
 
 

@@ -48,6 +48,8 @@ from waves import (
     tuning_runs,
 )
 
+from freshper.presets import defaults
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "RESULTS.md", "docs/lesson.md", "docs/replay_pays.md", "docs/tables.md")
 BLOCK = re.compile(r"<!-- results: (\w+), commit ([^>]*?) -->\n(.*?)<!-- end -->", re.DOTALL)
@@ -76,7 +78,7 @@ DESCRIPTIONS = {
     ("aime",): "three attempts at a number",
     ("gsm8k",): "three attempts at a sum or difference of things",
     ("geoqa",): "three attempts at a number; shows a figure",
-    ("nq_search",): "search up to five times, then answer; tiny models get one passage per search",
+    ("nq_search",): "five replies: searches, then an answer; tiny models: one passage per search",
     ("sokoban_simple", "sokoban_hard"): (
         "6x6 cells and one box, 8x8 and two; tiny models: solutions of at most five turns"
     ),
@@ -221,13 +223,18 @@ def updates(data: Data) -> str:
     data.need((*PAIR, "cliffwalking"), ARMS)
     arm, rate = SECOND_BEST
     levels = [level(data.values(task, arm, rate=rate)) for task in PAIR]
+    gains = []
+    for task in PAIR:
+        gains.append(span(difference(data.values(task, arm, rate=rate), data.values(task, arm))))
     cliff = {name: level(data.values("cliffwalking", name)) for name in ("epochs", "freshper")}
     ends = " ".join(f"{end:.2g}" for end in data.values("cliffwalking", "on_policy"))
     words = (
         f"With the factor {rate:g} on the learning rate, which the tuning found as good as "
         f"{data.rate(arm):g}, this arm has {levels[0]} on {NAMES[PAIR[0]]} and {levels[1]} on "
-        f"{NAMES[PAIR[1]]}. On CliffWalking the runs of on-policy training end at {ends}, those of "
-        f"this arm at {cliff['epochs']}, of FreshPER at {cliff['freshper']}.\n"
+        f"{NAMES[PAIR[1]]}: {gains[0]} and {gains[1]} more. The other tasks have only "
+        f"{data.rate(arm):g}, so question a may favour FreshPER. On CliffWalking the runs of "
+        f"on-policy training end at {ends}, those of this arm at {cliff['epochs']}, of FreshPER at "
+        f"{cliff['freshper']}.\n"
     )
     says = "Success against updates and CPU seconds, means of five runs"
     return "\n".join([words, image("updates", says)])
@@ -244,19 +251,22 @@ def less(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def freshness(data: Data) -> str:
-    """FreshPER minus each control, a row per task."""
-    columns = [[NAMES[task] for task in TASKS] + ["interquartile mean, normalised"]]
+    """FreshPER minus each control, a row per task. Of each arm the interquartile mean may leave out
+    other tasks, so the median of the tasks' differences stands below it."""
+    overall = ["interquartile mean, normalised", "median of the tasks, normalised"]
+    columns = [[NAMES[task] for task in TASKS] + overall]
     ours = data.all_normalized("freshper")
     for arm, parts in minus_controls(data).items():
         theirs = data.all_normalized(arm)
         mean = Effect(*bootstrap(less, [ours, theirs]), np.nan)
-        columns.append([*map(judged, parts), span(mean)])
+        median = np.median(ours.mean(1) - theirs.mean(1))
+        columns.append([*map(judged, parts), span(mean), f"{median:+.3f}"])
     shuffled = {part.name: judged(part) for part in claims.freshness(data).parts}
     columns.append([shuffled.get(name, "") for name in columns[0]])
 
     rows = list(zip(*columns, strict=True))
     header = ("FreshPER minus", *(ARMS[arm] for arm in CONTROLS), "shuffled ages")
-    figure = image("freshness", "FreshPER minus its controls, on nine tasks")
+    figure = image("freshness", "FreshPER minus its controls, on nine tasks").strip()
 
     groups = [without_search(data, arm) for arm in ("freshper", "uniform")]
     mean = Effect(*bootstrap(less, groups), np.nan)
@@ -266,7 +276,7 @@ def freshness(data: Data) -> str:
         f"{span(mean)}. Standard PER adds IS weights to no decay: their difference is {weighted} "
         "on the nine tasks.\n"
     )
-    return "\n".join([table(header, rows), figure + text])
+    return "\n".join([table(header, rows), f"{figure} {text}"])
 
 
 def tau(data: Data) -> str:
@@ -377,14 +387,15 @@ def readme(data: Data) -> str:
         "freshper": "FreshPER",
         "per": "Standard PER: no age factor, but importance-sampling (IS) weights (`--method per`)",
         "uniform": "uniform replay of episodes up to age 61 (`--alpha 0 --decay limit --tau 61`)",
-        "epochs": "on-policy training, as many updates (`--ppo_epochs 3`)",
+        "epochs": "on-policy training, as many updates (`--method on_policy --ppo_epochs 3`)",
         "on_policy": "on-policy training, no replay (`--method on_policy`)",
     }
+    preset_lr = defaults("tiny", "frozenlake", "freshper")["lr"]
     for arm, words in shown.items():
         levels = [level(data.values(task, arm), 2) for task in ("frozenlake_vlm", "frozenlake")]
-        rows.append([words, *levels])
+        rows.append([words, f"{preset_lr * data.rate(arm):g}", *levels])
     measured = "held-out success of the final policy, five seeds: mean ± half of the 95 % interval"
-    header = (measured, "images", "text (`--env frozenlake`)")
+    header = (measured, "`--lr`", "images", "text (`--env frozenlake`)")
     says = "FrozenLake, the paper's methods: means of five runs, 95 % interval (Student's t)"
     figure = image("frozenlake", says)
     first = data.row(Run(*README_RUN))
@@ -400,13 +411,16 @@ def readme(data: Data) -> str:
         mean = f"{interquartile_mean(data.all_normalized(each)):.2f}"
         if each in ("freshper", "uniform"):
             mean += f" ({interquartile_mean(without_search(data, each)):.2f} without NQ Search)"
+        if each == "epochs":
+            mean += " (on three tasks with replay of the newest 64 episodes)"
         overall.append(f"{words} {mean}")
     text = (
         f"A random policy has {random:.2f}, the optimal policy {optimal:.2g}. The first command "
-        f"above, with the default seed and one thread, ends at {success:.2f} (mean of the last "
-        f"three evaluations). Each method of the table has a learning rate of its own, {TUNED} "
-        f"([how](RESULTS.md#2-how-to-read)). As many updates has {second:.2f} on text with "
-        f"{rate / data.rate(arm):g} times its rate, which was nearly as good in the tuning. "
+        f"above ends at {success:.2f} with the preset's `--lr` and one thread "
+        "(`OMP_NUM_THREADS=1`; mean of the last three evaluations). Each method of the table has a "
+        f"learning rate of its own, {TUNED} ([how](RESULTS.md#2-how-to-read)). With "
+        f"`--lr {preset_lr * rate:g}`, which was as good in the tuning, as many updates has "
+        f"{second:.2f} on text. "
         f"On NQ Search uniform replay has {search['uniform']:.2f}, "
         f"FreshPER {search['freshper']:.2f} and on-policy training {search['on_policy']:.2f}. The "
         "interquartile mean of [all nine tasks](RESULTS.md#3-who-wins), from 0 for the random to 1 "
@@ -440,46 +454,51 @@ def lesson(data: Data) -> str:
     factor = data.rate("freshper")
     text = (
         f"The random policy has {random:.2f}. Each method has a learning rate of its own, {TUNED}. "
-        f"The command has the preset's for all; FreshPER's here is {factor:g} times that."
+        f"The command has the preset's for all; FreshPER's here is {factor:g} times that. It "
+        "prints the mean of the last three evaluations, on 256 seeds; these runs end with 1,024."
     )
     return f"{table(header, rows)}\n{text}\n"
 
 
-def time_ratio(ratio: np.ndarray, all_have_it: bool) -> str:
-    """Return a ratio, [3], and its interval. It has no upper end if a run never has the success."""
-    estimate, low, high = ratio
-    if all_have_it:
-        return f"{estimate:.3f} ({low:.3f} to {high:.3f})"
-    return f"{claims.AT_LEAST} {estimate:.3f} (interval from {low:.3f})"
-
-
 def pays(data: Data) -> str:
+    """Episodes and seconds until a success, of the tasks on which every run of FreshPER has it."""
+    data.need(TASKS, ("freshper", "epochs", "on_policy"))
+    answers = {}
+    for part in claims.saves_time(data).parts:
+        answers[part.name.removesuffix(f", {claims.AT_LEAST}")] = part.answer
+
     rows = []
-    ours, complete = claims.episodes_needed(data, "frozenlake", "freshper")
-    ours_s = claims.seconds_per_episode(data, "frozenlake", "freshper")
-    for arm in ("freshper", "epochs", "on_policy"):
-        needed, all_have_it = claims.episodes_needed(data, "frozenlake", arm)
-        seconds = claims.seconds_per_episode(data, "frozenlake", arm)
-        shown = " ".join(f"{value:.0f}" for value in needed)
-        cells = [ARMS[arm], shown, f"{seconds:.4f}", "1", "1"]
-        if arm != "freshper":
-            effect = difference(np.log(needed), np.log(ours))
-            ratios = np.exp(effect[:3])
-            cells[3] = time_ratio(ratios * seconds / ours_s, all_have_it)
-            cells[4] = time_ratio(ratios, all_have_it)
-            if not complete:
-                cells[3:] = ["not every run of FreshPER has it"] * 2
-        rows.append(cells)
+    left_out = []
+    for task in TASKS:
+        ours, complete = claims.episodes_needed(data, task, "freshper")
+        ours_s = claims.seconds_per_episode(data, task, "freshper")
+        if not complete:
+            left_out.append(NAMES[task])
+            continue
+        for arm in ("freshper", "epochs", "on_policy"):
+            name = f"{NAMES[task]}, {ARMS[arm]}"
+            needed, all_have_it = claims.episodes_needed(data, task, arm)
+            seconds = claims.seconds_per_episode(data, task, arm)
+            cells = [name, " ".join(f"{value:.0f}" for value in needed), f"{seconds:.4f}", "1", "1"]
+            if arm != "freshper":
+                at_least = "" if all_have_it else f"{claims.AT_LEAST} "
+                effect = difference(np.log(needed), np.log(ours))
+                free = np.array(effect[:3]) + np.log(seconds / ours_s)
+                ratio = Part(name, effect, answers.get(name, "undecided"), "ratio")
+                cells[3] = at_least + span(Effect(*free, np.nan), "ratio")
+                cells[4] = at_least + judged(ratio)
+            rows.append(cells)
 
     header = (
-        "FrozenLake, text: arm",
+        "task, arm",
         f"episodes until a success of {claims.SUCCESS:g}, per seed",
         "CPU seconds per episode, median",
         "time / FreshPER's, x = 0",
         "time / FreshPER's, large x",
     )
+    never = f"Not every run of FreshPER has it on: {', '.join(left_out) or 'no task'}.\n"
     figure = image("pays", "Time until a success against the cost of an episode", folder="")
-    return "\n".join([table(header, rows), figure])
+    return "\n".join([table(header, rows), never, figure])
 
 
 def every_arm(data: Data) -> str:

@@ -148,9 +148,9 @@ CASES = [
     ("12", {}, "no"),
     ("13", {"freshper --advantage_clip 0.2": 0.6}, "yes"),
     ("13", {"freshper --advantage_clip 0.2": 0.3}, "no"),
-    ("13, 20", {"freshper --dual_clip 0": {"diverged": 1}}, "yes"),
-    ("13, 20", {}, "no"),
-    ("13, 20", {f"freshper --dual_clip 0 seed{s}": {"diverged": 1} for s in (501, 502)}, "no"),
+    ("13, clip 20", {"freshper --dual_clip 0": {"diverged": 1}}, "yes"),
+    ("13, clip 20", {}, "no"),
+    ("13, clip 20", {f"freshper --dual_clip 0 seed{s}": {"diverged": 1} for s in (501, 502)}, "no"),
     ("14", {KL: 0.6}, "yes"),
     ("14", {KL: 0.6, "freshper --kl_loss_coef 0.05 --kl_reward_coef 0.1": 0.6}, "undecided"),
     ("14", {"freshper --kl_loss_coef 0.05 --kl_reward_coef 0.1": 0.3}, "no"),
@@ -351,7 +351,7 @@ def test_a_complete_campaign_fills_all_pages(pages, monkeypatch, capsys):
     until = 1000 / 2.0 * 0.6 / runs("frozenlake", "freshper")
     assert [float(value) for value in first[1].split()] == pytest.approx(until, abs=0.5)
     (images, *_) = cells(block(pages, "readme")[1])
-    assert images[1] == f"{runs('frozenlake_vlm', 'freshper').mean():.2f} ± 0.02"
+    assert images[2] == f"{runs('frozenlake_vlm', 'freshper').mean():.2f} ± 0.02"
 
 
 def test_a_question_with_a_missing_run_is_left_alone_and_marked_as_old(pages):
