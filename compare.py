@@ -331,7 +331,7 @@ def figure(out: Path, results: Results, metric: str, title: str, levels: Row) ->
             lines.append((episodes, values, {"color": color, "alpha": 0.3, "linewidth": 1}))
             measured = ~np.isnan(values)
             values = values[measured]
-            after = value_of_missed(metric, values)
+            after = value_of_missed(metric, values[1:])
             curves.append(np.interp(longest, episodes[measured], values, right=after))
 
         style = {"color": color, "linewidth": 2.2, "label": label(arm)}

@@ -25,7 +25,8 @@ policies on 256 of these seeds; `unreadable`: share of replies in the last ten i
 steps, below 0 if KL falls with age, and R² of the line, both from KL(pi_theta || pi_mu);
 `reverse_tau` and `reverse_r2`: the same from KL(pi_mu || pi_theta), which equals the other to
 second order, and in whose estimate no ratio is a factor, empty for the runs of the tuning and of
-seed 42, which were made before; `age_rank` and `age_r2`: rank
+seed 42, which were made before; `reverse_r2_young`: R² without the oldest of its twelve bins;
+`age_rank` and `age_r2`: rank
 correlation and R² of age against the true drift of stored episodes, mean over the passes of the
 oracle; `evaluations`: held-out success of each, the one before training first.
 """
@@ -60,7 +61,7 @@ from waves import QUESTIONS, Row, Run
 from compare import config_of, summary
 from envs.base import EVAL_SEEDS
 from freshper.backends import load
-from freshper.diagnostics import by_age, drift_rate, read
+from freshper.diagnostics import Table, by_age, drift_rate, read
 from freshper.engine_hf import HFEngine, Sampling
 from freshper.evaluation import baselines, summarize
 from freshper.rollout import rollout
@@ -71,7 +72,7 @@ PRODUCT = ("train.py", "sumtree.py", "freshper", "envs")
 CONTROLS = "benchmarks/controls.py"
 COLUMNS = """task waves arm rate flags seed commit threads episodes updates cpu_s wall_s processes
 last peak final final_n final_score random optimal unreadable diverged replay_age drift_tau drift_r2
-reverse_tau reverse_r2 age_rank age_r2 evaluations""".split()
+reverse_tau reverse_r2 reverse_r2_young age_rank age_r2 evaluations""".split()
 CURVE_COLUMNS = """task arm rate seed iteration step episodes wall_s eval_success eval_reward
 eval_score train_success invalid replay_age replay_kl ess ess_token tau""".split()
 DRIFT_COLUMNS = "task arm rate seed step age drift".split()
@@ -344,16 +345,28 @@ def plain(value: object) -> object:
     return value
 
 
+def ages_of_bins(rows: Table, bins: int) -> np.ndarray:
+    """Return the mean age of each bin of `by_age`, weighted by 1 / P(i) as its other values are.
+
+    At the campaign's commit `by_age` itself takes the plain mean."""
+    order = np.argsort(rows["age"], kind="stable")
+    groups = np.array_split(order, bins)
+    weights = 1.0 / rows["probability"]
+    return np.array([np.average(rows["age"][g], weights=weights[g]) for g in groups])
+
+
 def drift(folder: Path) -> Row:
     """Return the mean age of replayed episodes, and how drift depends on age."""
     result: Row = {}
     if (folder / "replay.csv").exists():
         rows = read(folder)
         estimates = by_age(rows)
+        ages = ages_of_bins(rows, len(estimates["age"]))
         result["replay_age"] = rows["age"].mean()
         for name, column in (("drift", "kl"), ("reverse", "kl_reverse")):
-            tau, _, r2 = drift_rate(estimates["age"], estimates[column])
+            tau, _, r2 = drift_rate(ages, estimates[column])
             result |= {f"{name}_tau": tau, f"{name}_r2": r2}
+        _, _, result["reverse_r2_young"] = drift_rate(ages[:-1], estimates["kl_reverse"][:-1])
     if (folder / TABLE).exists():
         result |= age_against_drift(folder)
     return result

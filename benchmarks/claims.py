@@ -341,20 +341,25 @@ def every_tau_is_above(data: Data) -> Verdict:
 
 
 def drift_fit(
-    data: Data, task: str, arm: str, name: str = "reverse", rate: float | None = None
+    data: Data, task: str, arm: str, name: str = "reverse_r2", rate: float | None = None
 ) -> np.ndarray:
-    """Return the R² of the line of KL by age for the runs of an arm, [5]: of KL(mu, theta), or with
-    "drift" of KL(theta, mu). It is 0 where KL falls with age."""
-    falls = data.values(task, arm, f"{name}_tau", rate) < 0
-    return np.where(falls, 0.0, data.values(task, arm, f"{name}_r2", rate))
+    """Return an R² of the line of KL by age for the runs of an arm, [5]. It is 0 where KL falls
+    with age."""
+    direction = name.split("_")[0]
+    falls = data.values(task, arm, f"{direction}_tau", rate) < 0
+    return np.where(falls, 0.0, data.values(task, arm, name, rate))
 
 
 def kl_is_linear(data: Data) -> Verdict:
     """Of both directions of KL. Eq. 12 names KL(pi_theta || pi_mu), in whose estimate ratios are
     factors. The other one decides."""
     parts = []
-    directions = {"reverse": "KL(mu, theta), which decides", "drift": "KL(theta, mu)"}
-    for name, words in directions.items():
+    fits = {
+        "reverse_r2": "KL(mu, theta), which decides",
+        "reverse_r2_young": "without the oldest bin",
+        "drift_r2": "KL(theta, mu)",
+    }
+    for name, words in fits.items():
         r2 = [drift_fit(data, task, "freshper", name) for task in TASKS]
         median = float(np.nanmedian(r2))
         low, high = np.nanquantile(r2, (0.25, 0.75))

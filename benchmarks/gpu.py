@@ -17,8 +17,9 @@ iteration, to OUT/<part>/table.txt. OUT/results.txt has all tables. No checkpoin
 
 The tiny models and SmolLM2 (docs/gpus.md says where it comes from) train to the end and print their
 curves, the tiny models beside the curves of runs on a CPU. The other parts have random weights,
-which learn nothing, and write replies as long as allowed, so there are as many tokens as there can
-be. There the question is whether a sync through the file costs more than 5 % of an iteration of the
+which find no reward, and write replies as long as allowed, so there are as many tokens as there can
+be. An entropy bonus alone moves their weights, so that a sync has something to do. There the
+question is whether a sync through the file costs more than 5 % of an iteration of the
 paper's preset.
 """
 
@@ -56,16 +57,21 @@ class Part(NamedTuple):
 TEXT = "--env frozenlake --backend"
 IMAGES = "--env frozenlake_vlm --backend"
 SHORT = """--iterations 4 --eval_every 4 --eval_episodes 8 --max_new_tokens 64
---rollout_batch_size"""
+--lr 1e-3 --entropy_coef 0.01 --rollout_batch_size"""
+LR = "--lr 5e-4"  # of the campaign's runs of FreshPER
 HF = f"{SHORT} 32 {TEXT} hf"
 VLLM = f"{SHORT} 128 {TEXT} vllm"
 PLAN = {
-    "tiny, text": Part("", f"--model tiny {TEXT} hf+torch", task="frozenlake"),
-    "tiny, images": Part("", f"--model tiny {IMAGES} hf+torch", task="frozenlake_vlm"),
+    "tiny, text": Part("", f"--model tiny {LR} {TEXT} hf+torch", task="frozenlake"),
+    "tiny, images": Part("", f"--model tiny {LR} {IMAGES} hf+torch", task="frozenlake_vlm"),
     "0.5B, embedded, torch": Part("0.5B", f"{HF}+torch"),
     "0.5B, embedded, ZeRO-2": Part("0.5B", f"{HF}+deepspeed --zero_stage 2"),
     "0.5B, embedded, ZeRO-3": Part("0.5B", f"{HF}+deepspeed --zero_stage 3"),
     "SmolLM2": Part("SmolLM2", "--env gsm8k --preset small --backend hf+torch"),
+    "SmolLM2, vLLM, ZeRO-2": Part(
+        "SmolLM2",
+        "--env gsm8k --preset small --backend vllm+deepspeed --zero_stage 2 --engine_memory 0.4",
+    ),
     "0.5B, vLLM, ZeRO-2": Part("0.5B", f"{VLLM}+deepspeed --zero_stage 2 --engine_memory 0.4"),
     "0.5B, vLLM, ZeRO-3": Part("0.5B", f"{VLLM}+deepspeed --zero_stage 3 --engine_memory 0.4"),
     "0.5B, vLLM, torch": Part("0.5B", f"{VLLM}+torch --engine_memory 0.4"),
@@ -174,9 +180,7 @@ def machine() -> str:
             packages.append(f"{name} {version(name)}")
     where = "CPU"
     if torch.cuda.is_available():
-        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout
-        where = f"{lines.strip()}, CUDA {torch.version.cuda}"
+        where = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
     return f"{where}; {', '.join(packages)}"
 
 
@@ -361,7 +365,7 @@ def curve_of(folder: Path, task: str) -> list[str]:
     (docs/reference_runs)."""
     on_cpu: dict[int, list[float]] = {}
     for row in waves.read_rows(ROOT / "docs/reference_runs/runs_curves.csv.gz"):
-        if waves.key(row)[:3] == (task, "freshper", 1.0):
+        if waves.key(row)[:3] == (task, "freshper", 0.5):
             on_cpu.setdefault(int(row["iteration"]), []).append(float(row["eval_success"]))
 
     lines = []
@@ -405,29 +409,32 @@ def run_part(commands: list[list[str]], folder: Path) -> list[str]:
     were made, and why there are no more."""
     shutil.rmtree(folder, ignore_errors=True)
     log = Path(f"{folder}.log")
+    # A wait for an engine ends before the part does, and names its phase.
+    waits = {"FRESHPER_TIMEOUT": str(LIMIT // 2), "PYTHONFAULTHANDLER": "1"}
     deadline = time.monotonic() + LIMIT
     lines = []
     with open(log, "w") as file:
         for command in commands:
             process = subprocess.Popen(
                 command,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+                env=os.environ | waits | {"PYTHONUNBUFFERED": "1"},
                 stdout=file,
                 stderr=file,
-                start_new_session=True,
+                process_group=0,
             )
             try:
                 status = process.wait(timeout=deadline - time.monotonic())
             except subprocess.TimeoutExpired:
-                # After SIGTERM it would finish its iteration. vLLM's processes see its end, and
-                # remove their folder. What is left after that is killed.
-                process.kill()
-                process.wait()
-                time.sleep(5)
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                # SIGABRT writes the stack to the log. After SIGTERM it would finish its iteration.
+                # vLLM's processes see its end, and remove their folder.
+                process.send_signal(signal.SIGABRT)
+                time.sleep(10)
                 lines.append(f"stopped after {LIMIT} s, see {log}")
                 break
+            finally:
+                # What is left, also after Ctrl-C, would keep the GPU.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
             if status:
                 lines.append(f"failed: {log.read_text()[-2000:]}")
                 break

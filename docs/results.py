@@ -517,7 +517,7 @@ def every_arm(data: Data) -> str:
         means = []
         for column, form in COLUMNS.items():
             means.append((data.values(task, arm, column, rate).mean(), form))
-        for name in ("drift", "reverse"):
+        for name in ("drift_r2", "reverse_r2"):
             means.append((claims.drift_fit(data, task, arm, name, rate).mean(), ".2f"))
         means.append((claims.drift_rates(data, task, arm, rate).mean(), ".1f"))
         means.append((claims.late_loss(data, task, arm, rate).mean(), ".3f"))

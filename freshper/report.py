@@ -10,11 +10,15 @@
 freshper/evaluation.py plays held-out episodes, freshper/pages.py draws curve.png and episodes.html.
 
 Columns of metrics.csv: means over the updates of an iteration; row 0 is the evaluation before
-training. `eval_*`: held-out seeds. `invalid`: share of replies that could not be read. `cut`: of
-replies that --max_new_tokens ended. `truncated`: of episodes cut by --max_tokens. `mismatch`: mean
-|engine - trainer log-prob|, with quantiles of the ratio. `kl`: k3 of pi_mu against pi_theta.
-`replay_*`, `max_age` (steps), `ess` and `ess_token` (ESS / n of trajectories and of tokens, eq. 5):
-replayed batches as drawn, not weighted by 1 / P(i). `rollout_s`: the iteration's remaining time.
+training. `train_*` is of the policy before the updates of its row, `eval_*` (held-out seeds) after
+them. `invalid`: share of replies that could not be read. `cut`: of replies that --max_new_tokens
+ended. `truncated`: of episodes cut by --max_tokens. `mismatch`: mean |engine - trainer log-prob|,
+with quantiles of the ratio. `kl`: k3 of pi_mu against pi_theta, 0 in the first epoch, as is
+`clip_fraction`. `replay_*`, `max_age` (steps), `ess` and `ess_token` (ESS / n of trajectories and
+of tokens, eq. 5): replayed batches as drawn, not weighted by 1 / P(i). A batch has an ESS / n of at
+least 1 / B, so compare `ess` between runs of one --batch_size only. `tau`: that of --tau auto, for
+the next draws. `rollout_s`: the iteration's remaining time. `wall_s` has evaluations and
+checkpoints, too.
 """
 
 import csv

@@ -70,6 +70,24 @@ def test_the_clipped_share_is_of_tokens_under_a_uniform_draw():
     assert estimate(rows)["clipped"] == pytest.approx((2 * 1 + 4 * 2) / (2 * 2 + 4 * 5))
 
 
+def test_the_drift_rate_does_not_depend_on_which_ages_are_drawn():
+    """log rho is normal with KL = age / 100, so both KLs are. Uniform and FreshPER's draws must
+    agree, although the second ones are mostly young: within a bin, too, age decides who is drawn.
+    """
+    rng = np.random.default_rng(0)
+    buffer = np.repeat(np.arange(0.0, 180.0, 3.0), 32)
+    for leaves in (np.ones(len(buffer)), np.exp(-0.6 * buffer / 20)):
+        probability = leaves / leaves.sum()
+        drawn = rng.choice(len(buffer), 40_000, p=probability)
+        ages = buffer[drawn]
+        log_ratio = rng.normal(-ages / 100, np.sqrt(2 * ages / 100))
+        bins = by_age(rows_of(log_ratio, probability[drawn], ages))
+        tau, offset, r2 = drift_rate(bins["age"], bins["kl_reverse"])
+        assert tau == pytest.approx(100, rel=0.1)
+        assert offset == pytest.approx(0, abs=0.05)
+        assert r2 > 0.95
+
+
 def test_bins_are_by_age_and_the_drift_rate_is_a_least_squares_line():
     age_of_bin = np.array([5.0, 10.0, 20.0])
     ages = np.repeat(age_of_bin, 30)

@@ -20,7 +20,7 @@ def test_every_part_of_the_plan(tmp_path):
     assert results in done.stdout + "\n"
 
     parts = results.split("== ")[1:]
-    assert len(parts) == 10, done.stderr
+    assert len(parts) == 11, done.stderr
     for part in parts:
         assert re.search(r"^CPU; torch 2\S+, transformers \d", part, re.MULTILINE), part
         counts = re.search(
