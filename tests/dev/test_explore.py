@@ -107,7 +107,9 @@ def test_probabilities_draws_and_weights(tmp_path, data):
         assert shown["cells"]["mean age"] == pytest.approx(ages, abs=0.051)
         assert shown["cells"]["successes"] == pytest.approx(100 * np.array(shares), abs=0.51)
         assert shown["cells"]["ESS of IS weights"][-1] == pytest.approx(ess, abs=0.051)
-        if np.isfinite(tau):
+        if alpha == 0:
+            assert shown["crossing"].endswith("all episodes are equally likely.")
+        elif np.isfinite(tau):
             assert shown["crossing"].endswith(f"= {tau * np.log((1 + epsilon) / epsilon):.1f}.")
 
 
