@@ -158,17 +158,23 @@ def checked(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> li
             raise ValueError(f"{name} is in the flags of {arm}, but must be left to compare.py")
 
     flags = [f"--env={env}", f"--method={method}", *flags, *arm_flags, f"--seed={seed}"]
-    settings = vars(parse_args(flags).config)
-    if folder.exists():
-        try:
-            before = vars(config_of(folder))
-        except (OSError, ValueError, TypeError) as error:
-            raise ValueError(f"{folder} is no run of this version, remove it: {error}") from error
-        for name, value in before.items():
-            if name not in ("out", "backend") and value != settings[name]:
-                allowed = f"{value} as in {folder}, or use another --out"
-                raise ValueError(f"--{name} is {settings[name]}, but must be {allowed}")
+    check_unchanged(folder, parse_args(flags).config)
     return flags
+
+
+def check_unchanged(folder: Path, config: Config) -> None:
+    """Raise ValueError if a folder has a run with other settings."""
+    if not folder.exists():
+        return
+    try:
+        before = vars(config_of(folder))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{folder} is no run of this version, remove it: {error}") from error
+    for name, value in before.items():
+        now = getattr(config, name)
+        if name not in ("out", "backend") and value != now:
+            allowed = f"{value} as in {folder}, or use another --out"
+            raise ValueError(f"--{name} is {now}, but must be {allowed}")
 
 
 def finished(folder: Path) -> bool:
@@ -387,8 +393,12 @@ def check(args: argparse.Namespace, arms: list[str], flags: list[str]) -> None:
         name = word.partition("=")[0]
         if name.startswith("--") and all(name in re.split("[ =]", arm) for arm in arms):
             raise ValueError(f"{word} has no effect, because every arm sets {name}")
-    for job in product(arms, args.seeds):
-        checked(args.env, *job, folder_of(args.out, *job), flags)
+    arm_of: dict[Path, str] = {}
+    for arm, seed in product(arms, args.seeds):
+        folder = folder_of(args.out, arm, seed)
+        checked(args.env, arm, seed, folder, flags)
+        if arm_of.setdefault(folder, arm) != arm:
+            raise ValueError(f"--arm is {arm}, but {folder} is already that of {arm_of[folder]}")
 
     metrics = ("success", *ENVS[args.env]().metrics)
     if args.metric not in metrics:
@@ -417,7 +427,11 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
 
-    results = run_all(args, arms, flags)
+    try:
+        results = run_all(args, arms, flags)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on", file=sys.stderr)
+        sys.exit(130)
     write_results(args, results)
 
 

@@ -16,6 +16,7 @@ for its model (freshper/backends.py), and says how many.
 
 import glob
 import json
+import lzma
 import re
 import tarfile
 import textwrap
@@ -168,6 +169,8 @@ def read_splits(source: str) -> dict[str, list[dict]]:
         datasets.exceptions.DatasetsError,
         zipfile.BadZipFile,
         tarfile.TarError,
+        lzma.LZMAError,
+        EOFError,  # of a truncated .gz
     ) as error:
         reason = textwrap.shorten(f"{type(error).__name__} {error}", 300)
         raise ValueError(

@@ -103,9 +103,10 @@ class NQSearch(QuestionEnv):
         answers = row["golden_answers"]
         if not isinstance(answers, list):
             answers = [answers]
-        texts = [str(answer) for answer in answers if answer is not None and str(answer).strip()]
-        if not texts:
-            raise ValueError(f"golden_answers is {answers}, but must hold a text")
+        texts = [str(answer) for answer in answers if answer is not None]
+        texts = [text for text in texts if normalize(text)]  # another one is never matched
+        if not texts or texts[0].startswith("["):
+            raise ValueError(f"golden_answers is {answers}, but must be a text or a list of texts")
         return Question(harmless(str(row["question"])), texts)
 
     def generate(self, seed: int) -> Question:

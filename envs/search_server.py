@@ -411,7 +411,7 @@ def main(argv: list[str] | None = None) -> None:
         encoder: Encoder = LocalEncoder(corpus) if is_local else TransformerEncoder(args.encoder)
         if args.build:
             # A file that cannot be written is refused before the corpus is encoded.
-            unfinished = Path(f"{args.index}.new")
+            unfinished = Path(f"{args.index}.{os.getpid()}.new")
             unfinished.touch()
             try:
                 faiss.write_index(build_index(corpus, encoder), str(unfinished))

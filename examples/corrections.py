@@ -29,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import freshper.trainer
 import train
-from compare import finished, summary, table
+from compare import check_unchanged, finished, summary, table
+from freshper.flags import parse_args
 from freshper.reinforce import MAX_LOG_RATIO, policy_loss
 
 CLIP = 0.2
@@ -100,10 +101,14 @@ def corrected_loss(
     return (weights * sample_loss).sum() / batch_size + rest, stats
 
 
+def folder_of(out: Path, name: str, seed: int) -> Path:
+    return out / f"{name}-seed{seed}"
+
+
 def run(job: tuple[str, int], out: Path, flags: list[str]) -> dict[str, float]:
     """Train one run, or the rest of an interrupted one, and return its summary."""
     name, seed = job
-    folder = out / f"{name}-seed{seed}"
+    folder = folder_of(out, name, seed)
     if name in RIVALS:
         freshper.trainer.policy_loss = partial(corrected_loss, RIVALS[name])
     if not finished(folder):
@@ -127,6 +132,12 @@ def main() -> None:
 
     # A process per run: a rival replaces the loss of its whole process.
     jobs = list(product(["PPO clip and dual clip", *RIVALS], args.seeds))
+    try:
+        for name, seed in jobs:
+            config = parse_args([*flags, f"--seed={seed}"]).config
+            check_unchanged(folder_of(args.out, name, seed), config)
+    except ValueError as error:
+        parser.error(str(error))
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(2, spawn, max_tasks_per_child=1) as pool:
         summaries = list(pool.map(partial(run, out=args.out, flags=flags), jobs))

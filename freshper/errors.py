@@ -12,7 +12,10 @@ from pathlib import Path
 import torch
 
 # The longest wait for vLLM or another rank, in seconds
-TIMEOUT = float(os.environ.get("FRESHPER_TIMEOUT", "1800"))
+try:
+    TIMEOUT = float(os.environ.get("FRESHPER_TIMEOUT", "1800"))
+except ValueError:
+    sys.exit(f"FRESHPER_TIMEOUT is {os.environ['FRESHPER_TIMEOUT']}, but must be a number")
 
 
 class NonFiniteError(ArithmeticError):

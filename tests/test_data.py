@@ -1,6 +1,7 @@
 """Questions from files: every ending gives the same rows, splits share none, bad input is named,
 and rows that do not fit the model are left out."""
 
+import gzip
 import io
 import json
 import re
@@ -101,6 +102,7 @@ BAD = {  # file: content, a part of the sentence
     "text.parquet": ("hello", "Parquet"),
     "broken.zip": ("hello", "BadZipFile"),
     "images/train.tar": ("hello", "ReadError"),
+    "cut.jsonl.gz": (gzip.compress(b"hello" * 99)[:-9], "EOFError"),
     "blank.jsonl": ([*ROWS[:3], {"question": " \n", "answer": "1"}], EMPTY.format("question")),
     "null.parquet": ([*ROWS[:3], {"question": "1", "answer": None}], EMPTY.format("answer")),
     "missing.json": (
@@ -122,7 +124,8 @@ def test_bad_input_is_named_in_one_sentence(name, tmp_path, capfd):
         write_rows(tmp_path / name, content)
     elif content is not None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(content)
+        data = content if isinstance(content, bytes) else content.encode()
+        (tmp_path / name).write_bytes(data)
     write_rows(tmp_path / "mixed" / "test.parquet", ROWS[:5])
     write_rows(tmp_path / "halves" / "test.jsonl", ROWS[:5])
     write_rows(tmp_path / "odd" / "test.jsonl", [{"question": "1"}])
