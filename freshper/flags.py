@@ -291,7 +291,7 @@ def resumed_run(flags: dict[str, Any]) -> CommandLine:
     try:
         stored = json.loads(Path(folder, "config.json").read_bytes())
         if not isinstance(stored, dict) or stored.keys() != vars(Config()).keys():
-            raise ValueError("its settings are those of another version of this code")
+            raise ValueError("its config.json is not that of a run of this version")
         words = [f"--{name}={value}" for name, value in stored.items()]
         stored = vars(make_parser().parse_args(words))
         stored["resume"] = folder

@@ -324,7 +324,7 @@ AUTO = "--preset is auto, but must be tiny with --env frozenlake and --model tin
         ("slippery", [1], "argument --slippery: invalid boolean value: '[1]'"),
         ("batch_size", 20_000, "--capacity is 10000, but must be at least a batch"),
         ("preset", "auto", AUTO),
-        ("a flag", 1, "its settings are those of another version of this code"),
+        ("a flag", 1, "its config.json is not that of a run of this version"),
     ],
 )
 def test_settings_of_an_earlier_run_pass_the_checks_of_flags(
