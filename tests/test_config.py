@@ -196,7 +196,7 @@ SENTENCES = """
 --resume broken
     --resume is broken, but must be the folder of a run: Expecting property name
 --resume other
-    --resume is other, but must be the folder of a run: its settings are those of another
+    --resume is other, but must be the folder of a run: its config.json is not that of a run
 --resume run --method per
     --method is per, but must be freshper as in the earlier run
 --resume run --capacity 20000
