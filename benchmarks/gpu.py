@@ -410,7 +410,7 @@ def run_part(commands: list[list[str]], folder: Path) -> list[str]:
     shutil.rmtree(folder, ignore_errors=True)
     log = Path(f"{folder}.log")
     # A wait for an engine ends before the part does, and names its phase.
-    waits = {"FRESHPER_TIMEOUT": str(LIMIT // 2), "PYTHONFAULTHANDLER": "1"}
+    waits = {"FRESHPER_TIMEOUT": str(LIMIT - 60), "PYTHONFAULTHANDLER": "1"}
     deadline = time.monotonic() + LIMIT
     lines = []
     with open(log, "w") as file:
