@@ -24,8 +24,8 @@ policies on 256 of these seeds; `unreadable`: share of replies in the last ten i
 `replay_age`: mean age of replayed episodes in steps; `drift_tau` and `drift_r2`: 1/c of eq. 12 in
 steps, below 0 if KL falls with age, and R² of the line, both from KL(pi_theta || pi_mu);
 `reverse_tau` and `reverse_r2`: the same from KL(pi_mu || pi_theta), which equals the other to
-second order, and in whose estimate no ratio is a factor, empty for the runs of the tuning and of
-seed 42, which were made before; `reverse_r2_young`: R² without the oldest of its twelve bins;
+second order, and in whose estimate no ratio is a factor; these four are empty for the tuning at the
+rates 0.5 to 2 and for seed 42; `reverse_r2_all`: R² with the oldest of the twelve bins of age;
 `age_rank` and `age_r2`: rank
 correlation and R² of age against the true drift of stored episodes, mean over the passes of the
 oracle; `evaluations`: held-out success of each, the one before training first.
@@ -72,7 +72,7 @@ PRODUCT = ("train.py", "sumtree.py", "freshper", "envs")
 CONTROLS = "benchmarks/controls.py"
 COLUMNS = """task waves arm rate flags seed commit threads episodes updates cpu_s wall_s processes
 last peak final final_n final_score random optimal unreadable diverged replay_age drift_tau drift_r2
-reverse_tau reverse_r2 reverse_r2_young age_rank age_r2 evaluations""".split()
+reverse_tau reverse_r2 reverse_r2_all age_rank age_r2 evaluations""".split()
 CURVE_COLUMNS = """task arm rate seed iteration step episodes wall_s eval_success eval_reward
 eval_score train_success invalid replay_age replay_kl ess ess_token tau""".split()
 DRIFT_COLUMNS = "task arm rate seed step age drift".split()
@@ -364,9 +364,9 @@ def drift(folder: Path) -> Row:
         ages = ages_of_bins(rows, len(estimates["age"]))
         result["replay_age"] = rows["age"].mean()
         for name, column in (("drift", "kl"), ("reverse", "kl_reverse")):
-            tau, _, r2 = drift_rate(ages, estimates[column])
+            tau, _, r2 = drift_rate(ages[:-1], estimates[column][:-1])
             result |= {f"{name}_tau": tau, f"{name}_r2": r2}
-        _, _, result["reverse_r2_young"] = drift_rate(ages[:-1], estimates["kl_reverse"][:-1])
+        _, _, result["reverse_r2_all"] = drift_rate(ages, estimates["kl_reverse"])
     if (folder / TABLE).exists():
         result |= age_against_drift(folder)
     return result

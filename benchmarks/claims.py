@@ -356,7 +356,7 @@ def kl_is_linear(data: Data) -> Verdict:
     parts = []
     fits = {
         "reverse_r2": "KL(mu, theta), which decides",
-        "reverse_r2_young": "without the oldest bin",
+        "reverse_r2_all": "with the oldest bin",
         "drift_r2": "KL(theta, mu)",
     }
     for name, words in fits.items():

@@ -18,9 +18,9 @@ iteration, to OUT/<part>/table.txt. OUT/results.txt has all tables. No checkpoin
 The tiny models and SmolLM2 (docs/gpus.md says where it comes from) train to the end and print their
 curves, the tiny models beside the curves of runs on a CPU. The other parts have random weights,
 which find no reward, and write replies as long as allowed, so there are as many tokens as there can
-be. An entropy bonus alone moves their weights, so that a sync has something to do. There the
-question is whether a sync through the file costs more than 5 % of an iteration of the
-paper's preset.
+be. An entropy bonus alone moves their weights, so that a sync has something to do; it makes their
+updates a little longer than those of the paper's preset. There the question is whether a sync
+through the file costs more than 5 % of an iteration of that preset.
 """
 
 import contextlib
@@ -424,17 +424,19 @@ def run_part(commands: list[list[str]], folder: Path) -> list[str]:
             )
             try:
                 status = process.wait(timeout=deadline - time.monotonic())
-            except subprocess.TimeoutExpired:
+            except (subprocess.TimeoutExpired, KeyboardInterrupt) as stop:
                 # SIGABRT writes the stack to the log. After SIGTERM it would finish its iteration.
-                # vLLM's processes see its end, and remove their folder.
+                # vLLM's processes see its end, and remove their folder. What is left after that
+                # would keep the GPU.
                 process.send_signal(signal.SIGABRT)
                 time.sleep(10)
-                lines.append(f"stopped after {LIMIT} s, see {log}")
-                break
-            finally:
-                # What is left, also after Ctrl-C, would keep the GPU.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                if isinstance(stop, KeyboardInterrupt):
+                    raise
+                lines.append(f"stopped after {LIMIT} s, see {log}")
+                break
             if status:
                 lines.append(f"failed: {log.read_text()[-2000:]}")
                 break

@@ -161,7 +161,7 @@ for name, folder in runs.items():
     axes[0].plot(ages, np.exp(-means["kl"]), "--", color=color, label="exp(-KL(theta||mu))")
     axes[1].plot(ages, means["kl_reverse"], "o-", color=color, label=name)
 
-    tau, offset, r2 = diagnostics.drift_rate(ages, means["kl_reverse"])
+    tau, offset, r2 = diagnostics.drift_rate(ages[:-1], means["kl_reverse"][:-1])
     print(f"{name}: KL(mu||theta) = {offset:.2f} + age / {tau:.0f}, R2 {r2:.2f}")
     print(f"    one trajectory has most of the sum of rho^2 in {alone.sum()} of {BINS} bins;")
     print(f"    the largest ratio is exp({rows['log_ratio'].max():.1f})")
@@ -177,7 +177,7 @@ plt.show()
 # %% [markdown]
 # The heuristic of eq. 12 is a straight line in the right panel with slope `c`: the policy drifts by
 # one nat in `1 / c` optimizer steps. Which `tau` learns best is another question: see the table for
-# tau in RESULTS.md.
+# tau in RESULTS.md. The printed line leaves out the oldest bin, in which few trajectories count.
 
 # %% [markdown]
 # ## 4. What alpha and tau do to P(i) (eq. 2, eq. 14)

@@ -99,14 +99,15 @@ class NQSearch(QuestionEnv):
     def from_row(row: dict) -> Question:
         """Return the question of a row, which has a list of golden answers or a single one.
 
-        Raises ValueError if no answer has a text."""
+        Raises ValueError if no answer has a text, or if a list is written as a text."""
         answers = row["golden_answers"]
+        if isinstance(answers, str) and answers.startswith("["):
+            raise ValueError(f"golden_answers is the text {answers}, but must be a list")
         if not isinstance(answers, list):
             answers = [answers]
-        texts = [str(answer) for answer in answers if answer is not None]
-        texts = [text for text in texts if normalize(text)]  # another one is never matched
-        if not texts or texts[0].startswith("["):
-            raise ValueError(f"golden_answers is {answers}, but must be a text or a list of texts")
+        texts = [str(answer) for answer in answers if answer is not None and str(answer).strip()]
+        if not texts:
+            raise ValueError(f"golden_answers is {answers}, but must hold a text")
         return Question(harmless(str(row["question"])), texts)
 
     def generate(self, seed: int) -> Question:

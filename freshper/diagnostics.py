@@ -14,8 +14,10 @@ tokens. How to estimate is ours:
 - E[rho] is 1 in expectation but not in a sample: ESS / n = (sum v rho)^2 / (sum v sum v rho^2),
   Kish's form.
 - KL(pi_theta || pi_mu) = E_mu[rho log rho] / E_mu[rho] - log E_mu[rho], so eq. 11 holds in every
-  sample (Jensen). Its reverse, KL(pi_mu || pi_theta) = -E_mu[log rho], has no ratio as a factor. So
-  it is less noisy, and c is the slope of its line. The two agree to second order.
+  sample (Jensen). Its reverse, KL(pi_mu || pi_theta) = -E_mu[log rho], has no ratio as a factor.
+  So it is less noisy, and c is the slope of its line. The two agree to second order.
+- Of decayed priorities the oldest bin has few trajectories that count, with the largest weights,
+  far from all others. So the line is fitted without it.
 """
 
 from collections import defaultdict
@@ -81,9 +83,9 @@ def by_age(rows: Table, bins: int = 12) -> Table:
 def drift_rate(ages: np.ndarray, values: np.ndarray) -> tuple[float, float, float]:
     """Fit values [bins] = offset + ages [bins] / tau by least squares (eq. 12).
 
-    Returns tau = 1 / c in optimizer steps, the offset, and R², or NaN if there is only one age, or
-    no drift."""
-    if np.ptp(ages) == 0 or np.ptp(values) == 0:
+    Give it the bins of `by_age` without the oldest. Returns tau = 1 / c in optimizer steps, the
+    offset, and R², or NaN if there is only one age, or no drift."""
+    if len(ages) == 0 or np.ptp(ages) == 0 or np.ptp(values) == 0:
         return np.nan, np.nan, np.nan
     rate, offset = np.polyfit(ages, values, 1)
     correlation = np.corrcoef(ages, values)[0, 1]
@@ -95,7 +97,7 @@ def plot(folder: Path, estimates: Table) -> None:
     age = estimates["age"]
     kl = estimates["kl"]
     kl_reverse = estimates["kl_reverse"]
-    steps, offset, r2 = drift_rate(age, kl_reverse)
+    steps, offset, r2 = drift_rate(age[:-1], kl_reverse[:-1])
     figure = Figure(figsize=(13, 4.8), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 # The longest wait for vLLM or another rank, in seconds
-try:
-    TIMEOUT = float(os.environ.get("FRESHPER_TIMEOUT", "1800"))
-except ValueError:
-    sys.exit(f"FRESHPER_TIMEOUT is {os.environ['FRESHPER_TIMEOUT']}, but must be a number")
+timeout = os.environ.get("FRESHPER_TIMEOUT", "1800")
+if not timeout.isdecimal() or int(timeout) == 0:
+    sys.exit(f"FRESHPER_TIMEOUT is {timeout}, but must be a whole number of seconds above 0")
+TIMEOUT = int(timeout)
 
 
 class NonFiniteError(ArithmeticError):

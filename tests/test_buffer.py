@@ -178,7 +178,7 @@ def test_a_pending_refresh_never_undoes_a_later_one():
     np.testing.assert_allclose(leaves(buffer), np.exp(-10))
 
 
-def test_a_restored_buffer_shares_nothing_with_its_source():
+def test_a_restored_buffer_shares_no_list_with_its_source():
     buffer = ReplayBuffer(4, 1.0, None)
     buffer.add(episodes(2), np.ones(2), step=0)
     other = ReplayBuffer(4, 1.0, None)

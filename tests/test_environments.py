@@ -91,6 +91,8 @@ def test_gymnasium_accepts_it(name, style):
         assert type(gymnasium.make(f"freshper/{name}-v0", style=style).unwrapped) is type(env)
         several = gymnasium.make_vec(f"freshper/{name}-v0", 2, "sync", style=style)
         assert len(several.reset(seed=0)[0]) == 2
+        _, rewards, *_ = several.step(several.action_space.sample())
+        assert rewards.shape == (2,)
 
 
 @every_environment

@@ -88,11 +88,13 @@ def questions(tmp_path, request):
     return write_rows(tmp_path / "train.jsonl", rows)
 
 
-@pytest.mark.parametrize("answers", [[None], [""], ["  ", None], ["..."], "['Paris']"])
+@pytest.mark.parametrize("answers", [[None], [""], ["  ", None], "['Paris']"])
 def test_golden_answers_that_could_not_be_given_are_refused(tmp_path, answers):
     rows = [{"question": "who?", "golden_answers": answers}]
     source = write_rows(tmp_path / "train.jsonl", rows)
-    with pytest.raises(ValueError, match=r"golden_answers is \[.*\], but must be a text or a li"):
+    with pytest.raises(
+        ValueError, match=r"golden_answers is .*\[.*\], but must (hold a text|be a list)"
+    ):
         NQSearch(style="full", data=source, search_url="http://localhost:1")
 
 

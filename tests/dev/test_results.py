@@ -72,7 +72,7 @@ def made(scenario=None, runs=ALL):
             "drift_r2": 0.5,
             "reverse_tau": values.get("reverse_tau", 30 / run.rate) * (1 + noise),
             "reverse_r2": values.get("reverse_r2", 0.8) + noise,
-            "reverse_r2_young": 0.75,
+            "reverse_r2_all": 0.95,
             "age_rank": 0.8,
             "age_r2": 0.6 + noise,
             "evaluations": " ".join(map(str, evaluations)),
