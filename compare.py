@@ -393,12 +393,8 @@ def check(args: argparse.Namespace, arms: list[str], flags: list[str]) -> None:
         name = word.partition("=")[0]
         if name.startswith("--") and all(name in re.split("[ =]", arm) for arm in arms):
             raise ValueError(f"{word} has no effect, because every arm sets {name}")
-    arm_of: dict[Path, str] = {}
-    for arm, seed in product(arms, args.seeds):
-        folder = folder_of(args.out, arm, seed)
-        checked(args.env, arm, seed, folder, flags)
-        if arm_of.setdefault(folder, arm) != arm:
-            raise ValueError(f"--arm is {arm}, but {folder} is already that of {arm_of[folder]}")
+    for job in product(arms, args.seeds):
+        checked(args.env, *job, folder_of(args.out, *job), flags)
 
     metrics = ("success", *ENVS[args.env]().metrics)
     if args.metric not in metrics:

@@ -72,12 +72,6 @@ REFUSED = {
     "--jobs is 0, but must be 1 or more": ["--jobs", "0"],
     "compare.py, but must be a folder that can be made: File exists": ["--out", "compare.py"],
     "--seed is in the flags of per --seed=5, but must be left": ["--arm", "per --seed=5"],
-    "seed3 is already that of freshper --tau=5": [
-        "--arm",
-        "freshper --tau=5",
-        "--arm",
-        "freshper --tau 5",
-    ],
     "--method is in the flags of on_policy, but must be left": ["--method", "per"],
 }
 

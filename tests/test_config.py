@@ -455,3 +455,12 @@ def test_weights_of_a_model_have_the_same_path_in_each_run(text_policy, vision_p
     finally:
         for folder in folders:
             os.rmdir(folder)
+
+
+@pytest.mark.parametrize("value", ["5m", "0", "-1", "nan"])
+def test_a_wrong_time_limit_is_named(value):
+    variables = os.environ | {"FRESHPER_TIMEOUT": value}
+    command = [sys.executable, "-c", "import freshper.errors"]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"FRESHPER_TIMEOUT is {value}, but must be a whole number")

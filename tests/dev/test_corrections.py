@@ -1,9 +1,14 @@
 """examples/corrections.py: rivals of PPO's clip differ from it on replay alone."""
 
+import json
+import sys
+
 import pytest
 import torch
 
+from examples import corrections
 from examples.corrections import RIVALS, corrected_loss
+from freshper.flags import parse_args
 from freshper.reinforce import policy_loss
 
 MASK = torch.rand(6, 9, generator=torch.Generator().manual_seed(0)) > 0.3
@@ -29,3 +34,16 @@ def test_a_rival_has_the_gradient_of_the_policy_loss_until_the_policy_moves(name
     torch.testing.assert_close(gradient(rival, 0.0), gradient(policy_loss, 0.0))
     moved = torch.randn(6, 9, generator=torch.Generator().manual_seed(2))
     assert (gradient(rival, moved) - gradient(policy_loss, moved)).abs().max() > 0.01
+
+
+def test_a_run_with_other_settings_is_not_taken_for_the_new_one(tmp_path, monkeypatch, capsys):
+    folder = corrections.folder_of(tmp_path, "cispo", 121)
+    folder.mkdir()
+    settings = vars(parse_args(["--preset=tiny", "--seed=121"]).config)
+    (folder / "config.json").write_text(json.dumps(settings))
+    command = ["corrections.py", "--preset=tiny", "--lr=0.5", "--seeds=121", f"--out={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr(corrections, "ProcessPoolExecutor", None)  # nothing is trained
+    with pytest.raises(SystemExit, match="2"):
+        corrections.main()
+    assert f"--lr is 0.5, but must be 0.001 as in {folder}" in capsys.readouterr().err
