@@ -158,11 +158,11 @@ def checked(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> li
             raise ValueError(f"{name} is in the flags of {arm}, but must be left to compare.py")
 
     flags = [f"--env={env}", f"--method={method}", *flags, *arm_flags, f"--seed={seed}"]
-    check_unchanged(folder, parse_args(flags).config)
+    check_folder(folder, parse_args(flags).config)
     return flags
 
 
-def check_unchanged(folder: Path, config: Config) -> None:
+def check_folder(folder: Path, config: Config) -> None:
     """Raise ValueError if a folder has a run with other settings."""
     if not folder.exists():
         return

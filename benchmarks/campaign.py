@@ -26,9 +26,9 @@ steps, below 0 if KL falls with age, and R² of the line, both from KL(pi_theta 
 `reverse_tau` and `reverse_r2`: the same from KL(pi_mu || pi_theta), which equals the other to
 second order, and in whose estimate no ratio is a factor; these four are empty for the tuning at the
 rates 0.5 to 2 and for seed 42; `reverse_r2_all`: R² with the oldest of the twelve bins of age;
-`age_rank` and `age_r2`: rank
-correlation and R² of age against the true drift of stored episodes, mean over the passes of the
-oracle; `evaluations`: held-out success of each, the one before training first.
+`age_rank` and `age_r2`: rank correlation and R² of age against the true drift of stored episodes,
+mean over the passes of the oracle; `evaluations`: held-out success of each, the one before training
+first.
 """
 
 import contextlib

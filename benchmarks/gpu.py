@@ -409,15 +409,19 @@ def run_part(commands: list[list[str]], folder: Path) -> list[str]:
     were made, and why there are no more."""
     shutil.rmtree(folder, ignore_errors=True)
     log = Path(f"{folder}.log")
-    # A wait for an engine ends before the part does, and names its phase.
-    waits = {"FRESHPER_TIMEOUT": str(LIMIT - 60), "PYTHONFAULTHANDLER": "1"}
+    variables = os.environ | {
+        # A wait for an engine ends before the part does, and names its phase.
+        "FRESHPER_TIMEOUT": str(LIMIT - 60),
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
     deadline = time.monotonic() + LIMIT
     lines = []
     with open(log, "w") as file:
         for command in commands:
             process = subprocess.Popen(
                 command,
-                env=os.environ | waits | {"PYTHONUNBUFFERED": "1"},
+                env=variables,
                 stdout=file,
                 stderr=file,
                 process_group=0,

@@ -463,14 +463,14 @@ def lesson(data: Data) -> str:
 def pays(data: Data) -> str:
     """Episodes and seconds until a success, of the tasks on which every run of FreshPER has it."""
     data.need(TASKS, ("freshper", "epochs", "on_policy"))
-    answers = {}
+    ratios = {}
     for part in claims.saves_time(data).parts:
-        answers[part.name.removesuffix(f", {claims.AT_LEAST}")] = part.answer
+        ratios[part.name.removesuffix(f", {claims.AT_LEAST}")] = part
 
     rows = []
     left_out = []
     for task in TASKS:
-        ours, complete = claims.episodes_needed(data, task, "freshper")
+        _, complete = claims.episodes_needed(data, task, "freshper")
         ours_s = claims.seconds_per_episode(data, task, "freshper")
         if not complete:
             left_out.append(NAMES[task])
@@ -479,15 +479,14 @@ def pays(data: Data) -> str:
             name = f"{NAMES[task]}, {ARMS[arm]}"
             needed, all_have_it = claims.episodes_needed(data, task, arm)
             seconds = claims.seconds_per_episode(data, task, arm)
-            cells = [name, " ".join(f"{value:.0f}" for value in needed), f"{seconds:.4f}", "1", "1"]
-            if arm != "freshper":
+            times = ["1", "1"] if arm == "freshper" else ["", ""]
+            if name in ratios:
                 at_least = "" if all_have_it else f"{claims.AT_LEAST} "
-                effect = difference(np.log(needed), np.log(ours))
-                free = np.array(effect[:3]) + np.log(seconds / ours_s)
-                ratio = Part(name, effect, answers.get(name, "undecided"), "ratio")
-                cells[3] = at_least + span(Effect(*free, np.nan), "ratio")
-                cells[4] = at_least + judged(ratio)
-            rows.append(cells)
+                free = np.array(ratios[name].effect[:3]) + np.log(seconds / ours_s)
+                times[0] = at_least + span(Effect(*free, np.nan), "ratio")
+                times[1] = at_least + judged(ratios[name])
+            episodes = " ".join(f"{value:.0f}" for value in needed)
+            rows.append([name, episodes, f"{seconds:.4f}", *times])
 
     header = (
         "task, arm",

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import freshper.trainer
 import train
-from compare import check_unchanged, finished, summary, table
+from compare import check_folder, finished, summary, table
 from freshper.flags import parse_args
 from freshper.reinforce import MAX_LOG_RATIO, policy_loss
 
@@ -102,6 +102,7 @@ def corrected_loss(
 
 
 def folder_of(out: Path, name: str, seed: int) -> Path:
+    """Return the folder of the run of a correction with a seed."""
     return out / f"{name}-seed{seed}"
 
 
@@ -135,7 +136,7 @@ def main() -> None:
     try:
         for name, seed in jobs:
             config = parse_args([*flags, f"--seed={seed}"]).config
-            check_unchanged(folder_of(args.out, name, seed), config)
+            check_folder(folder_of(args.out, name, seed), config)
     except ValueError as error:
         parser.error(str(error))
     spawn = multiprocessing.get_context("spawn")

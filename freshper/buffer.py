@@ -6,9 +6,9 @@ Paper: section 3.5 and appendix A.1; Algorithm 1 lines 4 (add), 6 (refresh), 8 (
 
 These are eq. 2 and eq. 14. `decay` is a function of age in steps, such as
 `partial(exponential_decay, tau=500)`; tau = inf or `None` makes Standard PER. The refresh runs on a
-thread of its own, and what depends on its end waits for it. A new entry gets its own base priority,
-not the largest so far. Eviction is first-in-first-out (Table 5), or takes the lowest leaf, of equal
-ones the oldest (appendix A.1).
+thread of its own. `add`, `sample`, `ages`, `update_base_priorities` and the methods of the state
+wait for its end. A new entry gets its own base priority, not the largest so far. Eviction is
+first-in-first-out (Table 5), or takes the lowest leaf, of equal ones the oldest (appendix A.1).
 """
 
 import copy

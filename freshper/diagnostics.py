@@ -16,8 +16,8 @@ tokens. How to estimate is ours:
 - KL(pi_theta || pi_mu) = E_mu[rho log rho] / E_mu[rho] - log E_mu[rho], so eq. 11 holds in every
   sample (Jensen). Its reverse, KL(pi_mu || pi_theta) = -E_mu[log rho], has no ratio as a factor.
   So it is less noisy, and c is the slope of its line. The two agree to second order.
-- Of decayed priorities the oldest bin has few trajectories that count, with the largest weights,
-  far from all others. So the line is fitted without it.
+- If priorities decay, few trajectories of the oldest bin count, those with the largest weights, and
+  the bin lies far from all others. So the line is fitted without it.
 """
 
 from collections import defaultdict
