@@ -52,8 +52,15 @@ PHRASES = {
 }
 # These flags of train.py are set here for every run.
 RUN_FLAGS = ("--env", "--method", "--seed", "--out", "--resume")
-# These are the paper's colors (Fig. 3).
-METHOD_COLORS = {"on_policy": "#4285F4", "per": "#FBBC04", "freshper": "#EA4335"}
+# The paper's colors (Fig. 3), and those of RESULTS.md for arms of --exhibit matched.
+METHOD_COLORS = {
+    "on_policy": "#4285F4",
+    "per": "#FBBC04",
+    "freshper": "#EA4335",
+    "per --beta 0": "#9C6500",
+    "per --beta 0 --alpha 0": "#34A853",
+    "on_policy --ppo_epochs 3": "#1A3E8C",
+}
 # The arms of ready-made comparisons. `exhibits` fills in the numbers.
 EXHIBITS = {
     # Table 1, Fig. 3, 4 and 6

@@ -331,6 +331,8 @@ def tau_matters(data: Data) -> Verdict:
     short = judge(effects)[::2]
     long = judge(effects, equal)[1::2]
     yes = count(short, "yes") == count(long, "yes") == 2
+    words = {"yes": "equal", "no": "not equal", "undecided": "perhaps equal"}
+    long = [part._replace(name=f"{part.name} ({words[part.answer]})") for part in long]
     parts = [short[0], long[0], short[1], long[1]]
     return Verdict(decide(yes, count(short, "no") == 2), parts)
 
@@ -624,7 +626,7 @@ CLAIMS = (
     Claim("5", "tau matters, a long tau is no decay (4.3, B.1): minus it", tau_matters, TAU),
     Claim("6", "every tau is above on-policy (Fig. 5b)", every_tau_is_above, TAU),
     Claim("7", "KL grows linearly with age (eq. 12): R²", kl_is_linear, TAU),
-    Claim("8", "a quarter of the rate has a quarter of c (3.3)", drift_follows_rate, TAU),
+    Claim("8", "at a quarter of the rate c is a quarter (3.3; tau 20)", drift_follows_rate, TAU),
     Claim("9", "tau should be 1/c (eq. 13): less drift favours tau 80", tau_follows_drift, TAU),
     Claim("10", "peak: IS correction does not raise it (B.2)", is_does_not_raise, SETTINGS),
     Claim("11", "late loss: without IS, training degrades (Fig. 7)", is_prevents_loss, SETTINGS),
@@ -637,7 +639,7 @@ CLAIMS = (
     Claim("17", "abs(A) as base priority (3.4) equals abs(r)?", any_priority_will_do, SETTINGS),
     Claim("18", "evicting the lowest priority (A.1) is equal?", eviction_is_equal, SETTINGS),
     Claim("19", "CliffWalking: all converge (B.3)", cliff_converges, WINS),
-    Claim("19, gain", "CliffWalking: replay adds nothing (B.3)", cliff_needs_no_replay, UNPAID),
+    Claim("19, gain", "CliffWalking: replay adds nothing (B.3)", cliff_needs_no_replay, WINS),
     Claim("20", "a saturated model gains nothing from replay (B.3)", good_gains_nothing, UNPAID),
     Claim("21", "the harder the task, the larger the gain (4.3)", harder_gains_more, WINS),
     Claim("22", "FreshPER also beats on-policy from images (4.3)", carries_to_images, WINS),

@@ -6,6 +6,7 @@ Fig. 3. At half the width of a page the letters are as large as the text.
 
 import re
 from collections.abc import Sequence
+from textwrap import fill
 
 import claims
 import numpy as np
@@ -29,7 +30,11 @@ STYLE = {
     "savefig.dpi": 140,
 }
 WIDTH = 5.0  # inches
-COLORS = METHOD_COLORS | {"epochs": "#1A3E8C", "uniform": "#34A853", "no_decay": "#9C6500"}
+COLORS = METHOD_COLORS | {
+    "epochs": METHOD_COLORS["on_policy --ppo_epochs 3"],
+    "uniform": METHOD_COLORS["per --beta 0 --alpha 0"],
+    "no_decay": METHOD_COLORS["per --beta 0"],
+}
 OTHER = "#777777"  # what is no arm of the main table
 # FreshPER at the top
 FOREST = tuple(reversed(ARMS))
@@ -48,9 +53,23 @@ def legend(figure: Figure, axes: Axes, columns: int = 3) -> None:
 
 
 def interval(axes: Axes, effect: Effect, y: float, color: str, marker: str = "o") -> None:
-    """Draw an estimate and its interval as a horizontal line."""
+    """Draw an estimate and its interval as a horizontal line. What lies beyond the limits of the
+    axis becomes an arrowhead there, and the estimate a number."""
+    low, high = axes.get_xlim()
+    style = {"color": color, "markersize": 5}
     axes.plot([effect.low, effect.high], [y, y], color=color, linewidth=2)
-    axes.plot(effect.estimate, y, marker, color=color, markersize=5)
+    if effect.low < low:
+        axes.plot(low, y, "<", clip_on=False, zorder=5, **style)
+    if effect.high > high:
+        axes.plot(high, y, ">", clip_on=False, zorder=5, **style)
+
+    if low <= effect.estimate <= high:
+        axes.plot(effect.estimate, y, marker, **style)
+        return
+    edge, side = (low, "left") if effect.estimate < low else (high, "right")
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+    words = {"size": 8, "ha": side, "va": "center", "bbox": box}
+    axes.text(edge, y, f"  {effect.estimate:.2f}  ", **words)
 
 
 def differ(axes: Axes) -> None:
@@ -81,20 +100,20 @@ def main(data: Data) -> Figure:
     grid = figure.add_gridspec(4, 3)
     for number, task in enumerate(TASKS):
         axes = figure.add_subplot(grid[number // 3, number % 3])
+        axes.set(title=NAMES[task], xlim=(-0.03, 1.03), xticks=(0.0, 0.5, 1.0))
         for row, arm in enumerate(FOREST):
             values = data.values(task, arm)
             axes.plot(values, np.full(5, -row - 0.3), ".", color=COLORS[arm], markersize=3)
             interval(axes, contrast([values], [1.0]), -row, COLORS[arm])
         axes.axvline(data.values(task, FOREST[0], "random")[0], color="black", linestyle=":")
         name_rows(axes, [ARMS[arm] for arm in FOREST] if number % 3 == 0 else [""] * len(FOREST))
-        axes.set(title=NAMES[task], xlim=(-0.03, 1.03), xticks=(0.0, 0.5, 1.0))
 
     axes = figure.add_subplot(grid[3, :])
+    axes.set(title="interquartile mean, normalised", xlim=(-0.03, 1.03))
     for row, arm in enumerate(FOREST):
         interval(axes, interquartile(data, arm), -row, COLORS[arm], "D")
     name_rows(axes, [ARMS[arm] for arm in FOREST])
-    axes.set_title("interquartile mean, normalised")
-    figure.supxlabel("held-out success of the final policy", fontsize=10)
+    figure.supxlabel("held-out success (below: normalised) of the final policy", fontsize=10)
     return figure
 
 
@@ -145,8 +164,10 @@ def updates(data: Data) -> Figure:
 
 
 def frozenlake(data: Data) -> Figure:
-    """Success against episodes, the paper's three methods, from images and from text."""
-    return learning(data, ("frozenlake_vlm", "frozenlake"), ("freshper", "per", "on_policy"))
+    """Success against episodes, from images and from text: the paper's methods, and uniform
+    replay, which comes closest to FreshPER."""
+    arms = ("freshper", "uniform", "per", "on_policy")
+    return learning(data, ("frozenlake_vlm", "frozenlake"), arms)
 
 
 def small(data: Data) -> Figure:
@@ -175,6 +196,7 @@ def freshness(data: Data) -> Figure:
     """Differences of FreshPER to what replays as much and knows less of freshness."""
     figure = new_figure(5.6)
     axes = figure.subplots()
+    axes.set_xlim(-0.13, 0.6)
     differ(axes)
     for row, task in enumerate(TASKS):
         for place, arm in enumerate(("no_decay", "per", "uniform")):
@@ -196,28 +218,32 @@ def freshness(data: Data) -> Figure:
 
 
 def tau(data: Data) -> Figure:
-    """Success against tau, a curve per drift; the measured 1/c as a vertical line."""
+    """Success against tau, a curve per drift. Vertical lines: 1/c, measured at tau 20."""
     figure = new_figure(4.2)
     panels = figure.subplots(1, 2, sharey=True)
     rate = data.rate("freshper")
     arms = ("freshper --tau 5", "freshper", "freshper --tau 80", "no_decay")
-    shown = (("best learning rate", rate, COLORS["freshper"]), ("a quarter", rate / 4, "black"))
+    shown = (
+        ("best learning rate", rate, COLORS["freshper"], -0.08),
+        ("a quarter of it", rate / 4, "black", 0.08),
+    )
     for axes, task in zip(panels, PAIR, strict=True):
         measured = []
-        for label, factor, color in shown:
+        for label, factor, color, aside in shown:
             effects = [contrast([data.values(task, arm, rate=factor)], [1.0]) for arm in arms]
             means = [effect.estimate for effect in effects]
             half = [effect.high - effect.estimate for effect in effects]
-            places = [0, 1, 2, NO_DECAY_AT]
+            places = np.array([0, 1, 2, NO_DECAY_AT]) + aside
             axes.errorbar(places[:3], means[:3], half[:3], fmt="o-", capsize=3, color=color)
-            axes.errorbar(places[3:], means[3:], half[3:], fmt="o", capsize=3, color=color)
+            without = COLORS["no_decay"] if factor == rate else color
+            axes.errorbar(places[3:], means[3:], half[3:], fmt="o", capsize=3, color=without)
             axes.plot([], [], "o-", color=color, label=label)
 
-            # 1/c may lie beyond the axis. If KL does not grow with age there is none.
+            # If KL does not grow with age there is none.
             c = claims.drift_rates(data, task, "freshper", factor).mean() / 1000.0
             measured.append(f"{1 / c:.0f}" if c > 0 else "none")
-            if c > 0:
-                place = min(np.log(1 / c / 5) / np.log(4), NO_DECAY_AT - 0.5)
+            place = np.log(1 / c / 5) / np.log(4) if c > 0 else np.inf
+            if place < NO_DECAY_AT - 0.5:
                 axes.axvline(place, color=color, linestyle=":")
 
         others = ("freshper --tau auto", oracle_arm(task), "freshper +shuffled")
@@ -227,11 +253,12 @@ def tau(data: Data) -> Figure:
             axes.errorbar(place, effect.estimate, half_width, fmt="s", capsize=3, color=OTHER)
         ticks = [0, 1, 2, *range(NO_DECAY_AT, NO_DECAY_AT + 4)]
         axes.set_xticks(ticks, ["5", "20", "80", "none", "auto", "oracle", "shuffled"], rotation=60)
-        title = f"{NAMES[task]}\n1/c: {measured[0]}, {measured[1]} steps"
+        title = f"{NAMES[task]}\n1/c: {measured[0]} and {measured[1]} steps"
         axes.set(title=title, xlabel="tau, steps")
     panels[0].set_ylabel("held-out success")
-    panels[0].plot([], [], ":", color="black", label="1/c")
-    legend(figure, panels[0])
+    panels[0].plot([], [], "s", color=OTHER, label="best rate, tau 20 or none")
+    panels[0].plot([], [], ":", color="black", label="1/c at tau 20")
+    legend(figure, panels[0], columns=2)
     return figure
 
 
@@ -258,7 +285,7 @@ def drift(data: Data) -> Figure:
             ranks = data.values(task, oracle_arm(task), "age_rank")
             axes.plot(of_entries, np.full(5, -row), "s", color="black", alpha=0.6)
             axes.plot(ranks, np.full(5, -0.2 - row), "^", color=OTHER, alpha=0.6)
-    axes.plot([], [], "o", color=COLORS["freshper"], label="R², means of 12 ages")
+    axes.plot([], [], "o", color=COLORS["freshper"], label="R², means of 11 ages")
     axes.plot([], [], "s", color="black", label="R², each episode")
     axes.plot([], [], "^", color=OTHER, label="rank correlation, each episode")
     name_rows(axes, [NAMES[task] for task in TASKS])
@@ -279,6 +306,7 @@ def factors(data: Data) -> Figure:
     """One-factor intervals on text FrozenLake."""
     figure = new_figure(5.6)
     axes = figure.subplots()
+    axes.set_xlim(-0.25, 0.15)
     differ(axes)
     for row, (arm, other) in enumerate(FACTOR_REFERENCES.items()):
         effect = data.effect("frozenlake", arm, other)
@@ -286,8 +314,11 @@ def factors(data: Data) -> Figure:
     names = []
     for arm, other in FACTOR_REFERENCES.items():
         plain = other == arm.split()[0]
-        names.append(setting(arm) if plain else f"{setting(arm)}\nminus {setting(other)}")
+        words = setting(arm) if plain else f"{setting(arm)} minus {setting(other)}"
+        names.append(fill(words, 32))
     name_rows(axes, names)
+    axes.set_xticks([-0.2, -0.1, 0.0, 0.1])
+    axes.tick_params(axis="y", labelsize=8)
     axes.set_xlabel("difference of success")
     return figure
 
@@ -299,22 +330,26 @@ def pays(data: Data) -> Figure:
     """Time until a success, relative to FreshPER's, against the cost of an episode."""
     figure = new_figure(3.6)
     panels = figure.subplots(1, 2, sharey=True)
+    for arm in ("epochs", "on_policy"):
+        panels[0].plot([], [], color=COLORS[arm], label=ARMS[arm])
     for axes, task in zip(panels, PAIR, strict=True):
         ours, _ = claims.episodes_needed(data, task, "freshper")
         ours_s = claims.seconds_per_episode(data, task, "freshper")
         for arm in ("epochs", "on_policy"):
             needed, all_have_it = claims.episodes_needed(data, task, arm)
+            line = "-" if all_have_it else "--"
             ratio = difference(np.log(needed), np.log(ours))
             of_costs = (claims.seconds_per_episode(data, task, arm) + COSTS) / (ours_s + COSTS)
             style = {"color": COLORS[arm]}
-            axes.plot(COSTS, np.exp(ratio.estimate) * of_costs, label=ARMS[arm], **style)
+            axes.plot(COSTS, np.exp(ratio.estimate) * of_costs, line, **style)
             # The interval of a ratio that is "at least" something is no bound.
             if all_have_it:
                 low, high = np.exp(ratio.low) * of_costs, np.exp(ratio.high) * of_costs
                 axes.fill_between(COSTS, low, high, alpha=0.2, **style)
         axes.axhline(1.0, color=COLORS["freshper"], linewidth=2, label="FreshPER")
         axes.set(title=NAMES[task], xscale="log", xlabel="x, seconds per episode")
-    panels[0].set_ylabel(f"time to {claims.SUCCESS:g}, FreshPER = 1")
+    panels[0].plot([], [], "--", color="black", label=claims.AT_LEAST)
+    panels[0].set_ylabel(f"time to success {claims.SUCCESS:g}, FreshPER = 1")
     legend(figure, panels[0])
     return figure
 

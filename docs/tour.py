@@ -37,7 +37,10 @@ LEGEND = {
 OUT = Path(os.environ.get("TOUR_OUT", Path(compare.__file__).parent / "out/tour"))
 plt.rcParams.update({"figure.dpi": 80, "axes.grid": True, "grid.alpha": 0.3})
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
-COLORS = {"without decay": "C2", "with decay": "C3"}
+COLORS = {
+    "without decay": compare.METHOD_COLORS["per --beta 0"],
+    "with decay": compare.METHOD_COLORS["freshper"],
+}
 
 # %% [markdown]
 # ## 1. Two runs that differ in one thing

@@ -217,7 +217,7 @@ def draw(figure: Figure, cell_size: int) -> np.ndarray:
     pen = ImageDraw.Draw(image)
     line_width = 4 * cell_size // 7
 
-    # Figures on the rim of the grid stay inside the image.
+    # Lines on the rim of the grid stay inside the image.
     margin = cell_size // 2
     step = (4 * side - 2 * margin) / SIDE
 

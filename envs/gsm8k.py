@@ -1,6 +1,6 @@
 """GSM8K: word problems whose answer is a number, in up to three attempts.
 
-Paper: appendix D. The task is a control, since the paper's model solves 93 % of it before training.
+Paper: appendix D. The task is a control: the paper says that its model solves 93 % before training.
 Data: the fields `question` and `answer` of `openai/gsm8k:main`, where the answer ends in `#### 72`.
 
 A reply's answer is a number alone: an integer or a decimal, with a sign, commas between thousands,

@@ -40,7 +40,9 @@ def ask(env: TextEnv) -> str:
 def main(argv: list[str] | None = None) -> None:
     """Play episodes of an environment, one per seed, until `q` or the end of the input."""
     parser = argparse.ArgumentParser(
-        "envs.play", description="Play; a line is a reply, or just an action."
+        "envs.play",
+        description="Play a task with its own settings (the ice of FrozenLake is not slippery); a"
+        " line is a reply, or just an action.",
     )
     parser.add_argument("env", choices=ENVS)
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
@@ -58,6 +60,7 @@ def main(argv: list[str] | None = None) -> None:
         for seed in itertools.count(args.seed):
             print(f"Episode of seed {seed}; q or Ctrl-D leaves.")
             total, turns, info = play_out(env, seed, partial(ask, env))
+            print("The end:")
             show(env)
             result = "success" if info["success"] else "no success"
             print(f"{result} after {turns} turns, return {total:g}\n")

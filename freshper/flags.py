@@ -219,7 +219,8 @@ def make_parser() -> argparse.ArgumentParser:
     """Make a parser of all flags. It returns only those that were given, and raises ArgumentError
     if it cannot read the value of one."""
     parser = argparse.ArgumentParser(
-        description="FreshPER (Algorithm 1). Defaults are the paper's; --preset changes them.",
+        description="FreshPER (Algorithm 1). Defaults are the paper's where it names one, except"
+        " for --format_penalty and --slippery; --preset changes them.",
         usage=argparse.SUPPRESS,
         allow_abbrev=False,
         exit_on_error=False,

@@ -353,6 +353,34 @@ def test_a_complete_campaign_fills_all_pages(pages, monkeypatch, capsys):
     assert [float(value) for value in first[1].split()] == pytest.approx(until, abs=0.5)
     (images, *_) = cells(block(pages, "readme")[1])
     assert images[2] == f"{runs('frozenlake_vlm', 'freshper').mean():.2f} ± 0.02"
+    for row in cells(block(pages, "settings")[1]):
+        if row[0] == "Standard PER (epsilon 1e-6, buffer's maximum)":
+            x = runs("frozenlake", "per --epsilon 1e-6 +buffer_maximum")
+            y = runs("frozenlake", "per --epsilon 1e-6")
+            low, high = scipy_stats.ttest_ind(x, y, equal_var=False).confidence_interval()
+            assert row[3] == f"{(x - y).mean():+.3f} ({low:+.3f} to {high:+.3f})"
+            break
+    else:
+        raise AssertionError("no row of the buffer's maximum")
+    (good, *_) = cells(block(pages, "unpaid")[1])
+    assert good[1] == "0.000"  # the made curves begin there
+
+
+def test_without_the_runs_of_smollm2_results_has_at_most_200_lines(pages):
+    """Its old table is longer than the new one."""
+    data = made(UNEQUAL, [run for run in ALL if run.task != "small"])
+    results.write_all(pages, data)
+    assert results.ANY_OLD.match(block(pages, "small")[1])
+    assert len((pages / "RESULTS.md").read_text().splitlines()) <= 200
+
+
+def test_the_good_policy_s_effect_is_marked_as_claim_20_judges_it(pages):
+    """Alone, not in one family with other effects, in which it would not be a no."""
+    data = made(UNEQUAL | {"freshper --model good": 0.502})
+    (part,) = RULES["20"](data).parts
+    assert part.answer == "no"
+    results.write_all(pages, data)
+    assert f"*{results.span(part.effect)}*" in block(pages, "unpaid")[1]
 
 
 def test_a_question_with_a_missing_run_is_left_alone_and_marked_as_old(pages):
