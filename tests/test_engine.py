@@ -90,6 +90,9 @@ def test_log_probs_of_engine_and_trainer_equal_one_full_pass(policy):
     assert {len(e.turn_rewards) for e in episodes} == {1, 2, 3, 4, 5}  # early finishers
     assert {e.tokens[t] == policy.eos_id for e in episodes for t in e.turn_ends()} == {True, False}
 
+    for e in episodes:
+        for t in e.turn_ends()[:-1]:  # eos once, sampled or in the bridge
+            assert (e.tokens[t : t + 2] == policy.eos_id).sum() == 1
     batch = collate(episodes)
     trained = trainer_for(policy).logprobs(batch)
     _, entropies = action_logprobs(policy, batch, 0.99, entropy=True)
@@ -311,7 +314,7 @@ def gradient(model):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-TERMS = {"entropy_coef": 0.01, "kl_loss_coef": 0.05, "kl_reward_coef": 0.1}
+TERMS = {"advantage_clip": 0.2, "entropy_coef": 0.01, "kl_loss_coef": 0.05, "kl_reward_coef": 0.1}
 
 
 # All logits in one piece, and two tokens at a time.
@@ -359,6 +362,7 @@ def test_the_gradient_is_that_of_the_stock_pass_whatever_the_micro_batches(
 
     for size in (1, 3, 8):
         trainer = trainer_for(text_policy, micro_batch_size=size, **terms)
+        assert all(len(rows) <= size for rows, _ in trainer.strategy.shard(batch))
         stats = trainer.update(episodes, weights=weights).stats
         assert stats["loss"] == pytest.approx(total, rel=1e-4)
         assert stats["grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-4)

@@ -30,12 +30,18 @@ FLAGS = """--model tiny --iterations 5 --eval_every 2 --rollout_batch_size 8 --b
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A real run: its folder, and what it printed."""
-    folder, lines = tmp_path_factory.mktemp("runs") / "run", []
+    """A real run: its folder, what it printed, and the episodes of each rollout."""
+    folder, lines, collected = tmp_path_factory.mktemp("runs") / "run", [], []
+
+    def recorded(*arguments):
+        collected.append(rollout(*arguments))
+        return collected[-1]
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "rollout", recorded)
         patch.setattr(Report, "say", staticmethod(lambda text: lines.extend(text.splitlines())))
         assert train.main([*FLAGS, "--out", str(folder)]) == 0
-    return folder, lines
+    return folder, lines, collected
 
 
 def test_the_summary_of_four_episodes_by_hand():
@@ -87,6 +93,9 @@ def test_metrics_agree_with_the_trajectories_that_were_replayed(run):
     assert metrics["episodes"].tolist() == [0, 8, 16, 24, 32, 40]
     assert np.flatnonzero(~np.isnan(metrics["eval_success"])).tolist() == [0, 2, 4, 5]
     assert (np.diff(metrics["wall_s"]) > 0).all()
+    for k, episodes in enumerate(run[2], 1):
+        assert metrics["train_reward"][k] == pytest.approx(np.mean([e.reward for e in episodes]))
+        assert metrics["train_success"][k] == np.mean([e.success for e in episodes])
     for name in ("train_success", "loss", "replay_loss", "ess", "truncated", "tau", "rollout_s"):
         assert np.isnan(metrics[name][0]), name
         assert np.isfinite(metrics[name][1:]).all(), name
@@ -115,7 +124,7 @@ def test_the_metrics_of_a_task_are_columns(tmp_path):
 
 
 def test_what_is_printed(run):
-    folder, lines = run
+    folder, lines, _ = run
     last = read(folder, "metrics.csv")["eval_success"][[2, 4, 5]].mean()
     env = ENVS["frozenlake"](max_turns=3)
     success = [env.baselines(10**9 + k) for k in range(8)]
