@@ -371,23 +371,27 @@ def kl_is_linear(data: Data) -> Verdict:
     return Verdict(parts[0].answer, parts)
 
 
-def drift_rates(data: Data, task: str, arm: str, rate: float | None = None) -> np.ndarray:
+def drift_rates(
+    data: Data, task: str, arm: str, rate: float | None = None, column: str = "reverse_tau"
+) -> np.ndarray:
     """Return c of eq. 12 for the runs of an arm, [5], in nats per 1,000 steps. It is below 0 if KL
     falls with age."""
-    return 1000.0 / data.values(task, arm, "reverse_tau", rate)
+    return 1000.0 / data.values(task, arm, column, rate)
 
 
 def drift_follows_rate(data: Data) -> Verdict:
-    """Whether a quarter of the rate has a quarter of c, within a factor of two."""
+    """Whether a quarter of the rate has a quarter of c, within a factor of two. KL(mu, theta)
+    decides."""
     rate = data.rate("freshper")
     parts = []
-    for task in PAIR:
-        groups = [drift_rates(data, task, "freshper", factor) for factor in (rate, rate / 4)]
-        twice, four, eight = (contrast(groups, [1.0, -factor]) for factor in (2.0, 4.0, 8.0))
-        within = twice.low > 0 and eight.high < 0
-        answer = decide(within, not four.low <= 0 <= four.high)
-        parts.append(Part(f"{NAMES[task]}, c - 4 c', nats in 1,000 steps", four, answer))
-    return alike(parts)
+    for column, words in (("reverse_tau", "nats in 1,000 steps"), ("drift_tau", "KL(theta, mu)")):
+        for task in PAIR:
+            groups = [drift_rates(data, task, "freshper", r, column) for r in (rate, rate / 4)]
+            twice, four, eight = (contrast(groups, [1.0, -factor]) for factor in (2.0, 4.0, 8.0))
+            within = twice.low > 0 and eight.high < 0
+            answer = decide(within, not four.low <= 0 <= four.high)
+            parts.append(Part(f"{NAMES[task]}, c - 4 c', {words}", four, answer))
+    return Verdict(alike(parts[:2]).answer, parts)
 
 
 def tau_follows_drift(data: Data) -> Verdict:

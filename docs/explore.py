@@ -30,8 +30,8 @@ def columns(run: Path) -> dict[str, str | list]:
     saved = checkpoint.newest(run)
     if saved is None:
         raise ValueError(f"--run is {run}, but must be the folder of a run with a checkpoint")
-    state = torch.load(saved.folder / "state.pt", weights_only=True)["buffer"]
-    episodes = checkpoint.unpack_episodes(state["episodes"])[::EVERY]
+    state = torch.load(saved.folder / "state.pt", weights_only=True)
+    episodes = checkpoint.unpack_episodes(state["buffer"]["episodes"])[::EVERY]
     if not episodes:
         raise ValueError(f"--run is {run}, but its buffer is empty: it must be a run with replay")
 
@@ -46,7 +46,7 @@ def columns(run: Path) -> dict[str, str | list]:
     ages, rewards, seeds, drifts = [], [], [], []
     for episode, kl in zip(episodes, sums["kl"].tolist(), strict=True):
         drift = kl / len(episode.turn_rewards)
-        ages.append(state["now"] - episode.step)
+        ages.append(state["trainer"]["step"] - episode.step)
         rewards.append(round(episode.reward, 4))
         seeds.append(episode.seed)
         drifts.append(float(f"{drift:.3g}"))

@@ -256,7 +256,7 @@ def tau(data: Data) -> Figure:
         title = f"{NAMES[task]}\n1/c: {measured[0]} and {measured[1]} steps"
         axes.set(title=title, xlabel="tau, steps")
     panels[0].set_ylabel("held-out success")
-    panels[0].plot([], [], "s", color=OTHER, label="best rate, tau 20 or none")
+    panels[0].plot([], [], "s", color=OTHER, label="best rate, other arms")
     panels[0].plot([], [], ":", color="black", label="1/c at tau 20")
     legend(figure, panels[0], columns=2)
     return figure

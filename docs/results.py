@@ -282,6 +282,7 @@ def freshness(data: Data) -> str:
 def tau(data: Data) -> str:
     data.need(TASKS, ["freshper"])
     rate = data.rate("freshper")
+    oracle = [oracle_arm(task) for task in PAIR]
     names = {
         "freshper --tau 5": "FreshPER, tau 5",
         "freshper": "FreshPER, tau 20",
@@ -306,7 +307,6 @@ def tau(data: Data) -> str:
         values = [data.values(task, arm, column) for task, arm in zip(PAIR, arms, strict=True)]
         return [name, level(values[0]), "", level(values[1]), ""]
 
-    oracle = [oracle_arm(task) for task in PAIR]
     rows += [
         both("FreshPER, tau auto", ["freshper --tau auto"] * 2),
         both("FreshPER, shuffled ages", ["freshper +shuffled"] * 2),
@@ -315,22 +315,42 @@ def tau(data: Data) -> str:
         both("R² of age and drift, single episodes", oracle, "age_r2"),
     ]
 
-    ratios = []
-    for task in PAIR:
-        for r in (rate, rate / 4):
-            for value, arm in zip((5, 20, 80), names, strict=False):
-                ratios.append(1000 / claims.drift_rates(data, task, arm, r).mean() / value)
-    words = (
-        f"1/c is {min(ratios):.0f} to {max(ratios):.0f} times tau in these arms: with a shorter "
-        "tau the policy learns and drifts faster, so eq. 13 does not fix tau."
-    )
-
     header = ["mean of five runs"]
     for task in PAIR:
         header += [NAMES[task], "a quarter of the rate"]
     curves = image("tau", "Success against tau, a curve per learning rate").strip()
     predictions = image("drift", "Age as a prediction of drift")
-    return "\n".join([table(header, rows), f"{words} {curves} {predictions}"])
+    return "\n".join([table(header, rows), f"{what_tau_says(data)} {curves} {predictions}"])
+
+
+def what_tau_says(data: Data) -> str:
+    """What the table of tau shows about eq. 13, with its numbers."""
+    rate = data.rate("freshper")
+    arms = {"freshper --tau 5": 5, "freshper": 20, "freshper --tau 80": 80}
+    ratios = []
+    for task in PAIR:
+        for r in (rate, rate / 4):
+            for arm, value in arms.items():
+                ratios.append(1000 / claims.drift_rates(data, task, arm, r).mean() / value)
+    without = [1000 / claims.drift_rates(data, task, "no_decay", rate).mean() for task in PAIR]
+
+    ages = []
+    for task in PAIR:
+        for arm in (oracle_arm(task), "freshper"):
+            ages.append(f"{data.values(task, arm, 'replay_age').mean():.0f}")
+    return (
+        f"1/c is {min(ratios):.0f} to {max(ratios):.0f} times tau in these arms, and without decay "
+        f"{without[0]:.0f} and {without[1]:.0f} steps at the whole rate. So the tau that equals "
+        "its own 1/c lies above 80, where success is lower than at tau 20. c falls with tau, but "
+        "each arm's line covers other ages: this does not show that a policy drifts faster. Claim "
+        "8: the factor between c and c' is within 2 to 8 on both tasks, a *yes*, but on NQ Search "
+        "it is not 4, for which the plan has *no*. KL(theta, mu) does not confirm either. Not "
+        "planned: on NQ Search tau 80 is below on-policy training, and at a quarter of the rate "
+        "tau 5 is best, so less drift did not favour a longer tau. Tau auto stood at its upper "
+        f"bound, 15, almost throughout. The oracle's draws are {ages[0]} and {ages[2]} steps old "
+        f"on average, FreshPER's {ages[1]} and {ages[3]}. In the second figure the red marks are "
+        "of FreshPER's runs, the others, by another estimate, of the oracle's."
+    )
 
 
 def factors(data: Data) -> str:
