@@ -64,7 +64,7 @@ def run_state(out, buffer, policy):
         save=policy.save,
         save_optimizer=lambda folder: None,
         load_optimizer=lambda folder: None,
-        state_dict=dict,
+        state_dict=lambda: {"step": 1},
         load_state_dict=lambda state: None,
     )
     report = SimpleNamespace(folder=out, done=1, evaluations=dict, say=lambda line: None)

@@ -17,10 +17,10 @@ iteration, to OUT/<part>/table.txt. OUT/results.txt has all tables. No checkpoin
 
 The tiny models and SmolLM2 (docs/gpus.md says where it comes from) train to the end and print their
 curves, the tiny models beside the curves of runs on a CPU. The other parts have random weights,
-which find no reward, and write replies as long as allowed, so there are as many tokens as there can
-be. An entropy bonus alone moves their weights, so that a sync has something to do; it makes their
-updates a little longer than those of the paper's preset. There the question is whether a sync
-through the file costs more than 5 % of an iteration of that preset.
+which find no reward, and write replies as long as allowed. Only an entropy bonus (3B-VL: its preset
+has KL terms, too) moves their weights, so that a sync has something to do. There the question is
+whether a sync through the file costs more than 5 % of an iteration. Their replies are shorter than
+the paper presets', and 3B-VL has fewer episodes, so the share in such an iteration is smaller.
 """
 
 import contextlib

@@ -15,7 +15,7 @@ is slower. What is included:
 - draw, batch. Episodes with importance weights from all: `ReplayBuffer.sample` (which adds P(i) and
   ages) and `importance_weights`. The peers draw indices as above and look the episodes up in a
   list.
-- add. Ours copies 128 episodes into a full buffer after choosing which to evict. cpprb: `add` of
+- add. Ours stores 128 episodes in a full buffer after choosing which to evict. cpprb: `add` of
   128 int64 with priorities. Python: sets 128 leaves, stores nothing. The peers only ever evict the
   oldest, in both rows.
 

@@ -1,4 +1,4 @@
-"""What the search of a rollout costs: a batch of 128 queries on the 2,560 generated articles of
+"""What the search of a rollout costs: a batch of 128 queries on the 3,328 generated articles of
 training, top 3.
 
 Paper: section 1 (thousands of retrieval calls per iteration); appendix D, "NQ Search".

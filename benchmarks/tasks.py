@@ -3,7 +3,7 @@ optimum, in one table.
 
     python benchmarks/tasks.py [--env gsm8k ...] [--seeds 0 1 2]
 
-A run takes two to six minutes on two cores. Each goes through the real train.py with the task's
+A run takes one to ten minutes on two cores. Each goes through the real train.py with the task's
 tiny preset (`compare.run`), in a new folder. "per seed" is the mean of the last three held-out
 evaluations; their mean has its 95 % interval. "reached": what we set out to reach, the mean in
 GOALS, with an interval above the random policy, the score in SCORES, in at most 10 minutes

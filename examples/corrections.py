@@ -14,6 +14,7 @@ at a time, and prints the table of compare.py.
 
 import argparse
 import multiprocessing
+import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -21,6 +22,8 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two runs at a time
 
 import torch
 from torch import Tensor
@@ -30,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import freshper.trainer
 import train
 from compare import check_folder, finished, summary, table
+from freshper.errors import NonFiniteError
 from freshper.flags import parse_args
 from freshper.reinforce import MAX_LOG_RATIO, policy_loss
 
@@ -114,11 +118,20 @@ def run(job: tuple[str, int], out: Path, flags: list[str]) -> dict[str, float]:
         freshper.trainer.policy_loss = partial(corrected_loss, RIVALS[name])
     if not finished(folder):
         new = [*flags, "--seed", str(seed), "--out", str(folder)]
+        train_loop = train.train
+
+        def training(*arguments: Any) -> None:
+            """Note that a run has diverged: train.main has the same exit status for a full disk."""
+            try:
+                train_loop(*arguments)
+            except NonFiniteError as error:
+                (folder / "stopped.txt").write_text(str(error))
+                raise
+
+        train.train = training
         status = train.main(["--resume", str(folder)] if folder.exists() else new)
-        if status > 1:  # bad input, or a signal
+        if status and not (folder / "stopped.txt").exists():
             raise SystemExit(status)
-        if status:
-            (folder / "stopped.txt").write_text(f"exit status {status}")
     return summary(folder)
 
 

@@ -43,7 +43,7 @@ from freshper.trainer import TorchTrainer
 
 PROBES = 4  # prompts whose log-probs are compared after each sync
 # The largest mean, and the largest 90 % quantile, of their differences. With nothing wrong,
-# SmolLM2-135M has up to 0.10 and 0.27 in bfloat16 (benchmarks/proof.py), and single tokens 0.8.
+# SmolLM2-135M has 0.07 and 0.17 in bfloat16 (benchmarks/proof.py, docs/gpus.md).
 ALLOWED = {"float32": (1e-4, 1e-3), "bfloat16": (0.2, 0.5)}
 SHARED_MEMORY = "/dev/shm"
 # torchrun's variables, which vLLM's processes would take for their own.

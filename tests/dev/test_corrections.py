@@ -6,8 +6,10 @@ import sys
 import pytest
 import torch
 
+import train
 from examples import corrections
 from examples.corrections import RIVALS, corrected_loss
+from freshper.errors import NonFiniteError
 from freshper.flags import parse_args
 from freshper.reinforce import policy_loss
 
@@ -34,6 +36,25 @@ def test_a_rival_has_the_gradient_of_the_policy_loss_until_the_policy_moves(name
     torch.testing.assert_close(gradient(rival, 0.0), gradient(policy_loss, 0.0))
     moved = torch.randn(6, 9, generator=torch.Generator().manual_seed(2))
     assert (gradient(rival, moved) - gradient(policy_loss, moved)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("error, diverged", [(NonFiniteError("loss"), 1), (OSError("full"), None)])
+def test_only_numbers_that_are_not_finite_count_as_divergence(
+    tmp_path, monkeypatch, error, diverged
+):
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr(train, "train", fails)
+    monkeypatch.setattr(corrections, "summary", lambda _: {"diverged": 1})
+    flags = ["--model=tiny", "--iterations=1"]
+    if diverged:
+        corrections.run(("ppo", 121), tmp_path, flags)
+    else:
+        with pytest.raises(SystemExit, match="1"):
+            corrections.run(("ppo", 121), tmp_path, flags)
+    stopped = corrections.folder_of(tmp_path, "ppo", 121) / "stopped.txt"
+    assert stopped.exists() == bool(diverged)
 
 
 def test_a_run_with_other_settings_is_not_taken_for_the_new_one(tmp_path, monkeypatch, capsys):

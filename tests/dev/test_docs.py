@@ -208,7 +208,7 @@ def test_ppo_s_advantages_and_priorities_against_values_computed_one_by_one(
     trainer.record_behavior_logprobs(episodes)
     for _ in range(10):
         trainer.update(episodes)
-    priorities = trainer.base_priorities(episodes, None)
+    priorities = trainer.base_priorities(episodes)
 
     trained = []
     wrapped = Mock(side_effect=lambda *args: trained.append(training_batch(*args)) or trained[0])
