@@ -7,7 +7,8 @@
 
 benchmarks/waves.py is the table of runs, docs/plan.md says why. A run is a process of its own, with
 one thread, through train.py or, with a control, through benchmarks/controls.py. Ctrl-C or SIGTERM
-saves the runs that are under way; after a kill they go on from their last checkpoint. --data gets
+saves the runs that are under way; after a kill they go on from their last checkpoint. Training code
+other than that of the rows is refused: docs/plan.md has the commands for a checkout. --data gets
 
     runs.csv               a row per run
     runs_curves.csv.gz     a row per held-out evaluation
