@@ -29,7 +29,8 @@ def test_an_episode_from_start_to_goal_and_on_to_the_next_seed():
     typed = "\n".join([*episode, "Up", "q", "never read"])
     shown = run("cliffwalking", "--seed", "4", typed=typed)
     rewards = [("", "-1"), ("Your last reply could not be read. ", "-1.15"), *[("", "-1")] * 13]
-    assert re.findall(r"> (?:The end:\n)?(Your .*? read\. )?Reward: (\S+)\.\nTurn", shown) == rewards
+    form = r"> (?:The end:\n)?(Your .*? read\. )?Reward: (\S+)\.\nTurn"
+    assert re.findall(form, shown) == rewards
     assert "P C C C C C C C C C C G" in shown  # the full style is a person's default
     assert "\nsuccess after 14 turns, return -14.15\n\nEpisode of seed 5" in shown
     assert shown.splitlines()[-1] == "left"
