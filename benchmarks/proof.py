@@ -2,11 +2,11 @@
 
     python benchmarks/proof.py MODEL         a folder with SmolLM2-135M-Instruct; needs vLLM
 
-All weights of the trainer are moved by the same amount: along the gradient of the log-probs of
-four prompts, as Adam would in its first step, or up and down at random. (In the last row a layer is
-shuffled instead.) vLLM gets them, but for one
-layer or for all, which keep the weights of before. Prints the differences of the log-probs that the
-proof looks at: their mean, and the one that a tenth of the tokens exceeds.
+All weights of the trainer are moved by the same amount: along the gradient of the log-probs of four
+prompts, as Adam would in its first step, or up and down at random. (In the last row a layer is
+shuffled instead.) vLLM gets them, but for one layer or for all, which keep the weights of before.
+Prints the differences of the log-probs that the proof looks at: their mean, and the one that a
+tenth of the tokens exceeds.
 freshper/engine_vllm.py has the bounds. docs/gpus.md has the table.
 """
 

@@ -12,7 +12,7 @@ The protocol is one kind of request and two kinds of answers. 500 means that the
 
     POST /retrieve  {"queries": ["who wrote ..."], "topk": 3, "return_scores": true}
     200             {"result": [[{"document": {"contents": "Title\\ntext"}, "score": 0.8}, ...]]}
-    400, 500        {"error": "one sentence"}
+    400, 500        {"error": "one sentence"}; other methods than POST get 501
 
 A training run whose server fails ends with one sentence. Once the server is back, --resume goes on.
 
@@ -54,6 +54,7 @@ FAILURES = (ValueError, TypeError, KeyError, RecursionError, OverflowError, OSEr
 CHECKED = 8
 CLOSE = 0.3
 
+MOST_BYTES = 1 << 28  # of a request
 REQUEST_FORM = (
     "send a JSON object with queries, a list of strings, and topk, a whole number above 0"
 )
@@ -265,7 +266,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def read_request(self) -> tuple[list[str], int]:
         """Return `queries` and `topk`. Raises one of several errors if there are none."""
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        size = int(self.headers["Content-Length"])
+        if not 0 < size <= MOST_BYTES:
+            raise ValueError
+        request = json.loads(self.rfile.read(size))
         queries = request["queries"]
         topk = request.get("topk", 3)
         if not (isinstance(queries, list) and queries and type(topk) is int and topk > 0):
@@ -273,13 +277,14 @@ class Handler(BaseHTTPRequestHandler):
         return [encodable(query) for query in queries], topk
 
     def send(self, status: HTTPStatus, **content: Any) -> None:
-        """Send a JSON object."""
+        """Send a JSON object, unless the client has left."""
         body = json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        with contextlib.suppress(OSError):
+            self.end_headers()
+            self.wfile.write(body)
 
     def log_request(self, *_: object) -> None:
         """Print nothing."""

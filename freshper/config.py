@@ -43,7 +43,10 @@ class Config:
         "hub id, folder or tiny; auto: the preset's, or the paper's if that and a GPU are here",
     )
     slippery: bool = flag(False, "FrozenLake's ice (appendix D: slippery; README.md says where)")
-    max_turns: int = flag(0, "H, replies per episode; 0: the task's (Table 2; CliffWalking: 50)")
+    max_turns: int = flag(
+        0,
+        "H, replies per episode; 0: the task's (Table 2's, CliffWalking 50; its paper preset: 200)",
+    )
     format_penalty: float = flag(0.15, "cost of an unreadable reply (paper: 0; their code: 0.15)")
     data: str = flag(
         "",

@@ -1,6 +1,7 @@
 """What the pages promise: links resolve, commands parse, symbols exist, patches apply and run."""
 
 import copy
+import dataclasses
 import importlib.util
 import json
 import os
@@ -209,6 +210,9 @@ def test_ppo_s_advantages_and_priorities_against_values_computed_one_by_one(
     for _ in range(10):
         trainer.update(episodes)
     priorities = trainer.base_priorities(episodes)
+    resumed = ppo["PPOTrainer"](copy.deepcopy(text_policy), dataclasses.replace(config, lr=1e-4), 9)
+    resumed.load_state_dict(trainer.state_dict())
+    assert resumed.critic_optimizer.param_groups[0]["lr"] == 1e-4
 
     trained = []
     wrapped = Mock(side_effect=lambda *args: trained.append(training_batch(*args)) or trained[0])

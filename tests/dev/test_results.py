@@ -9,14 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from scipy import stats as scipy_stats
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import campaign
 import claims
+import result_figures
 import results
 import waves
+from stats import Effect
 
 ROOT = Path(__file__).parents[2]
 BEST = dict.fromkeys(waves.ARMS, 1.0)
@@ -422,6 +425,16 @@ def test_a_number_or_a_figure_changed_by_hand_is_noticed(pages):
         "README.md",
         "docs/results_frozenlake.png",
     ]
+
+
+def test_what_lies_beyond_an_axis_becomes_an_arrowhead_and_a_number():
+    axes = Figure().subplots()
+    axes.set_xlim(-0.1, 0.5)
+    result_figures.interval(axes, Effect(0.8, 0.3, 1.3, 0.01), 0.0, "red")
+    assert [text.get_text().strip() for text in axes.texts] == ["0.80"]
+    (arrowhead,) = [line for line in axes.lines if line.get_marker() == ">"]
+    assert arrowhead.get_xydata().tolist() == [[0.5, 0.0]]
+    assert {line.get_marker() for line in axes.lines} == {"None", ">"}
 
 
 def test_a_block_that_does_not_exist_is_refused(pages):
