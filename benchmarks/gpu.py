@@ -20,7 +20,7 @@ curves, the tiny models beside the curves of runs on a CPU. The other parts have
 which find no reward, and write replies as long as allowed. Only an entropy bonus (3B-VL: its preset
 has KL terms, too) moves their weights, so that a sync has something to do. There the question is
 whether a sync through the file costs more than 5 % of an iteration. Their replies are shorter than
-the paper presets', and 3B-VL has fewer episodes, so the share in such an iteration is smaller.
+the paper presets', and 3B-VL has fewer episodes. So in a preset's iteration the share is smaller.
 """
 
 import contextlib

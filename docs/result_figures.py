@@ -68,8 +68,7 @@ def interval(axes: Axes, effect: Effect, y: float, color: str, marker: str = "o"
         return
     edge, side = (low, "left") if effect.estimate < low else (high, "right")
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-    words = {"size": 8, "ha": side, "va": "center", "bbox": box}
-    axes.text(edge, y, f"  {effect.estimate:.2f}  ", **words)
+    axes.text(edge, y, f"  {effect.estimate:.2f}  ", size=8, ha=side, va="center", bbox=box)
 
 
 def differ(axes: Axes) -> None:

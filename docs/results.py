@@ -337,7 +337,7 @@ def measured_c(data: Data) -> str:
     without, quarter, ages = [], [], []
     for task in PAIR:
         c = claims.drift_rates(data, task, "no_decay", rate).mean()
-        without.append(f"{1000 / c:.0f}")
+        without.append(f"{1000 / c:,.0f}")
         pair = [data.values(task, arm, rate=rate / 4) for arm in ("freshper --tau 80", "freshper")]
         quarter.append(span(difference(*pair)))
         for arm in (oracle_arm(task), "freshper"):
@@ -361,9 +361,11 @@ def unpaid(data: Data) -> str:
     arm = "freshper --model good"
     starts = [data.curve(run)["eval_success"][0] for run in data.runs("gsm8k", arm)]
     row = ["GSM8K from a good policy", f"{np.mean(starts):.3f}", level(data.values("gsm8k", arm))]
-    for others in (["on_policy"], ["epochs", "per"]):
-        effects = {other: data.effect("gsm8k", arm, f"{other} --model good") for other in others}
+    header = ["success", "start", "FreshPER"]
+    for family in (["on_policy"], ["epochs", "per"]):
+        effects = {other: data.effect("gsm8k", arm, f"{other} --model good") for other in family}
         row += map(judged, claims.judge(effects))
+        header += [f"minus {ARMS[other]}" for other in family]
     rows = [[*row, ""]]
 
     effects = {}
@@ -374,8 +376,7 @@ def unpaid(data: Data) -> str:
         values = data.values(task, "freshper")
         rows.append([NAMES[task], "", level(values), "", "", "", judged(part)])
 
-    minus_it = [f"minus {ARMS[name]}" for name in ("on_policy", "epochs", "per")]
-    return table(("success", "start", "FreshPER", *minus_it, "minus three epochs"), rows)
+    return table([*header, "minus three epochs"], rows)
 
 
 def small(data: Data) -> str:

@@ -16,7 +16,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "freshper": {},
 }
 
-# Table 3; its kl_loss_coef of Default is a range, 0.05 to 0.1
+# Table 3, where the kl_loss_coef of Default is a range, 0.05 to 0.1
 CONFIG_A = {
     "advantage_clip": 0.2,
     "kl_loss_coef": 0.0,

@@ -472,7 +472,7 @@ def test_weights_of_a_model_have_the_same_path_in_each_run(text_policy, vision_p
             os.rmdir(folder)
 
 
-@pytest.mark.parametrize("value", ["5m", "0"])
+@pytest.mark.parametrize("value", ["5m", "0", "-1", "nan"])
 def test_a_wrong_time_limit_is_named(value):
     variables = os.environ | {"FRESHPER_TIMEOUT": value}
     command = [sys.executable, "-c", "import freshper.errors"]

@@ -243,9 +243,11 @@ def test_options_together(name, tmp_path, monkeypatch):
     assert train.main(flags(OPTIONS[name], tmp_path / "run")) == 0
     table = read(tmp_path / "run", "metrics.csv")
     assert not any(np.isinf(column).any() for column in table.values())
+    assert all(e.engine_correction.max() <= 2.0 for e in episodes)
     weights = load_file(tmp_path / "run/checkpoint/model.safetensors").values()
     assert {w.dtype for w in weights} == {torch.float32}
     if name == "mixed precision":
+        assert all(3 <= tau <= 15 for tau in table["tau"][1:])  # one to five iterations
         decay = made["train.ReplayBuffer"].call_args.args[2]
         assert decay.sums[1] > 0 and decay.alpha == 0.3
         policy = load_policy(str(tiny_model("frozenlake_vlm")), "cpu", torch.float32)

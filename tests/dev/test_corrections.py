@@ -2,6 +2,8 @@
 
 import json
 import sys
+from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -38,23 +40,22 @@ def test_a_rival_has_the_gradient_of_the_policy_loss_until_the_policy_moves(name
     assert (gradient(rival, moved) - gradient(policy_loss, moved)).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("error, diverged", [(NonFiniteError("loss"), 1), (OSError("full"), None)])
-def test_only_numbers_that_are_not_finite_count_as_divergence(
-    tmp_path, monkeypatch, error, diverged
-):
-    def fails(*_):
-        raise error
+FAILURES = [
+    (NonFiniteError("loss"), nullcontext(), True),
+    (OSError("full"), pytest.raises(SystemExit, match="1"), False),
+]
 
-    monkeypatch.setattr(train, "train", fails)
-    monkeypatch.setattr(corrections, "summary", lambda _: {"diverged": 1})
-    flags = ["--model=tiny", "--iterations=1"]
-    if diverged:
-        corrections.run(("ppo", 121), tmp_path, flags)
-    else:
-        with pytest.raises(SystemExit, match="1"):
-            corrections.run(("ppo", 121), tmp_path, flags)
+
+@pytest.mark.parametrize("error, ends, diverged", FAILURES)
+def test_only_numbers_that_are_not_finite_count_as_divergence(
+    error, ends, diverged, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(train, "train", Mock(side_effect=error))
+    monkeypatch.setattr(corrections, "summary", lambda _: {})
+    with ends:
+        corrections.run(("ppo", 121), tmp_path, ["--model=tiny", "--iterations=1"])
     stopped = corrections.folder_of(tmp_path, "ppo", 121) / "stopped.txt"
-    assert stopped.exists() == bool(diverged)
+    assert stopped.exists() == diverged
 
 
 def test_a_run_with_other_settings_is_not_taken_for_the_new_one(tmp_path, monkeypatch, capsys):
