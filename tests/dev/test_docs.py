@@ -186,6 +186,29 @@ def test_a_fork_runs_under_its_own_name(forks, name):
         assert not np.allclose(priorities, np.abs(returns) + config["epsilon"])
 
 
+def test_in_a_fork_the_other_methods_stay_as_they_are(forks, tmp_path):
+    trees = {"main": ROOT, "ppo": forks["ppo"], "group_advantage": forks["group_advantage"]}
+    tables = {}
+    for name, tree in trees.items():
+        words = [sys.executable, "train.py", "--env=frozenlake", *SHORT, "--out", tmp_path / name]
+        subprocess.run(words, cwd=tree, check=True)
+        tables[name] = read(tmp_path / name, "metrics.csv")
+
+    for column, values in tables.pop("main").items():
+        if not column.endswith("_s"):
+            for table in tables.values():
+                np.testing.assert_array_equal(table[column], values, column)
+
+
+@pytest.mark.parametrize("name", ["ppo", "group_advantage"])
+def test_a_fork_refuses_a_base_priority_beside_its_own(forks, name, tmp_path):
+    flags = f"--env=frozenlake --method={name} --base_priority=reward".split()
+    words = [sys.executable, "train.py", *flags, "--out", tmp_path / "run"]
+    process = subprocess.run(words, cwd=forks[name], capture_output=True, text=True)
+    because = f"--base_priority is reward, but has no effect with --method {name}"
+    assert process.returncode == 2 and because in process.stderr
+
+
 def test_with_the_buffer_s_maximum_a_fork_trains_less_on_what_is_drawn_often(forks, tmp_path):
     """At epsilon 1e-6 a success is drawn thousands of times as often as a failure."""
     flags = "--env frozenlake --method per --epsilon 1e-6".split()
