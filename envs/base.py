@@ -208,8 +208,11 @@ PROMISES = {
     "actions": WORDS,
     "words": WORDS,
     "metrics": WORDS,
+    "settings": WORDS,
     "warm_start": "a tuple of pairs of whole numbers above 0",
     "random_reply()": "a string",
+    "optimal_reply()": "a string",
+    "baselines()": "a dict with the success of the `random` policy",
     "reset()": f"{SHOWN}, as observe() returns it, and a dict",
     "step()": f"{SHOWN}, a finite number below 1e30, two bools, and a dict with `success`, a bool",
 }
@@ -221,13 +224,15 @@ def keeps(part: str, value: Any) -> bool:
     match part, value:
         case "max_turns" | "layers", int():
             return value > 0
-        case "actions" | "words" | "metrics", tuple():
+        case "actions" | "words" | "metrics" | "settings", tuple():
             return all(isinstance(word, str) and word for word in value)
         case "warm_start", tuple():
             return all(keeps("pair", pair) for pair in value)
         case "pair", [int(batches), int(turns)]:
             return batches > 0 and turns > 0
-        case "random_reply()", str():
+        case "random_reply()" | "optimal_reply()", str():
+            return True
+        case "baselines()", {"random": _}:
             return True
         case "reset()", [observation, dict()]:
             return keeps("observation", observation)
@@ -239,7 +244,7 @@ def keeps(part: str, value: Any) -> bool:
             {"success": int() | np.bool_()},
         ]:
             return keeps("observation", observation) and keeps("number", reward)
-        case "number", int() | float() | np.floating():
+        case "number", int() | float() | np.integer() | np.floating():
             return bool(-1e30 < value < 1e30)
         case "observation", Observation(str(), tuple() | list() as images):
             return all(
@@ -264,6 +269,12 @@ def checked(env: TextEnv, part: str, value: Any) -> Any:
     return value
 
 
+def require_read(env: TextEnv, part: str, reply: str, info: dict) -> None:
+    """Raise ValueError if `step` could not read a reply of the task's own."""
+    sentence = f"step() could not read {reply!r} of {part}: its `valid` is False"
+    require(info.get("valid", True), env, sentence)
+
+
 def check_environment(env: TextEnv) -> None:
     """Check a task and play a few episodes, each twice.
 
@@ -274,7 +285,7 @@ def check_environment(env: TextEnv) -> None:
     require(type(env).step is not TextEnv.step, env, "step() is missing")
     require(hasattr(env, "observe"), env, "observe() is missing")
 
-    for field in ("max_turns", "layers", "actions", "words", "metrics", "warm_start"):
+    for field in ("max_turns", "layers", "actions", "words", "metrics", "settings", "warm_start"):
         checked(env, field, getattr(env, field))
     if type(env).random_reply is TextEnv.random_reply:
         sentence = "actions is empty, but the random policy chooses from them"
@@ -287,6 +298,13 @@ def check_environment(env: TextEnv) -> None:
         repeatable = checked_episode(env, seed) == checked_episode(env, seed)
         advice = "all that is random must follow from the seed"
         require(repeatable, env, f"reset(seed={seed}) began two different episodes, but {advice}")
+    if hasattr(env, "optimal_reply"):
+        env.reset(seed=0)
+        reply = checked(env, "optimal_reply()", env.optimal_reply())
+        *_, info = env.step(reply)
+        require_read(env, "optimal_reply()", reply, info)
+    checked(env, "baselines()", env.baselines(EVAL_SEEDS))
+
     env.reset(seed=0)
     try:
         result = env.step("a reply without an action")
@@ -311,8 +329,7 @@ def checked_episode(env: TextEnv, seed: int) -> list:
         sentence = f"step() has the metrics {metrics!r:.80}, but must have a number for each of "
         has_numbers = complete and all(keeps("number", value) for value in metrics.values())
         require(has_numbers, env, f"{sentence}{env.metrics}")
-        sentence = f"step() could not read {reply!r} of random_reply(): its `valid` is False"
-        require(info.get("valid", True), env, sentence)
+        require_read(env, "random_reply()", reply, info)
         shown += [content(observation), results, info["success"]]
         if any(results[1:]):
             return shown

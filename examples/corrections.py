@@ -8,8 +8,9 @@ those of the settings.
 
     python examples/corrections.py --seeds 121 122 123 --iterations 100
 
-Any flag of train.py may follow. The script trains each on text FrozenLake with FreshPER, two runs
-at a time, and prints the table of compare.py.
+Any flag of train.py may follow; its clips (--ratio_clip, --dual_clip) change PPO alone. The script
+trains each on text FrozenLake with FreshPER, two runs at a time, and prints the table of
+compare.py.
 """
 
 import argparse
@@ -69,7 +70,7 @@ def icepop(rho: Tensor, advantages: Tensor, action_mask: Tensor) -> Tensor:
 def gspo(rho: Tensor, advantages: Tensor, action_mask: Tensor) -> Tensor:
     """Return PPO's objective with one ratio per episode, the geometric mean of its tokens', [B, T]
     (GSPO-token, arXiv 2507.18071: its gradient is that of the token). GSPO's own clip of 4e-4 would
-    silence every replayed episode; CLIP is PPO's."""
+    silence every replayed episode; CLIP is PPO's default."""
     log_rho = torch.where(action_mask, rho.log(), 0.0)
     of_episode = (log_rho.sum(-1) / action_mask.sum(-1)).exp().detach()[:, None]  # [B, 1]
     s = of_episode * rho / rho.detach()
@@ -91,7 +92,10 @@ def corrected_loss(
     scale: float,
     **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return what `policy_loss` does, with another objective of a token."""
+    """Return what `policy_loss` does, with another objective of a token.
+
+    --ratio_clip and --dual_clip have no part in it. `clipped` is the share of tokens that PPO's
+    clip of 0.2 would stop."""
     arguments = (logprobs, behavior_logprobs, advantages, action_mask, weights)
     _, stats = policy_loss(*arguments, batch_size=batch_size, scale=scale)
     # KL terms and the entropy bonus do not depend on the advantages.

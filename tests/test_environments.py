@@ -215,7 +215,7 @@ class OwnReset(TextEnv):
     def step(self, reply):
         self.tries += 1
         success = reply == f"<answer>{self.number}</answer>"
-        return self.observe(), int(success), success, self.tries == 2, {"success": success}
+        return self.observe(), np.int64(success), success, self.tries == 2, {"success": success}
 
 
 def unseeded(_):
@@ -226,6 +226,11 @@ def returns(reward=0.0, ended=True, **info):
     """Return a method `step` of one result."""
     info = info or {"success": False}
     return lambda env, _: (env.observe(), reward, ended, False, info.get("info", info))
+
+
+def reads_tags(env, reply):
+    *results, info = Guess.step(env, reply)
+    return (*results, info | {"valid": parse_action(reply, env.actions) is not None})
 
 
 def forgets_the_unreadable(env, reply):
@@ -258,11 +263,18 @@ BROKEN = [
     ({"metrics": "tries"}, f"metrics is 'tries', {A_TUPLE}"),
     ({"metrics": ("step",)}, "metrics has the name 'step', which something else has"),
     ({"metrics": ("turns",)}, "metrics has the name 'turns', which something else has"),
+    ({"settings": ("data")}, f"settings is 'data', {A_TUPLE}"),
     ({"warm_start": (60, 2)}, r"warm_start is \(60, 2\), but must be a tuple of pairs of whole"),
     ({"warm_start": ((60, 0),)}, r"warm_start is \(\(60, 0\),\), but must be a tuple of pairs"),
     ({"max_turns": "2"}, "max_turns is '2', but must be a whole number above 0"),
     ({"layers": 2.0}, "layers is 2.0, but must be a whole number above 0"),
     ({"random_reply": lambda *_: None}, r"random_reply\(\) is None, but must be a string"),
+    ({"optimal_reply": lambda _: None}, r"optimal_reply\(\) is None, but must be a string"),
+    (
+        {"optimal_reply": lambda _: "4", "step": reads_tags},
+        r"step\(\) could not read '4' of optimal_reply\(\): its `valid` is False",
+    ),
+    ({"baselines": lambda *_: 0.1}, r"baselines\(\) is 0.1, but must be a dict with the success"),
     ({"actions": ("Süd",)}, r"random_reply\(\) returned '<answer>Süd</answer>', of which .* ASCII"),
     (
         {"random_reply": lambda *_: "9<answer>1</answer>"},

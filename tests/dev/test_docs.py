@@ -199,6 +199,9 @@ def test_in_a_fork_the_other_methods_stay_as_they_are(forks, tmp_path):
             for table in tables.values():
                 np.testing.assert_array_equal(table[column], values, column)
 
+    words = [sys.executable, "train.py", "--resume", tmp_path / "main", "--iterations=2"]
+    subprocess.run(words, cwd=forks["group_advantage"], check=True)
+
 
 @pytest.mark.parametrize("name", ["ppo", "group_advantage"])
 def test_a_fork_refuses_a_base_priority_beside_its_own(forks, name, tmp_path):
