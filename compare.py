@@ -365,7 +365,8 @@ def write_results(args: argparse.Namespace, results: Results) -> None:
     print(text)
 
     config = config_of(folder_of(args.out, rows[0]["arm"], rows[0]["seed"]))
-    title = f"{config.task()}, preset {args.preset}\nseeds {' '.join(map(str, args.seeds))}"
+    seeds = " ".join(map(str, dict.fromkeys(args.seeds)))
+    title = f"{config.task()}, preset {args.preset}\nseeds {seeds}"
     levels = {}
     if args.metric == "success":
         levels = baselines(config.make_env(), config.eval_episodes)
@@ -400,8 +401,13 @@ def check(args: argparse.Namespace, arms: list[str], flags: list[str]) -> None:
         name = word.partition("=")[0]
         if name.startswith("--") and all(name in re.split("[ =]", arm) for arm in arms):
             raise ValueError(f"{word} has no effect, because every arm sets {name}")
-    for job in product(arms, args.seeds):
-        checked(args.env, *job, folder_of(args.out, *job), flags)
+    arm_of: dict[Path, str] = {}
+    for arm, seed in product(arms, args.seeds):
+        folder = folder_of(args.out, arm, seed)
+        checked(args.env, arm, seed, folder, flags)
+        other = arm_of.setdefault(folder, arm)
+        if other != arm:
+            raise ValueError(f"--arm is {arm}, but must not have the folder of {other}, {folder}")
 
     metrics = ("success", *ENVS[args.env]().metrics)
     if args.metric not in metrics:

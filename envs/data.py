@@ -22,6 +22,7 @@ import tarfile
 import textwrap
 import zipfile
 from collections.abc import Callable
+from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -92,13 +93,19 @@ class QuestionEnv(TextEnv):
 
 
 def select_fields(row: dict, fields: tuple[str, ...]) -> dict:
-    """Return the fields of a row. Raises ValueError if one is missing or empty, or has tokens."""
+    """Return the fields of a row. Raises ValueError if one is missing or empty, a date, or has
+    tokens."""
     values = {name.lower(): value for name, value in row.items() if name.lower() in fields}
     for name in fields:
         value = values.get(name)
         text = str(value)
         if value in (None, []) or not text.strip():
             raise ValueError(f"the field {name} is missing or empty, the row has {', '.join(row)}")
+        # JSON has no dates: `datasets` has made them of a column of texts that all look like one.
+        if any(isinstance(part, date) for part in (value if isinstance(value, list) else [value])):
+            raise ValueError(
+                f"the field {name} is the date {text}, but must be text, as in Parquet"
+            )
         # The bytes of an image may hold anything.
         if name != "image" and re.search(r"<\|\w+\|>", text):
             raise ValueError(f"the field {name} must not hold tokens such as <|im_end|>")

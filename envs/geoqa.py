@@ -2,7 +2,7 @@
 
 Paper: appendix D, "GeoQA" (VLM). It does not say which version it used.
 Data: the fields `image`, `problem` and `solution` (`<answer> 145° </answer>`) of
-`leonardPKU/GEOQA_R1V_Train_8K`.
+`leonardPKU/GEOQA_R1V_Train_8K`. If `image` is a path, it counts from the working directory.
 
 A reply's answer is the letter of a choice, a value (envs/answer_parsing.py), or both, as "B) 60°".
 It is right if it shares the letter, the text or the value with the gold answer and contradicts none

@@ -164,7 +164,8 @@ class Report:
 
     def iterations(self) -> Iterator[int]:
         """Yield the numbers of the iterations to come, with a progress bar."""
-        # Remove rows that a killed run wrote after its checkpoint: they will be written again.
+        # The tables have the rows of the checkpoint, no more: a killed run may have written others.
+        self._write_metrics()
         path = self.folder / "replay.csv"
         if self.replayed:
             os.truncate(path, self.replayed)

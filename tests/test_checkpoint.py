@@ -222,6 +222,15 @@ def test_a_table_without_the_rows_of_the_checkpoint_is_not_gone_on_with(copy, ca
     assert (copy / "metrics.csv").read_text() == before
 
 
+@pytest.mark.parametrize("left", [None, 1, 4])
+def test_rows_lost_from_metrics_csv_are_written_again(copy, finished, left):
+    table = copy / "metrics.csv"
+    lines = table.read_text().splitlines(keepends=True)
+    table.unlink() if left is None else table.write_text("".join(lines[:left]))
+    assert resume(copy) == 0
+    assert contents(copy) == contents(finished)
+
+
 def test_what_cannot_be_read_is_not_damaged(copy, capsys):
     (copy / "checkpoint/state.pt").rename(copy / "state.pt")
     (copy / "checkpoint/state.pt").mkdir()

@@ -91,6 +91,15 @@ def test_a_flag_that_every_arm_sets_is_refused(tmp_path, monkeypatch, capsys):
     assert "--lr has no effect, because every arm sets --lr" in capsys.readouterr().err
 
 
+def test_two_arms_with_one_folder_are_refused(tmp_path, monkeypatch, capsys):
+    arms = ["--arm", "freshper --epsilon 1e-3", "--arm", "freshper --epsilon 1e+3"]
+    with pytest.raises(SystemExit, match="2"):
+        call(monkeypatch, tmp_path / "out", *arms)
+    sentence = "--arm is freshper --epsilon 1e+3, but must not have the folder of freshper --eps"
+    assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_interrupted_run_goes_on_and_a_failed_one_ends_the_comparison(tmp_path, monkeypatch):
     commands = []
     done = subprocess.CompletedProcess([], 1, "stopped: no disk", "")

@@ -104,6 +104,10 @@ BAD = {  # file: content, a part of the sentence
     "images/train.tar": ("hello", "ReadError"),
     "cut.jsonl.gz": (gzip.compress(b"hello" * 99)[:-9], "EOFError"),
     "blank.jsonl": ([*ROWS[:3], {"question": " \n", "answer": "1"}], EMPTY.format("question")),
+    "dates.jsonl": (
+        [{"question": f"When was {k}?", "answer": f"1990-01-0{k}"} for k in range(1, 6)],
+        "row 1: the field answer is the date 1990-01-01 00:00:00, but must be text",
+    ),
     "null.parquet": ([*ROWS[:3], {"question": "1", "answer": None}], EMPTY.format("answer")),
     "missing.json": (
         [{"question": "1", "a": "1"}],
