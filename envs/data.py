@@ -101,11 +101,11 @@ def select_fields(row: dict, fields: tuple[str, ...]) -> dict:
         text = str(value)
         if value in (None, []) or not text.strip():
             raise ValueError(f"the field {name} is missing or empty, the row has {', '.join(row)}")
-        # JSON has no dates: `datasets` has made them of a column of texts that all look like one.
-        if any(isinstance(part, date) for part in (value if isinstance(value, list) else [value])):
-            raise ValueError(
-                f"the field {name} is the date {text}, but must be text, as in Parquet"
-            )
+        # `datasets` makes dates of a JSON column in which every text looks like one.
+        parts = value if isinstance(value, list) else [value]
+        if any(isinstance(part, date) for part in parts):
+            allowed = "text: a Parquet file keeps it"
+            raise ValueError(f"the field {name} is the date {text}, but must be {allowed}")
         # The bytes of an image may hold anything.
         if name != "image" and re.search(r"<\|\w+\|>", text):
             raise ValueError(f"the field {name} must not hold tokens such as <|im_end|>")
