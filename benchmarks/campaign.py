@@ -462,6 +462,18 @@ def record(folder: Path, row: Row, curve: list[Row], entries: list[Row]) -> None
         write(runs, table(COLUMNS, [*rows, row]).encode())
 
 
+def forget(folder: Path, runs: set[Run]) -> None:
+    """Remove the rows of runs, so that they are made again."""
+    with locked(folder):
+        # The rows of runs.csv go first: a run that has one is done.
+        path = folder / "runs.csv"
+        rows = [row for row in waves.read_rows(path) if waves.key(row) not in runs]
+        write(path, table(COLUMNS, rows).encode())
+        path = folder / "runs_curves.csv.gz"
+        rows = [row for row in waves.read_rows(path) if waves.key(row) not in runs]
+        write(path, gzip.compress(table(CURVE_COLUMNS, rows).encode(), mtime=0))
+
+
 def mark_waves(folder: Path, members: dict[Run, list[int]]) -> None:
     """Write into the rows that are there to which waves their runs belong."""
     with locked(folder):
@@ -557,6 +569,24 @@ def print_list(campaign: Campaign, selected: list[int], only: str, jobs: int) ->
     print(f"\n{total / 3600:.1f} CPU hours left, {total / 3600 / jobs:.1f} hours at --jobs {jobs}")
 
 
+def make_start(campaign: Campaign, members: dict[Run, list[int]]) -> None:
+    """Make the run whose final policy `--model good` stands for, unless it is there.
+
+    Another machine may round otherwise and end with another policy. Then the runs that began with
+    the old one are made again."""
+    good = waves.good_run(campaign.best()[0])
+    if (campaign.folder(good) / "checkpoint").exists():
+        return
+    before = {waves.key(row): row["evaluations"] for row in campaign.rows()}
+    campaign.make(good, members[good])
+
+    after = {waves.key(row): row["evaluations"] for row in campaign.rows()}
+    others = {run for run in before if "--model good" in run.arm}
+    if good in before and before[good] != after[good] and others:
+        print(f"{good.name} has another policy: {len(others)} runs from it are made again")
+        forget(campaign.data, others)
+
+
 def make_all(campaign: Campaign, selected: list[int], only: str, jobs: int) -> None:
     """Make the runs of the selected waves that have no row yet, wave by wave.
 
@@ -568,7 +598,6 @@ def make_all(campaign: Campaign, selected: list[int], only: str, jobs: int) -> N
             raise ValueError(f"--wave is {wave}, but must be {tuning} first, which tunes its arms")
         members = members_of(known)
         mark_waves(campaign.data, members)
-
         done = {waves.key(row) for row in campaign.rows()}
         runs = [run for run in known[wave] if run not in done and re.search(only, run.name)]
         if any(run.task == "small" for run in runs) and not campaign.smollm2.is_dir():
@@ -578,9 +607,9 @@ def make_all(campaign: Campaign, selected: list[int], only: str, jobs: int) -> N
         print(f"wave {wave}, {QUESTIONS[wave]}: {len(runs)} runs to make", flush=True)
         if any("--model good" in run.arm for run in runs):
             # They start from its policy, which is not in the tables.
-            good = waves.good_run(campaign.best()[0])
-            if not (campaign.folder(good) / "checkpoint").exists():
-                campaign.make(good, members[good])
+            make_start(campaign, members)
+            done = {waves.key(row) for row in campaign.rows()}
+            runs = [run for run in known[wave] if run not in done and re.search(only, run.name)]
 
         with ThreadPoolExecutor(jobs) as pool:
             futures = [pool.submit(campaign.make, run, members[run]) for run in runs]

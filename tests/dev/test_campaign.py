@@ -263,21 +263,35 @@ def test_a_run_that_another_commit_began_is_refused(tmp_path):
     assert not begun.folder(run).exists()
 
 
-def test_a_policy_to_start_from_that_is_gone_is_made_again(tmp_path, monkeypatch):
-    made = []
-    monkeypatch.setattr(campaign.Campaign, "make", lambda self, run, waves: made.append(run))
+@pytest.mark.parametrize("evaluations, remade", [("0.3 0.9", [503]), ("0.3 0.8", [501, 502, 503])])
+def test_a_policy_to_start_from_that_is_gone_is_made_again(
+    tmp_path, monkeypatch, evaluations, remade
+):
+    """If it is another one, on another machine, so are the runs that began with the old one."""
     whole = campaign.Campaign(tmp_path / "out", tmp_path)
     good = waves.good_run(BEST)
+    made = []
+
+    def make(self, run, numbers):
+        made.append(run)
+        (self.folder(run) / "checkpoint").mkdir(parents=True)
+        row = a_row(run, **levels) | {"evaluations": evaluations}
+        campaign.record(self.data, row, [], [])
+
+    monkeypatch.setattr(campaign.Campaign, "make", make)
     levels = {"final": "0.5", "random": "0.2", "optimal": "1", "waves": "1"}
-    rows = [a_row(run, **levels) for run in (*ALL[1], good)]
+    done = [run for run in ALL[5] if "--model good" in run.arm and run.seed < 503]
+    rows = [a_row(run, **levels) for run in (*ALL[1], good, *done)]
+    for row in rows:
+        row["evaluations"] = "0.3 0.9"
     (tmp_path / "runs.csv").write_text(campaign.table(campaign.COLUMNS, rows))
 
-    campaign.make_all(whole, [5], "model-good-x1-seed501", jobs=1)
-    assert made[0] == good and [run.seed for run in made] == [403, 501, 501, 501, 501]
+    only = "model-good-x1-seed50[123]"
+    campaign.make_all(whole, [5], only, jobs=1)
+    assert made[0] == good and sorted(run.seed for run in made[1:]) == sorted(remade * 4)
     made.clear()
-    (whole.folder(good) / "checkpoint").mkdir(parents=True)
-    campaign.make_all(whole, [5], "model-good-x1-seed501", jobs=1)
-    assert [run.seed for run in made] == [501, 501, 501, 501]
+    campaign.make_all(whole, [5], only, jobs=1)
+    assert made == []
 
 
 # -- controls
