@@ -83,17 +83,23 @@ SUCCESS = 0.6  # of the time to a success
 AT_LEAST = "at least"  # a run never has that success
 
 
-def arm_name(arm: str) -> str:
-    """Return an arm in words, such as "FreshPER (beta 0.4)"."""
-    first, *flags = re.split(r" --| \+", arm)
+def arm_words(arm: str) -> list[str]:
+    """Return the flags of an arm in words, such as ["beta 0.4", "constant rate"]."""
     words = []
-    for flag in flags:
+    for flag in re.split(r" --| \+", arm)[1:]:
         name, _, value = flag.partition(" ")
         if flag in WORDS:
             words.append(WORDS[flag])
         else:
             words.append(f"{WORDS.get(name, name)} {value}".strip())
-    return f"{ARMS[first]} ({', '.join(words)})" if words else ARMS[first]
+    return words
+
+
+def arm_name(arm: str) -> str:
+    """Return an arm in words, such as "FreshPER (beta 0.4)"."""
+    name = ARMS[arm.split()[0]]
+    words = arm_words(arm)
+    return f"{name} ({', '.join(words)})" if words else name
 
 
 class MissingError(Exception):

@@ -21,7 +21,7 @@ from freshper.priority import exponential_decay, reward_priority
 # Colors that people who are color-blind can tell apart (Okabe and Ito).
 SUCCESS = "#0072b2"
 FAILURE = "#d55e00"
-PER = "#8a8a8a"
+PER = "#9C6500"  # FreshPER without decay, as in the figures of the results
 OLDEST = 80
 
 

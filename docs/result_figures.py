@@ -4,13 +4,12 @@ docs/results.py draws them. A method has one colour everywhere: the paper's thre
 Fig. 3. At half the width of a page the letters are as large as the text.
 """
 
-import re
 from collections.abc import Sequence
 from textwrap import fill
 
 import claims
 import numpy as np
-from claims import ARMS, FACTOR_REFERENCES, NAMES, Data, arm_name
+from claims import ARMS, FACTOR_REFERENCES, NAMES, Data, arm_words
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.stats import ttest_1samp
@@ -57,6 +56,7 @@ def interval(axes: Axes, effect: Effect, y: float, color: str, marker: str = "o"
     axis becomes an arrowhead there, and the estimate a number."""
     low, high = axes.get_xlim()
     style = {"color": color, "markersize": 5}
+    size = {"markersize": 10, "markeredgewidth": 2.5} if marker == "|" else {}
     axes.plot([effect.low, effect.high], [y, y], color=color, linewidth=2)
     if effect.low < low:
         axes.plot(low, y, "<", clip_on=False, zorder=5, **style)
@@ -64,7 +64,7 @@ def interval(axes: Axes, effect: Effect, y: float, color: str, marker: str = "o"
         axes.plot(high, y, ">", clip_on=False, zorder=5, **style)
 
     if low <= effect.estimate <= high:
-        axes.plot(effect.estimate, y, marker, **style)
+        axes.plot(effect.estimate, y, marker, **(style | size))
         return
     edge, side = (low, "left") if effect.estimate < low else (high, "right")
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
@@ -99,12 +99,13 @@ def main(data: Data) -> Figure:
     grid = figure.add_gridspec(4, 3)
     for number, task in enumerate(TASKS):
         axes = figure.add_subplot(grid[number // 3, number % 3])
-        axes.set(title=NAMES[task], xlim=(-0.03, 1.03), xticks=(0.0, 0.5, 1.0))
+        axes.set(title=NAMES[task], xlim=(-0.07, 1.07), xticks=(0.0, 0.5, 1.0))
         for row, arm in enumerate(FOREST):
             values = data.values(task, arm)
-            axes.plot(values, np.full(5, -row - 0.3), ".", color=COLORS[arm], markersize=3)
-            interval(axes, contrast([values], [1.0]), -row, COLORS[arm])
-        axes.axvline(data.values(task, FOREST[0], "random")[0], color="black", linestyle=":")
+            axes.plot(values, np.full(5, -row - 0.28), ".", color=COLORS[arm], markersize=6)
+            interval(axes, contrast([values], [1.0]), -row + 0.14, COLORS[arm], "|")
+        level = data.values(task, FOREST[0], "random")[0]
+        axes.axvline(level, color="black", linestyle=":", linewidth=1, zorder=0)
         name_rows(axes, [ARMS[arm] for arm in FOREST] if number % 3 == 0 else [""] * len(FOREST))
 
     axes = figure.add_subplot(grid[3, :])
@@ -218,32 +219,35 @@ def freshness(data: Data) -> Figure:
 
 def tau(data: Data) -> Figure:
     """Success against tau, a curve per drift. Vertical lines: 1/c, measured at tau 20."""
-    figure = new_figure(4.2)
+    figure = new_figure(5.0)
     panels = figure.subplots(1, 2, sharey=True)
     rate = data.rate("freshper")
     arms = ("freshper --tau 5", "freshper", "freshper --tau 80", "no_decay")
+    # label, factor, how the inside of a mark looks, line, shift to the side
     shown = (
-        ("best learning rate", rate, COLORS["freshper"], -0.08),
-        ("a quarter of it", rate / 4, "black", 0.08),
+        ("best learning rate", rate, "full", "-", -0.08),
+        ("a quarter of it", rate / 4, "none", "--", 0.08),
     )
     for axes, task in zip(panels, PAIR, strict=True):
         measured = []
-        for label, factor, color, aside in shown:
+        for label, factor, inside, line, aside in shown:
             effects = [contrast([data.values(task, arm, rate=factor)], [1.0]) for arm in arms]
             means = [effect.estimate for effect in effects]
             half = [effect.high - effect.estimate for effect in effects]
             places = np.array([0, 1, 2, NO_DECAY_AT]) + aside
-            axes.errorbar(places[:3], means[:3], half[:3], fmt="o-", capsize=3, color=color)
-            without = COLORS["no_decay"] if factor == rate else color
-            axes.errorbar(places[3:], means[3:], half[3:], fmt="o", capsize=3, color=without)
-            axes.plot([], [], "o-", color=color, label=label)
+            style = {"capsize": 3, "fillstyle": inside}
+            ours, theirs = COLORS["freshper"], COLORS["no_decay"]
+            form = f"o{line}"
+            axes.errorbar(places[:3], means[:3], half[:3], fmt=form, color=ours, **style)
+            axes.errorbar(places[3:], means[3:], half[3:], fmt="o", color=theirs, **style)
+            axes.plot([], [], form, color=ours, fillstyle=inside, label=f"FreshPER, {label}")
 
             # If KL does not grow with age there is none.
             c = claims.drift_rates(data, task, "freshper", factor).mean() / 1000.0
             measured.append(f"{1 / c:.0f}" if c > 0 else "none")
             place = np.log(1 / c / 5) / np.log(4) if c > 0 else np.inf
             if place < NO_DECAY_AT - 0.5:
-                axes.axvline(place, color=color, linestyle=":")
+                axes.axvline(place, color=ours, linestyle=":", alpha=1.0 if line == "-" else 0.5)
 
         others = ("freshper --tau auto", oracle_arm(task), "freshper +shuffled")
         for place, arm in enumerate(others, start=NO_DECAY_AT + 1):
@@ -255,9 +259,10 @@ def tau(data: Data) -> Figure:
         title = f"{NAMES[task]}\n1/c: {measured[0]} and {measured[1]} steps"
         axes.set(title=title, xlabel="tau, steps")
     panels[0].set_ylabel("held-out success")
-    panels[0].plot([], [], "s", color=OTHER, label="best rate, other arms")
-    panels[0].plot([], [], ":", color="black", label="1/c at tau 20")
-    legend(figure, panels[0], columns=2)
+    panels[0].plot([], [], "o", color=COLORS["no_decay"], label=ARMS["no_decay"])
+    panels[0].plot([], [], "s", color=OTHER, label="other arms, best rate")
+    panels[0].plot([], [], ":", color=COLORS["freshper"], label="1/c at tau 20 (pale: a quarter)")
+    legend(figure, panels[0], columns=1)
     return figure
 
 
@@ -271,7 +276,7 @@ def drift(data: Data) -> Figure:
         runs = data.runs(task, oracle_arm(task))
         entries = [entry for run in runs for entry in data.entries[run]]
         ages, drifts = np.array([[e["age"], e["drift"]] for e in entries], float).T
-        axes.plot(ages, drifts, ".", color="black", markersize=2, alpha=0.3)
+        axes.plot(ages, drifts, ".", color=OTHER, markersize=2, alpha=0.5)
         axes.set(title=NAMES[task], xlabel="age, steps", yscale="symlog", ylim=(0, None))
         axes.set_ylabel("drift, nats" if column == 0 else "")
 
@@ -282,10 +287,10 @@ def drift(data: Data) -> Figure:
         if task in PAIR:
             of_entries = data.values(task, oracle_arm(task), "age_r2")
             ranks = data.values(task, oracle_arm(task), "age_rank")
-            axes.plot(of_entries, np.full(5, -row), "s", color="black", alpha=0.6)
+            axes.plot(of_entries, np.full(5, -row), "s", color=OTHER, alpha=0.6)
             axes.plot(ranks, np.full(5, -0.2 - row), "^", color=OTHER, alpha=0.6)
     axes.plot([], [], "o", color=COLORS["freshper"], label="R², means of 11 ages")
-    axes.plot([], [], "s", color="black", label="R², each episode")
+    axes.plot([], [], "s", color=OTHER, label="R², each episode")
     axes.plot([], [], "^", color=OTHER, label="rank correlation, each episode")
     name_rows(axes, [NAMES[task] for task in TASKS])
     axes.set_xlabel("age as a prediction of drift, a mark per run")
@@ -296,29 +301,34 @@ def drift(data: Data) -> Figure:
 # -- 7. which settings matter?
 
 
-def setting(arm: str) -> str:
-    """Return the settings of an arm in words. FreshPER is not named."""
-    return re.sub(r"^FreshPER \((.*)\)$", r"\1", arm_name(arm))
+def changed(arm: str, other: str) -> str:
+    """Return what an arm changes of another one, such as "constant rate (both beta 0.4)". The
+    method is named unless it is FreshPER."""
+    words = arm_words(arm)
+    shared = arm_words(other)
+    text = ", ".join(word for word in words if word not in shared)
+    method = ARMS[arm.split()[0]]
+    if method != ARMS["freshper"]:
+        text = f"{method}: {text}"
+    return f"{text} (both {', '.join(shared)})" if shared else text
 
 
 def factors(data: Data) -> Figure:
     """One-factor intervals on text FrozenLake."""
-    figure = new_figure(5.6)
+    figure = new_figure(7.0)
     axes = figure.subplots()
     axes.set_xlim(-0.25, 0.15)
     differ(axes)
     for row, (arm, other) in enumerate(FACTOR_REFERENCES.items()):
         effect = data.effect("frozenlake", arm, other)
         interval(axes, effect, -row, COLORS[arm.split()[0]])
-    names = []
-    for arm, other in FACTOR_REFERENCES.items():
-        plain = other == arm.split()[0]
-        words = setting(arm) if plain else f"{setting(arm)} minus {setting(other)}"
-        names.append(fill(words, 32))
-    name_rows(axes, names)
+    for arm in ("freshper", "per", "on_policy"):
+        axes.plot([], [], "o-", color=COLORS[arm], label=ARMS[arm])
+    pairs = FACTOR_REFERENCES.items()
+    name_rows(axes, [fill(changed(arm, other), 27) for arm, other in pairs])
     axes.set_xticks([-0.2, -0.1, 0.0, 0.1])
-    axes.tick_params(axis="y", labelsize=8)
-    axes.set_xlabel("difference of success")
+    axes.set_xlabel("success: changed minus unchanged")
+    legend(figure, axes)
     return figure
 
 
@@ -327,11 +337,12 @@ def factors(data: Data) -> Figure:
 
 def pays(data: Data) -> Figure:
     """Time until a success, relative to FreshPER's, against the cost of an episode."""
-    figure = new_figure(3.6)
-    panels = figure.subplots(1, 2, sharey=True)
+    figure = new_figure(6.0)
+    panels = figure.subplots(2, 2, sharex=True, sharey=True)
+    first = panels[0, 0]
     for arm in ("epochs", "on_policy"):
-        panels[0].plot([], [], color=COLORS[arm], label=ARMS[arm])
-    for axes, task in zip(panels, PAIR, strict=True):
+        first.plot([], [], color=COLORS[arm], label=ARMS[arm])
+    for axes, task in zip(panels.flat, (*PAIR, "aime", "geoqa"), strict=True):
         ours, _ = claims.episodes_needed(data, task, "freshper")
         ours_s = claims.seconds_per_episode(data, task, "freshper")
         for arm in ("epochs", "on_policy"):
@@ -346,10 +357,12 @@ def pays(data: Data) -> Figure:
                 low, high = np.exp(ratio.low) * of_costs, np.exp(ratio.high) * of_costs
                 axes.fill_between(COSTS, low, high, alpha=0.2, **style)
         axes.axhline(1.0, color=COLORS["freshper"], linewidth=2, label="FreshPER")
-        axes.set(title=NAMES[task], xscale="log", xlabel="x, seconds per episode")
-    panels[0].plot([], [], "--", color="black", label=claims.AT_LEAST)
-    panels[0].set_ylabel(f"time to success {claims.SUCCESS:g}, FreshPER = 1")
-    legend(figure, panels[0])
+        axes.set(title=NAMES[task], xscale="log")
+    first.plot([], [], "--", color="black", label=claims.AT_LEAST)
+    for axes in panels[1]:
+        axes.set_xlabel("x, seconds per episode")
+    figure.supylabel(f"time to success {claims.SUCCESS:g}, FreshPER = 1", fontsize=10)
+    legend(figure, first)
     return figure
 
 

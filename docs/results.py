@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import claims
 from claims import ARMS, CLAIMS, FACTOR_REFERENCES, NAMES, Data, MissingError, Part, arm_name
-from result_figures import FIGURES, STYLE, interquartile
-from stats import Effect, bootstrap, contrast, difference, interquartile_mean
+from result_figures import FIGURES, STYLE, changed, interquartile
+from stats import Effect, bootstrap, contrast, difference, holm, interquartile_mean
 from waves import (
     PAIR,
     QUEUE_TASKS,
@@ -101,6 +101,12 @@ def level(values: np.ndarray, digits: int = 3) -> str:
     return f"{effect.estimate:.{digits}f} ± {effect.high - effect.estimate:.{digits}f}"
 
 
+def listed(names: Sequence[str]) -> str:
+    """Return names as a list in a sentence."""
+    *others, last = names or ["none"]
+    return f"{', '.join(others)} and {last}" if others else last
+
+
 def span(effect: Effect, form: str = "difference") -> str:
     """Return an effect and its 95 % interval, as claims.Part has it."""
     numbers = np.array(effect[:3])
@@ -143,7 +149,8 @@ def effects_of(parts: list[Part]) -> str:
     counts = claims.each(parts).answer
     if parts[0].form == "ratio":
         estimates = np.exp(estimates)
-    return f"{len(parts)} effects, {min(estimates):.2f} to {max(estimates):.2f}: {counts}"
+    span_of_all = f"{min(estimates):.2f} to {max(estimates):.2f}"
+    return f"[{len(parts)} effects](docs/tables.md), {span_of_all}: {counts}"
 
 
 def all_decided(data: Data) -> dict[claims.Claim, tuple[claims.Verdict, int]]:
@@ -167,7 +174,8 @@ def verdicts(data: Data) -> str:
         rows.append([claim.number, claim.says, answer, effects_of(verdict.parts), str(n), section])
 
     missing = [claim.number for claim in CLAIMS if claim not in known]
-    header = ("", "claim", "verdict", "effect (95 % interval)", "runs", "section")
+    rules = "[verdict](docs/plan.md#the-papers-claims-and-their-rules)"
+    header = ("", "claim", rules, "effect (95 % interval)", "runs", "section")
     text = table(header, rows)
     if missing:
         text += f"\nRuns are missing for: {'; '.join(missing)}.\n"
@@ -221,6 +229,12 @@ def who_wins(data: Data) -> str:
 
 def updates(data: Data) -> str:
     data.need((*PAIR, "cliffwalking"), ARMS)
+    parts = claims.more_than_updates(data).parts
+    answers = []
+    for answer in ("yes", "undecided", "no"):
+        names = [part.name for part in parts if part.answer == answer]
+        if names:
+            answers.append(f"{answer} on {listed(names)}")
     arm, rate = SECOND_BEST
     levels = [level(data.values(task, arm, rate=rate)) for task in PAIR]
     gains = []
@@ -229,6 +243,7 @@ def updates(data: Data) -> str:
     cliff = {name: level(data.values("cliffwalking", name)) for name in ("epochs", "freshper")}
     ends = " ".join(f"{end:.2g}" for end in data.values("cliffwalking", "on_policy"))
     words = (
+        f"FreshPER minus this arm (question a): {'; '.join(answers)}. "
         f"With the factor {rate:g} on the learning rate, which the tuning found as good as "
         f"{data.rate(arm):g}, this arm has {levels[0]} on {NAMES[PAIR[0]]} and {levels[1]} on "
         f"{NAMES[PAIR[1]]}: {gains[0]} and {gains[1]} more. The other tasks have only "
@@ -271,10 +286,16 @@ def freshness(data: Data) -> str:
     groups = [without_search(data, arm) for arm in ("freshper", "uniform")]
     mean = Effect(*bootstrap(less, groups), np.nan)
     weighted = claims.each(claims.judge(claims.differences(data, "per", "no_decay"))).answer
+    rate = data.rate("freshper")
+    ages = []
+    for task in PAIR:
+        without = data.values(task, "no_decay", rate=rate)
+        ages.append(span(difference(data.values(task, "freshper +shuffled", rate=rate), without)))
     text = (
         f"Without NQ Search the interquartile mean of FreshPER minus that of uniform replay is "
         f"{span(mean)}. Standard PER adds IS weights to no decay: their difference is {weighted} "
-        "on the nine tasks.\n"
+        "on the nine tasks. Shuffled ages minus no decay, both at FreshPER's rate: "
+        f"{' and '.join(ages)} on {' and '.join(NAMES[task] for task in PAIR)}.\n"
     )
     return "\n".join([table(header, rows), f"{figure} {text}"])
 
@@ -325,7 +346,7 @@ def tau(data: Data) -> str:
 
 
 def measured_c(data: Data) -> str:
-    """1/c beside tau, tau 80 at a quarter of the rate, and the ages of draws."""
+    """1/c beside tau, tau 80 beside other arms, the ages of draws, and where tau auto stood."""
     rate = data.rate("freshper")
     arms = {"freshper --tau 5": 5, "freshper": 20, "freshper --tau 80": 80}
     ratios = []
@@ -342,17 +363,51 @@ def measured_c(data: Data) -> str:
         quarter.append(span(difference(*pair)))
         for arm in (oracle_arm(task), "freshper"):
             ages.append(f"{data.values(task, arm, 'replay_age').mean():.0f}")
+    long = data.values("nq_search", "freshper --tau 80", rate=rate)
+    below = span(difference(long, data.values("nq_search", "on_policy")))
+
+    learned: list[str] = []
+    for task in PAIR:
+        for run in data.runs(task, "freshper --tau auto"):
+            learned += [point["tau"] for point in data.points[run][1:]]
+    highest = max(learned, key=float)
     return (
         f"1/c is {min(ratios):.0f} to {max(ratios):.0f} times tau in these arms, and without decay "
         f"{without[0]} and {without[1]} steps at the whole rate. At a quarter of it, tau 80 minus "
         f"tau 20 is {quarter[0]} and {quarter[1]}. The oracle's draws have a mean age of {ages[0]} "
-        f"and {ages[2]} steps, FreshPER's of {ages[1]} and {ages[3]}."
+        f"and {ages[2]} steps, FreshPER's of {ages[1]} and {ages[3]}. On NQ Search tau 80 minus "
+        f"on-policy training is {below}. Tau auto was at its upper bound, {highest}, in "
+        f"{learned.count(highest)} of {len(learned)} evaluations."
     )
 
 
 def factors(data: Data) -> str:
-    data.need(["frozenlake"], (*FACTOR_REFERENCES, *FACTOR_REFERENCES.values()))
-    return image("factors", "Each setting's effect on text FrozenLake; grey: within 0.03")
+    """One-factor differences on text FrozenLake, Standard PER with the paper's epsilon, and late
+    losses at a constant rate. None of these sentences is a verdict of the plan."""
+    effects = {}
+    for arm, other in FACTOR_REFERENCES.items():
+        effects[f'"{changed(arm, other)}"'] = data.effect("frozenlake", arm, other)
+    apart = [name for name, effect in effects.items() if effect.low > 0 or effect.high < 0]
+    corrected = holm([effect.p for effect in effects.values()])
+    significant = [name for name, p in zip(effects, corrected, strict=True) if p < 0.05]
+
+    paper_epsilon = "per --epsilon 1e-6"
+    success = level(data.values("frozenlake", paper_epsilon))
+    ours = span(data.effect("frozenlake", "freshper", paper_epsilon))
+
+    losses = []
+    for arm in ("freshper +constant", "freshper --beta 0.4 +constant", "on_policy +constant"):
+        losses.append(f"{arm_name(arm)} {level(claims.late_loss(data, 'frozenlake', arm))}")
+    cosine = level(claims.late_loss(data, "frozenlake", "on_policy"))
+    text = (
+        f"0 is outside {len(apart)} of {len(effects)} intervals: {listed(apart)}. Significant "
+        f"with Holm's correction for {len(effects)} comparisons: {listed(significant)}. Standard "
+        f"PER with the paper's epsilon, 1e-6, has {success}; FreshPER minus it is {ours}. The "
+        "preset's 0.1, which all arms share, was found with FreshPER. Late loss: "
+        f"{', '.join(losses)}; on-policy training with the preset's cosine {cosine}.\n"
+    )
+    says = "Each setting's effect on text FrozenLake; grey: within 0.03"
+    return text + image("factors", says)
 
 
 def unpaid(data: Data) -> str:
@@ -630,8 +685,10 @@ def fingerprint(figure: Figure) -> str:
         words += [label.get_text() for label in labels]
         for line in axes.lines:
             numbers = np.asarray(line.get_xydata(), float).ravel()
-            look = (line.get_color(), line.get_linestyle(), line.get_marker(), line.get_clip_on())
-            words += [str(line.get_label()), str(look), str(line.get_zorder())]
+            look = (line.get_color(), line.get_linestyle(), line.get_marker(), line.get_fillstyle())
+            sizes = (line.get_linewidth(), line.get_markersize(), line.get_alpha())
+            place = (line.get_zorder(), line.get_clip_on())
+            words += [str(line.get_label()), str(look), str(sizes), str(place)]
             words += [f"{number:.4g}" for number in numbers]
         digest.update("\n".join(words).encode())
     return digest.hexdigest()

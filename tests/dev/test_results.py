@@ -85,6 +85,7 @@ def made(scenario=None, runs=ALL):
         for k in range(11):
             success = level * min(1.0, 0.1 * k * values.get("pace", 1.0))
             point = {"step": 3 * k, "episodes": 100 * k, "wall_s": 5 * k, "eval_success": success}
+            point["tau"] = str(5 + k)
             empty = dict.fromkeys(campaign.CURVE_COLUMNS, "") | run._asdict()
             points.append({name: str(value) for name, value in (empty | point).items()})
         if run.control == "oracle":
@@ -307,8 +308,11 @@ def test_the_pages_are_what_the_data_says():
     assert results.write_all(ROOT, data, check=True) == []
 
 
-def test_results_has_no_number_of_a_run_outside_its_blocks():
-    text = results.BLOCK.sub("", (ROOT / "RESULTS.md").read_text())
+@pytest.mark.parametrize("page", results.PAGES)
+def test_a_page_has_no_number_of_a_run_outside_its_blocks(page):
+    """Numbers of papers and names of articles are none."""
+    text = results.BLOCK.sub("", (ROOT / page).read_text())
+    text = re.sub(r"The paper's \d\.\d+|arXiv [\d.]+|arxiv\.org/abs/[\d.]+", "", text)
     assert not re.findall(r".*(?:\d\.\d{3}|± \d).*", text)
 
 
@@ -364,6 +368,19 @@ def test_a_complete_campaign_fills_all_pages(pages, monkeypatch, capsys):
     assert row[3] == f"{(x - y).mean():+.3f} ({low:+.3f} to {high:+.3f})"
     (good, *_) = cells(block(pages, "unpaid")[1])
     assert good[1] == "0.000"  # the made curves begin there
+    assert "its upper bound, 15, in 10 of 100 evaluations" in block(pages, "tau")[1]
+
+
+def test_the_intervals_of_one_factor_are_also_judged_together(pages):
+    """One is far from 0, one only just."""
+    scenario = {"freshper --beta 0.4": 0.3, "freshper --entropy_coef 0.01": 0.5 + HALF + 0.001}
+    results.write_all(pages, made(UNEQUAL | scenario))
+    text = block(pages, "factors")[1]
+    # "beta 0.4" at a constant rate is compared with the lower one.
+    names = '"beta 0.4", "entropy 0.01" and "constant rate (both beta 0.4)"'
+    assert f"0 is outside 3 of 17 intervals: {names}." in text
+    names = '"beta 0.4" and "constant rate (both beta 0.4)"'
+    assert f"Significant with Holm's correction for 17 comparisons: {names}." in text
 
 
 def test_without_the_runs_of_smollm2_results_has_at_most_200_lines(pages):
