@@ -366,7 +366,8 @@ def write_results(args: argparse.Namespace, results: Results) -> None:
 
     config = config_of(folder_of(args.out, rows[0]["arm"], rows[0]["seed"]))
     seeds = " ".join(map(str, dict.fromkeys(args.seeds)))
-    title = f"{config.task()}, preset {args.preset}\nseeds {seeds}"
+    word = "seeds" if " " in seeds else "seed"
+    title = f"{config.task()}, preset {args.preset}\n{word} {seeds}"
     levels = {}
     if args.metric == "success":
         levels = baselines(config.make_env(), config.eval_episodes)

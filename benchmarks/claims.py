@@ -660,6 +660,6 @@ CLAIMS = (
     Claim("e", "is automatic tau equal to tau 20?", auto_tau_is_equal, TAU),
     Claim("f", "does more replay bring more?", more_replay, SETTINGS),
     Claim("g", "epsilon 1e-6: the batch's IS weights beat the buffer's", maximum_matters, SETTINGS),
-    Claim("h", "does replay save episodes? Theirs / FreshPER's to 0.6", saves_time, UNPAID),
+    Claim("h", "episodes until a success of 0.6: other arm / FreshPER", saves_time, UNPAID),
     Claim("i", "does it hold for a pretrained model? FreshPER minus", holds_for_pretrained, REAL),
 )

@@ -91,7 +91,7 @@ SECONDS = {
     "geoqa": (200, 362),
     "cliffwalking": (450, 550),
     "sokoban_hard": (200, 336),
-    "small": (1800, 4000),
+    "small": (600, 1100),
 }
 # How many times as long a run with these flags takes.
 SLOWER = {"--replay_ratio 1": 0.75, "--replay_ratio 4": 1.6, "+oracle": 2.5}

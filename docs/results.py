@@ -499,15 +499,15 @@ def readme(data: Data) -> str:
         overall.append(f"{words} {mean}")
     text = (
         f"A random policy has {random:.2f}, the optimal policy {optimal:.2g}. The first command "
-        f"above ends at {success:.2f} with the preset's `--lr` and one thread "
-        "(`OMP_NUM_THREADS=1`; mean of the last three evaluations). Each method of the table has a "
-        f"learning rate of its own, {TUNED} ([how](RESULTS.md#2-how-to-read)). With "
+        f"ends at {success:.2f} with its default `--lr`, {preset_lr:g}, and one thread "
+        "(`OMP_NUM_THREADS=1`; mean of the last three evaluations). Each method has its own "
+        f"learning rate, {TUNED} ([how](RESULTS.md#2-how-to-read)). With "
         f"`--lr {preset_lr * rate:g}`, which was as good in the tuning, as many updates has "
         f"{second:.2f} on text. "
         f"On NQ Search uniform replay has {search['uniform']:.2f}, "
         f"FreshPER {search['freshper']:.2f} and on-policy training {search['on_policy']:.2f}. The "
-        "interquartile mean of [all nine tasks](RESULTS.md#3-who-wins), from 0 for the random to 1 "
-        f"for the optimal policy: {'; '.join(overall)}.\n"
+        "mean of the middle half of all runs on [the nine tasks](RESULTS.md#3-who-wins), from 0 "
+        f"for the random to 1 for the optimal policy: {'; '.join(overall)}.\n"
     )
     return "\n".join([figure, table(header, rows), text])
 

@@ -93,9 +93,10 @@ def successes(buffer: ReplayBuffer) -> np.ndarray:
 # %% [markdown]
 # ## 2. Priority staleness (section 3.3)
 #
-# Left and middle: what a run holds at its end, one dot per trajectory. Without decay an old success
-# keeps the priority of a new one. Right: the ages of the trajectories that were drawn during the
-# run.
+# Left and middle: what a run holds at its end, one dot per trajectory (the README's episode).
+# Without decay an old success keeps the priority of a new one. Right: the ages of the trajectories
+# that were drawn during the whole run. Young ages are frequent there without decay, too, because
+# the buffer itself was younger at first. So we print the mean age of a draw from the last buffer.
 
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
@@ -112,9 +113,9 @@ for (name, folder), panel in zip(runs.items(), axes[:2], strict=True):
     drawn = diagnostics.read(folder)["age"]
     axes[2].hist(drawn, bins=40, histtype="step", color=COLORS[name], label=name)
     older = ages > np.quantile(ages, 0.5)
-    means = f"mean age {ages.mean():.0f} in the buffer, {drawn.mean():.0f} of what was drawn"
-    print(f"{name}: {means};")
-    print(f"    P(the older half of the buffer) = {exact(buffer)[older].sum():.4f}")
+    p = exact(buffer)
+    print(f"{name}: mean age {ages.mean():.0f} in the buffer, {p @ ages:.0f} of a draw from it;")
+    print(f"    P(the older half of the buffer) = {p[older].sum():.4f}")
 
 axes[2].set(title="ages drawn", xlabel="age, optimizer steps", ylabel="draws")
 for panel in axes:
@@ -135,9 +136,8 @@ plt.show()
 # they were collected.
 #
 # The right panel grows with age. ESS is irregular, because a few large ratios decide it. Hollow
-# marks are bins in which a single trajectory has more than half of the sum of `rho^2`. With decay
-# it is one and the same early success in several bins: replay drew it again and again, and made its
-# unlikely tokens likely.
+# marks are bins in which a single draw has more than half of the sum of `rho^2`. So the left panel
+# does not show that decay lowers or raises ESS: in bins of some 400 draws such a one decides it.
 
 # %%
 BINS = 10
@@ -180,14 +180,15 @@ plt.show()
 # %% [markdown]
 # The heuristic of eq. 12 is a straight line in the right panel with slope `c`: the policy drifts by
 # one nat in `1 / c` optimizer steps. Which `tau` learns best is another question: see the table for
-# tau in RESULTS.md. The printed line leaves out the oldest bin, in which few trajectories count.
+# tau in RESULTS.md. Its `c` is smaller: there a run is six times as long, at half of the learning
+# rate. The printed line leaves out the oldest bin, in which few trajectories count.
 
 # %% [markdown]
 # ## 4. What alpha and tau do to P(i) (eq. 2, eq. 14)
 #
 # We take the buffer of the run with decay and recompute its priorities with other settings. We
 # print the exact share of successes and the exact mean age of a draw, and the same from 20,000
-# draws.
+# draws. (explore.html has every fourth episode of this run.)
 
 # %%
 folder = runs["with decay"]
@@ -261,8 +262,8 @@ print(f"P(32 fresh failures) = {before:.4f} before the refresh, {after:.4f} afte
 # %% [markdown]
 # ## Exercises
 #
-# Each solution ran when this page was made. `successes`, `exact`, `load_buffer` and `runs` are
-# those from above.
+# Each solution ran when this page was made. It uses names from above: `successes`, `exact`,
+# `load_buffer`, `runs`, `bins`, `folder`, `buffer`.
 #
 # ### Exercise 1
 # At which age does a success (`r = 1`) become less likely to be drawn than a fresh failure

@@ -14,11 +14,11 @@ training. `train_*` is of the policy before the updates of its row, `eval_*` (he
 them. `invalid`: share of replies that could not be read. `cut`: of replies that --max_new_tokens
 ended. `truncated`: of episodes cut by --max_tokens. `mismatch`: mean |engine - trainer log-prob|,
 with quantiles of the ratio. `kl`: k3 of pi_mu against pi_theta, 0 in the first epoch, as is
-`clip_fraction`. `replay_*`, `max_age` (steps), `ess` and `ess_token` (ESS / n of trajectories and
-of tokens, eq. 5): replayed batches as drawn, not weighted by 1 / P(i). A batch has an ESS / n of at
-least 1 / B, so compare `ess` between runs of one --batch_size only. `tau`: that of --tau auto, for
-the next draws. `rollout_s`: the iteration's remaining time. `wall_s` has evaluations and
-checkpoints, too.
+`clip_fraction`. `nonzero_advantages`: share of action tokens whose advantage is not 0. `replay_*`,
+`max_age` (steps), `ess` and `ess_token` (ESS / n of trajectories and of tokens, eq. 5): replayed
+batches as drawn, not weighted by 1 / P(i). A batch has an ESS / n of at least 1 / B, so compare
+`ess` between runs of one --batch_size only. `tau`: that of --tau auto, for the next draws.
+`rollout_s`: the iteration's remaining time. `wall_s` has evaluations and checkpoints, too.
 """
 
 import csv
