@@ -342,7 +342,7 @@ def pays(data: Data) -> Figure:
     first = panels[0, 0]
     for arm in ("epochs", "on_policy"):
         first.plot([], [], color=COLORS[arm], label=ARMS[arm])
-    for axes, task in zip(panels.flat, (*PAIR, "aime", "geoqa"), strict=True):
+    for axes, task in zip(panels.flat, ("nq_search", "aime", "geoqa", "cliffwalking"), strict=True):
         ours, _ = claims.episodes_needed(data, task, "freshper")
         ours_s = claims.seconds_per_episode(data, task, "freshper")
         for arm in ("epochs", "on_policy"):

@@ -142,15 +142,22 @@ def decided(data: Data, claim: claims.Claim) -> tuple[claims.Verdict, int]:
 
 
 def effects_of(parts: list[Part]) -> str:
-    """Return the effects of a claim: each of up to four, or else their range and answers."""
+    """Return the effects of a claim: each of up to four, or else their range, intervals without 0
+    (of ratios, without 1) and answers."""
     if len(parts) <= 4:
-        return "; ".join(f"{part.name} {span(part.effect, part.form)}" for part in parts)
+        return "; ".join(f"{part.name} {judged(part)}" for part in parts)
     estimates = [part.effect.estimate for part in parts]
-    counts = claims.each(parts).answer
+    zero = 0
     if parts[0].form == "ratio":
         estimates = np.exp(estimates)
-    span_of_all = f"{min(estimates):.2f} to {max(estimates):.2f}"
-    return f"[{len(parts)} effects](docs/tables.md), {span_of_all}: {counts}"
+        zero = 1
+    above = sum(part.effect.low > 0 for part in parts)
+    below = sum(part.effect.high < 0 for part in parts)
+    return (
+        f"[{len(parts)} effects](docs/tables.md), estimates {min(estimates):.2f} to "
+        f"{max(estimates):.2f}, intervals above {zero} {above}, below {below}: "
+        f"{claims.each(parts).answer}"
+    )
 
 
 def all_decided(data: Data) -> dict[claims.Claim, tuple[claims.Verdict, int]]:
@@ -208,7 +215,10 @@ def minus_controls(data: Data) -> dict[str, list[Part]]:
 
 def who_wins(data: Data) -> str:
     data.need(TASKS, ARMS)
-    says = "Success of six arms on nine tasks: runs (small dots), means, random policy (dotted)"
+    says = (
+        "Success of six arms on nine tasks: runs (dots), means (ticks, diamonds), 95 % intervals "
+        "(bars), random policy (dotted line)"
+    )
     best: dict[str, list[str]] = {arm: [] for arm in FORWARD}
     for task in TASKS:
         means = {arm: data.values(task, arm).mean() for arm in FORWARD}
@@ -216,14 +226,16 @@ def who_wins(data: Data) -> str:
     winners = [f"{ARMS[arm]} on {', '.join(tasks)}" for arm, tasks in best.items() if tasks]
 
     effects = minus_controls(data).values()
-    above_all = []
+    above_all, below_one = [], []
     for number, task in enumerate(TASKS):
         if all(parts[number].answer == "yes" for parts in effects):
             above_all.append(NAMES[task])
-    where = ", ".join(above_all) or "no task"
+        if any(parts[number].effect.high < 0 for parts in effects):
+            below_one.append(NAMES[task])
     return (
-        f"{image('main', says)}Highest mean: {'; '.join(winners)}. "
-        f"FreshPER is significantly above all five others on {where}.\n"
+        f"{image('main', says)}Highest mean: {'; '.join(winners)}. FreshPER is significantly above "
+        f"all five others on {listed(above_all or ['no task'])}. The interval of a difference to "
+        f"one of them lies below 0 on {listed(below_one or ['no task'])}.\n"
     )
 
 
@@ -237,21 +249,22 @@ def updates(data: Data) -> str:
             answers.append(f"{answer} on {listed(names)}")
     arm, rate = SECOND_BEST
     levels = [level(data.values(task, arm, rate=rate)) for task in PAIR]
-    gains = []
+    ours = []
     for task in PAIR:
-        gains.append(span(difference(data.values(task, arm, rate=rate), data.values(task, arm))))
+        other = data.values(task, arm, rate=rate)
+        ours.append(span(difference(data.values(task, "freshper"), other)))
     cliff = {name: level(data.values("cliffwalking", name)) for name in ("epochs", "freshper")}
     ends = " ".join(f"{end:.2g}" for end in data.values("cliffwalking", "on_policy"))
     words = (
         f"FreshPER minus this arm (question a): {'; '.join(answers)}. "
         f"With the factor {rate:g} on the learning rate, which the tuning found as good as "
         f"{data.rate(arm):g}, this arm has {levels[0]} on {NAMES[PAIR[0]]} and {levels[1]} on "
-        f"{NAMES[PAIR[1]]}: {gains[0]} and {gains[1]} more. The other tasks have only "
+        f"{NAMES[PAIR[1]]}; FreshPER minus it is {ours[0]} and {ours[1]}. Other tasks have only "
         f"{data.rate(arm):g}, so question a may favour FreshPER. On CliffWalking the runs of "
-        f"on-policy training end at {ends}, those of this arm at {cliff['epochs']}, of FreshPER at "
-        f"{cliff['freshper']}. "
+        f"on-policy training end at {ends} (its curve is their mean), those of this arm at "
+        f"{cliff['epochs']}, of FreshPER at {cliff['freshper']}: more updates suffice there. "
     )
-    says = "Success against updates and CPU seconds, means of five runs"
+    says = "Success against updates and CPU seconds, means of five runs without intervals"
     return words + image("updates", says)
 
 
@@ -281,11 +294,16 @@ def freshness(data: Data) -> str:
 
     rows = list(zip(*columns, strict=True))
     header = ("FreshPER minus", *(ARMS[arm] for arm in CONTROLS), "shuffled ages")
-    figure = image("freshness", "FreshPER minus its controls, on nine tasks").strip()
+    says = "FreshPER minus four other arms, 95 % intervals; grey: within 0.03"
+    figure = image("freshness", says).strip()
 
     groups = [without_search(data, arm) for arm in ("freshper", "uniform")]
     mean = Effect(*bootstrap(less, groups), np.nan)
-    weighted = claims.each(claims.judge(claims.differences(data, "per", "no_decay"))).answer
+    fresh_only = span(data.effect("nq_search", "uniform", "no_decay"))
+    unreadable = data.values("nq_search", "uniform", "unreadable").mean()
+    paper_epsilon = "per --epsilon 1e-6"
+    success = level(data.values("frozenlake", paper_epsilon))
+    minus_it = span(data.effect("frozenlake", "freshper", paper_epsilon))
     rate = data.rate("freshper")
     ages = []
     for task in PAIR:
@@ -293,9 +311,12 @@ def freshness(data: Data) -> str:
         ages.append(span(difference(data.values(task, "freshper +shuffled", rate=rate), without)))
     text = (
         f"Without NQ Search the interquartile mean of FreshPER minus that of uniform replay is "
-        f"{span(mean)}. Standard PER adds IS weights to no decay: their difference is {weighted} "
-        "on the nine tasks. Shuffled ages minus no decay, both at FreshPER's rate: "
-        f"{' and '.join(ages)} on {' and '.join(NAMES[task] for task in PAIR)}.\n"
+        f"{span(mean)}. On NQ Search fresh draws without priorities do not help: uniform replay "
+        f"minus no decay is {fresh_only}, and {unreadable:.2f} of its replies are unreadable. "
+        f"Shuffled ages minus no decay, both at FreshPER's rate: {' and '.join(ages)} on "
+        f"{' and '.join(NAMES[task] for task in PAIR)}. All arms have the preset's epsilon, which "
+        "was found with FreshPER, on text FrozenLake 0.1. There Standard PER with the paper's 1e-6 "
+        f"has {success}, and FreshPER minus it is {minus_it}.\n"
     )
     return "\n".join([table(header, rows), f"{figure} {text}"])
 
@@ -339,8 +360,9 @@ def tau(data: Data) -> str:
     header = ["mean of five runs"]
     for task in PAIR:
         header += [NAMES[task], "a quarter of the rate"]
-    curves = image("tau", "Success against tau, a curve per learning rate").strip()
-    says = "Age as a prediction of drift; red: FreshPER's runs, others: the oracle's own estimate"
+    says = "Success against tau, means and 95 % intervals, a curve per learning rate"
+    curves = image("tau", says).strip()
+    says = "Above: stored episodes of the oracle's runs, a dot each; below: age as their prediction"
     predictions = image("drift", says)
     return "\n".join([table(header, rows), f"{measured_c(data)}\n{curves} {predictions}"])
 
@@ -355,12 +377,13 @@ def measured_c(data: Data) -> str:
             for arm, value in arms.items():
                 ratios.append(1000 / claims.drift_rates(data, task, arm, r).mean() / value)
 
-    without, quarter, ages = [], [], []
+    without, shorter, ages = [], [], []
     for task in PAIR:
         c = claims.drift_rates(data, task, "no_decay", rate).mean()
         without.append(f"{1000 / c:,.0f}")
-        pair = [data.values(task, arm, rate=rate / 4) for arm in ("freshper --tau 80", "freshper")]
-        quarter.append(span(difference(*pair)))
+        for r in (rate, rate / 4):
+            pair = [data.values(task, arm, rate=r) for arm in ("freshper", "freshper --tau 80")]
+            shorter.append(span(difference(*pair)))
         for arm in (oracle_arm(task), "freshper"):
             ages.append(f"{data.values(task, arm, 'replay_age').mean():.0f}")
     long = data.values("nq_search", "freshper --tau 80", rate=rate)
@@ -373,17 +396,17 @@ def measured_c(data: Data) -> str:
     highest = max(learned, key=float)
     return (
         f"1/c is {min(ratios):.0f} to {max(ratios):.0f} times tau in these arms, and without decay "
-        f"{without[0]} and {without[1]} steps at the whole rate. At a quarter of it, tau 80 minus "
-        f"tau 20 is {quarter[0]} and {quarter[1]}. The oracle's draws have a mean age of {ages[0]} "
-        f"and {ages[2]} steps, FreshPER's of {ages[1]} and {ages[3]}. On NQ Search tau 80 minus "
+        f"{without[0]} and {without[1]} steps at the whole rate. Tau 20 minus tau 80, column by "
+        f"column: {', '.join(shorter)}. The oracle's draws have a mean age of {ages[0]} and "
+        f"{ages[2]} steps, FreshPER's of {ages[1]} and {ages[3]}. On NQ Search tau 80 minus "
         f"on-policy training is {below}. Tau auto was at its upper bound, {highest}, in "
         f"{learned.count(highest)} of {len(learned)} evaluations."
     )
 
 
 def factors(data: Data) -> str:
-    """One-factor differences on text FrozenLake, Standard PER with the paper's epsilon, and late
-    losses at a constant rate. None of these sentences is a verdict of the plan."""
+    """One-factor differences on text FrozenLake, and late losses at a constant rate. None of these
+    sentences is a verdict of the plan."""
     effects = {}
     for arm, other in FACTOR_REFERENCES.items():
         effects[f'"{changed(arm, other)}"'] = data.effect("frozenlake", arm, other)
@@ -391,9 +414,10 @@ def factors(data: Data) -> str:
     corrected = holm([effect.p for effect in effects.values()])
     significant = [name for name, p in zip(effects, corrected, strict=True) if p < 0.05]
 
-    paper_epsilon = "per --epsilon 1e-6"
-    success = level(data.values("frozenlake", paper_epsilon))
-    ours = span(data.effect("frozenlake", "freshper", paper_epsilon))
+    clip = [
+        claims.drift_rates(data, "frozenlake", arm).mean()
+        for arm in ("freshper --advantage_clip 0.2", "freshper")
+    ]
 
     losses = []
     for arm in ("freshper +constant", "freshper --beta 0.4 +constant", "on_policy +constant"):
@@ -401,9 +425,8 @@ def factors(data: Data) -> str:
     cosine = level(claims.late_loss(data, "frozenlake", "on_policy"))
     text = (
         f"0 is outside {len(apart)} of {len(effects)} intervals: {listed(apart)}. Significant "
-        f"with Holm's correction for {len(effects)} comparisons: {listed(significant)}. Standard "
-        f"PER with the paper's epsilon, 1e-6, has {success}; FreshPER minus it is {ours}. The "
-        "preset's 0.1, which all arms share, was found with FreshPER. Late loss: "
+        f"with Holm's correction for {len(effects)} comparisons: {listed(significant)}. A clip "
+        f"of 0.2 makes smaller steps, too: c is {clip[0]:.1f} instead of {clip[1]:.1f}. Late loss: "
         f"{', '.join(losses)}; on-policy training with the preset's cosine {cosine}.\n"
     )
     says = "Each setting's effect on text FrozenLake; grey: within 0.03"
@@ -416,7 +439,7 @@ def unpaid(data: Data) -> str:
     arm = "freshper --model good"
     starts = [data.curve(run)["eval_success"][0] for run in data.runs("gsm8k", arm)]
     row = ["GSM8K from a good policy", f"{np.mean(starts):.3f}", level(data.values("gsm8k", arm))]
-    header = ["success", "start", "FreshPER"]
+    header = ["success", "start (256 seeds)", "FreshPER"]
     for family in (["on_policy"], ["epochs", "per"]):
         effects = {other: data.effect("gsm8k", arm, f"{other} --model good") for other in family}
         row += map(judged, claims.judge(effects))
@@ -479,7 +502,7 @@ def readme(data: Data) -> str:
         rows.append([words, f"{preset_lr * data.rate(arm):g}", *levels])
     measured = "held-out success of the final policy, five seeds: mean ± half of the 95 % interval"
     header = (measured, "`--lr`", "images", "text (`--env frozenlake`)")
-    says = "FrozenLake, four methods: means of five runs, 95 % interval (Student's t)"
+    says = "FrozenLake, four of these methods: means of five runs, 95 % intervals (Student's t)"
     figure = image("frozenlake", says)
     first = data.row(Run(*README_RUN))
     success = float(first["last"])  # as the command prints it
@@ -579,7 +602,8 @@ def pays(data: Data) -> str:
         "time / FreshPER's, large x",
     )
     never = f"Not every run of FreshPER has it on: {', '.join(left_out) or 'no task'}.\n"
-    figure = image("pays", "Time until a success against the cost of an episode", folder="")
+    says = "Time to a success against the cost of an episode; bands: 95 % intervals"
+    figure = image("pays", says, folder="")
     return "\n".join([table(header, rows), never, figure])
 
 
