@@ -165,7 +165,7 @@ def key(row: Row) -> Run:
 def tuning_runs(small: bool = False) -> list[Run]:
     """Return the runs of wave 1, or those of wave 6."""
     if small:
-        return [Run("small", arm, rate, 401) for arm in SMALL_ARMS for rate in RATES[1:]]
+        return [Run("small", arm, rate, 401) for arm in SMALL_ARMS for rate in RATES]
     runs = []
     for task in TUNING_TASKS:
         for arm in ARMS:

@@ -468,7 +468,7 @@ def small(data: Data) -> str:
         rows.append([ARMS[arm], rate, level(values), minus.get(arm, ""), f"{minutes:.0f}"])
 
     header = ("SmolLM2-135M", "rate factor", "success", "FreshPER minus it", "CPU minutes")
-    says = "SmolLM2 on GSM8K, three attempts with feedback; rates 1 and 2 were tried, a run each"
+    says = "SmolLM2 on GSM8K, three attempts with feedback; rates 0.5, 1 and 2 were tried, a run each"
     figure = image("small", says)
     return "\n".join([table(header, rows), figure])
 
