@@ -114,6 +114,11 @@ class Campaign:
         """Return the rows of runs.csv."""
         return waves.read_rows(self.data / "runs.csv")
 
+    def missing(self, runs: list[Run], only: str) -> list[Run]:
+        """Return the runs of this name that have no row."""
+        done = {waves.key(row) for row in self.rows()}
+        return [run for run in runs if run not in done and re.search(only, run.name)]
+
     def best(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return the best rates of the arms: of tiny models and of the small one."""
         rows = self.rows()
@@ -442,6 +447,12 @@ def write(path: Path, content: bytes) -> None:
     new.replace(path)
 
 
+def write_rows(path: Path, columns: list[str], rows: list[Row]) -> None:
+    """Write a table, compressed if its name says so."""
+    content = table(columns, rows).encode()
+    write(path, gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+
+
 def record(folder: Path, row: Row, curve: list[Row], entries: list[Row]) -> None:
     """Write or replace the row of a run, its curve, and a sample of its buffer's entries."""
     run = waves.key(row)
@@ -453,25 +464,22 @@ def record(folder: Path, row: Row, curve: list[Row], entries: list[Row]) -> None
             path = folder / name
             others = [other for other in waves.read_rows(path) if waves.key(other) != run]
             if rows or others:
-                text = table(columns, [*others, *rows])
-                write(path, gzip.compress(text.encode(), mtime=0))
+                write_rows(path, columns, [*others, *rows])
 
         # The row comes last: a run that has one is done.
         runs = folder / "runs.csv"
         rows = [other for other in waves.read_rows(runs) if waves.key(other) != run]
-        write(runs, table(COLUMNS, [*rows, row]).encode())
+        write_rows(runs, COLUMNS, [*rows, row])
 
 
 def forget(folder: Path, runs: set[Run]) -> None:
     """Remove the rows of runs, so that they are made again."""
     with locked(folder):
         # The rows of runs.csv go first: a run that has one is done.
-        path = folder / "runs.csv"
-        rows = [row for row in waves.read_rows(path) if waves.key(row) not in runs]
-        write(path, table(COLUMNS, rows).encode())
-        path = folder / "runs_curves.csv.gz"
-        rows = [row for row in waves.read_rows(path) if waves.key(row) not in runs]
-        write(path, gzip.compress(table(CURVE_COLUMNS, rows).encode(), mtime=0))
+        for name, columns in (("runs.csv", COLUMNS), ("runs_curves.csv.gz", CURVE_COLUMNS)):
+            path = folder / name
+            rows = [row for row in waves.read_rows(path) if waves.key(row) not in runs]
+            write_rows(path, columns, rows)
 
 
 def mark_waves(folder: Path, members: dict[Run, list[int]]) -> None:
@@ -484,7 +492,7 @@ def mark_waves(folder: Path, members: dict[Run, list[int]]) -> None:
         for row in rows:
             known = set(map(int, row["waves"].split())) | set(members.get(waves.key(row), []))
             row["waves"] = " ".join(map(str, sorted(known)))
-        write(path, table(COLUMNS, rows).encode())
+        write_rows(path, COLUMNS, rows)
 
 
 # -- the code that runs
@@ -598,8 +606,8 @@ def make_all(campaign: Campaign, selected: list[int], only: str, jobs: int) -> N
             raise ValueError(f"--wave is {wave}, but must be {tuning} first, which tunes its arms")
         members = members_of(known)
         mark_waves(campaign.data, members)
-        done = {waves.key(row) for row in campaign.rows()}
-        runs = [run for run in known[wave] if run not in done and re.search(only, run.name)]
+
+        runs = campaign.missing(known[wave], only)
         if any(run.task == "small" for run in runs) and not campaign.smollm2.is_dir():
             allowed = "the folder of SmolLM2-135M-Instruct"
             raise ValueError(f"--smollm2 is {campaign.smollm2}, but must be {allowed}")
@@ -608,8 +616,7 @@ def make_all(campaign: Campaign, selected: list[int], only: str, jobs: int) -> N
         if any("--model good" in run.arm for run in runs):
             # They start from its policy, which is not in the tables.
             make_start(campaign, members)
-            done = {waves.key(row) for row in campaign.rows()}
-            runs = [run for run in known[wave] if run not in done and re.search(only, run.name)]
+            runs = campaign.missing(known[wave], only)
 
         with ThreadPoolExecutor(jobs) as pool:
             futures = [pool.submit(campaign.make, run, members[run]) for run in runs]

@@ -635,7 +635,7 @@ CLAIMS = (
     ),
     Claim(
         "4",
-        "age decay helps most tasks (4.3: is essential): minus no decay",
+        "age decay helps on most tasks (4.3: is essential): minus no decay",
         decay_is_essential,
         FRESHNESS,
     ),

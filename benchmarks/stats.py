@@ -96,7 +96,8 @@ def interquartile_mean(values: np.ndarray) -> np.ndarray:
 
 
 def degrees_of_freedom(values: np.ndarray) -> float:
-    """Return those of an interquartile mean, Welch and Satterthwaite's, of values [tasks, seeds].
+    """Return Welch and Satterthwaite's degrees of freedom of an interquartile mean, of values
+    [tasks, seeds].
 
     The outer quarters count as the quartiles, so a task beyond them has no variance."""
     quartiles = np.quantile(values, (0.25, 0.75))
@@ -116,8 +117,8 @@ def bootstrap(
     The groups are [tasks, seeds] each. A draw takes as many seeds of each task, with replacement,
     for each group on its own. The interval would be too narrow for two reasons, so the deviations
     from the mean of a task are widened by two factors. The variance of n draws from n seeds is too
-    small by (n - 1) / n. And the spread is only an estimate: Student's t for the normal
-    distribution."""
+    small by (n - 1) / n. And the spread is only an estimate, so Student's t takes the place
+    of the normal distribution."""
     rng = np.random.default_rng(0)
     drawn = []
     for group in groups:

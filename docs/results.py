@@ -308,7 +308,7 @@ def freshness(data: Data) -> str:
     ages = []
     for task in PAIR:
         without = data.values(task, "no_decay", rate=rate)
-        ages.append(span(difference(data.values(task, "freshper +shuffled", rate=rate), without)))
+        ages.append(span(difference(data.values(task, "freshper +shuffled"), without)))
     text = (
         f"Without NQ Search the interquartile mean of FreshPER minus that of uniform replay is "
         f"{span(mean)}. On NQ Search fresh draws without priorities do not help: uniform replay "
@@ -362,7 +362,7 @@ def tau(data: Data) -> str:
         header += [NAMES[task], "a quarter of the rate"]
     says = "Success against tau, means and 95 % intervals, a curve per learning rate"
     curves = image("tau", says).strip()
-    says = "Above: stored episodes of the oracle's runs, a dot each; below: age as their prediction"
+    says = "Above: stored episodes of the oracle's runs, a dot each; below: how age predicts drift"
     predictions = image("drift", says)
     return "\n".join([table(header, rows), f"{measured_c(data)}\n{curves} {predictions}"])
 
@@ -468,7 +468,7 @@ def small(data: Data) -> str:
         rows.append([ARMS[arm], rate, level(values), minus.get(arm, ""), f"{minutes:.0f}"])
 
     header = ("SmolLM2-135M", "rate factor", "success", "FreshPER minus it", "CPU minutes")
-    says = "SmolLM2 on GSM8K, three attempts with feedback; rates 0.5, 1 and 2 were tried, a run each"
+    says = "SmolLM2 on GSM8K, three attempts with feedback; rates tried: 0.5, 1 and 2, a run each"
     figure = image("small", says)
     return "\n".join([table(header, rows), figure])
 

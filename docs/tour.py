@@ -137,7 +137,7 @@ plt.show()
 #
 # The right panel grows with age. ESS is irregular, because a few large ratios decide it. Hollow
 # marks are bins in which a single draw has more than half of the sum of `rho^2`. So the left panel
-# does not show that decay lowers or raises ESS: in bins of some 400 draws such a one decides it.
+# does not show that decay lowers or raises ESS: one such draw decides it in a bin of some 400.
 
 # %%
 BINS = 10

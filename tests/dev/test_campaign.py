@@ -292,6 +292,8 @@ def test_a_policy_to_start_from_that_is_gone_is_made_again(
     made.clear()
     campaign.make_all(whole, [5], only, jobs=1)
     assert made == []
+    campaign.make_all(whole, [5], "model-good-x1-seed504", jobs=1)
+    assert [run.seed for run in made] == [504, 504, 504, 504]
 
 
 # -- controls
