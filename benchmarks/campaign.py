@@ -583,7 +583,8 @@ def make_start(campaign: Campaign, members: dict[Run, list[int]]) -> None:
     Another machine may round otherwise and end with another policy. Then the runs that began with
     the old one are made again."""
     good = waves.good_run(campaign.best()[0])
-    if (campaign.folder(good) / "checkpoint").exists():
+    folder = campaign.folder(good)
+    if (folder / "checkpoint").exists() and is_trained(folder):
         return
     before = {waves.key(row): row["evaluations"] for row in campaign.rows()}
     campaign.make(good, members[good])

@@ -263,18 +263,22 @@ def test_a_run_that_another_commit_began_is_refused(tmp_path):
     assert not begun.folder(run).exists()
 
 
+@pytest.mark.parametrize("stopped", [False, True], ids=["gone", "stopped half-way"])
 @pytest.mark.parametrize("evaluations, remade", [("0.3 0.9", [503]), ("0.3 0.8", [501, 502, 503])])
-def test_a_policy_to_start_from_that_is_gone_is_made_again(
-    tmp_path, monkeypatch, evaluations, remade
+def test_a_policy_to_start_from_that_is_not_there_is_made_again(
+    tmp_path, monkeypatch, evaluations, remade, stopped
 ):
     """If it is another one, on another machine, so are the runs that began with the old one."""
     whole = campaign.Campaign(tmp_path / "out", tmp_path)
     good = waves.good_run(BEST)
+    if stopped:
+        (whole.folder(good) / "checkpoint").mkdir(parents=True)
     made = []
 
     def make(self, run, numbers):
         made.append(run)
-        (self.folder(run) / "checkpoint").mkdir(parents=True)
+        (self.folder(run) / "checkpoint").mkdir(parents=True, exist_ok=True)
+        (self.folder(run) / "final.json").touch()
         row = a_row(run, **levels) | {"evaluations": evaluations}
         campaign.record(self.data, row, [], [])
 
