@@ -156,8 +156,8 @@ def effects_of(parts: list[Part]) -> str:
     below = sum(part.effect.high < 0 for part in parts)
     return (
         f"[{len(parts)} effects](docs/tables.md), estimates {min(estimates):.2f} to "
-        f"{max(estimates):.2f}, intervals above {zero} {above}, below {below}: "
-        f"{claims.each(parts).answer}"
+        f"{max(estimates):.2f}; intervals: {above} above {zero}, {below or 'none'} below; "
+        f"verdicts: {claims.each(parts).answer}"
     )
 
 
