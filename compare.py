@@ -94,23 +94,12 @@ EXHIBITS = {
         "freshper --replay_ratio 4",
         "freshper --replay_ratio 8",
     ],
-    "epsilon": [
-        "freshper --epsilon 1e-06",
-        "freshper --epsilon 0.01",
-        "freshper --epsilon 0.1",
-        "freshper --epsilon 1.0",
-    ],
     "neighbours": [
         "freshper",
         "per --beta 0 --alpha 0 --capacity {queue:.0f}",
         "freshper --base_priority advantage --decay limit --tau {oldest:.0f}",
         "per --beta 0 --epsilon 1e-6 --alpha 1",
         "on_policy",
-    ],
-    "baseline": [
-        "freshper --baseline turn",
-        "freshper --baseline batch",
-        "freshper --baseline recompute",
     ],
 }
 

@@ -7,13 +7,8 @@ Each line of the algorithm is one call. The module behind it says how it works, 
 differ.
 """
 
-import os
-import signal
 import sys
 from collections.abc import Callable
-
-if __name__ == "__main__":  # Ctrl-C during the imports ends at once; later see StopSignals
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 from envs.base import TextEnv
 from freshper.config import Config

@@ -26,11 +26,8 @@ import contextlib
 import json
 import os
 import re
-import threading
 import time
 import zlib
-from concurrent.futures import Future
-from http import HTTPStatus
 from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -59,8 +56,8 @@ REQUEST_FORM = (
     "send a JSON object with queries, a list of strings, and topk, a whole number above 0"
 )
 
-# Client: its attempts, the seconds that each may take, and the seconds before the second attempt
-# (twice as many before the third).
+# Client: its attempts, the seconds of silence after which one fails, and the seconds before the
+# second attempt (twice as many before the third).
 ATTEMPTS = 3
 TIMEOUT = 20.0
 PAUSE = 0.5
@@ -247,13 +244,12 @@ class Handler(BaseHTTPRequestHandler):
         try:
             queries, topk = self.read_request()
         except FAILURES:
-            self.send(HTTPStatus.BAD_REQUEST, error=REQUEST_FORM)
+            self.send(400, error=REQUEST_FORM)
             return
         try:
             passages, scores = self.server.retriever.search(queries, topk)
         except Exception as error:
-            sentence = f"the search failed: {error!r:.300}"
-            self.send(HTTPStatus.INTERNAL_SERVER_ERROR, error=sentence)
+            self.send(500, error=f"the search failed: {error!r:.300}")
             raise  # The server prints it and goes on.
 
         result = []
@@ -262,7 +258,7 @@ class Handler(BaseHTTPRequestHandler):
             result.append(
                 [{"document": {"contents": text}, "score": score} for text, score in hits]
             )
-        self.send(HTTPStatus.OK, result=result)
+        self.send(200, result=result)
 
     def read_request(self) -> tuple[list[str], int]:
         """Return `queries` and `topk`. Raises one of several errors if there are none."""
@@ -276,7 +272,7 @@ class Handler(BaseHTTPRequestHandler):
             raise ValueError
         return [encodable(query) for query in queries], topk
 
-    def send(self, status: HTTPStatus, **content: Any) -> None:
+    def send(self, status: int, **content: Any) -> None:
         """Send a JSON object, unless the client has left."""
         body = json.dumps(content).encode()
         self.send_response(status)
@@ -305,7 +301,7 @@ class SearchServer(ThreadingHTTPServer):
 
 def retrieve(url: str, queries: list[str], topk: int) -> list[list[str]]:
     """Ask a server for the `topk` best passages ("Title\\ntext") of each query, best first. Raises
-    ConnectionError if ATTEMPTS fail: there is no answer within TIMEOUT seconds, or it does not
+    ConnectionError if ATTEMPTS fail: nothing arrives for TIMEOUT seconds, or the answer does not
     follow the protocol."""
     body = json.dumps({"queries": queries, "topk": topk, "return_scores": True}).encode()
 
@@ -327,28 +323,15 @@ def retrieve(url: str, queries: list[str], topk: int) -> list[list[str]]:
 
 
 def ask(url: str, body: bytes) -> Any:
-    """Return the JSON of a server's answer. Raises TimeoutError if it is not complete after TIMEOUT
-    seconds. A socket's own timeout would begin anew with every byte."""
+    """Return the JSON of a server's answer. Raises TimeoutError if nothing arrives for TIMEOUT
+    seconds."""
     request = Request(url, body, {"Content-Type": "application/json"})
-    answer: Future = Future()
-
-    def read() -> Any:
-        try:
-            with OPENER.open(request, timeout=TIMEOUT) as response:
-                return json.loads(response.read())
-        except HTTPError as error:
-            # Its body says why.
-            raise OSError(f"{error!r}: {error.read(300)!r}") from error
-
-    def work() -> None:
-        try:
-            answer.set_result(read())
-        # The other thread raises the error.
-        except Exception as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return answer.result(TIMEOUT)
+    try:
+        with OPENER.open(request, timeout=TIMEOUT) as response:
+            return json.loads(response.read())
+    except HTTPError as error:
+        # Its body says why.
+        raise OSError(f"{error!r}: {error.read(300)!r}") from error
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -112,13 +112,9 @@ class Sokoban(GridWorld):
     words = (*GridWorld.actions, "√", " X", " O", " #", *(f" {letter}" for letter in "abcdef"))
 
     def __init__(self, side: int = 6, boxes: int = 1, longest: int = 10, **common: Any):
-        """Store the settings. `longest` limits the turns of solutions: Max Actions of Table 2.
-
-        Raises ValueError unless `side` is 6 to 8 and `boxes` 1 or 2.
-        """
+        """Store the settings: `side` is 6 to 8, `boxes` 1 or 2. `longest` limits the turns of
+        solutions: Max Actions of Table 2."""
         super().__init__(**common)
-        if side not in (6, 7, 8) or boxes not in (1, 2):
-            raise ValueError(f"side must be 6, 7 or 8 and boxes 1 or 2, got {side} and {boxes}")
         self.side = side
         self.n_boxes = boxes
         self.longest = longest

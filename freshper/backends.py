@@ -27,7 +27,7 @@ from freshper.config import Config
 from freshper.engine_hf import HFEngine, Sampling
 from freshper.flags import validate
 from freshper.models import TOLERANCE, Policy, load_policy
-from freshper.rollout import Conversation, Engine, training_seeds
+from freshper.rollout import Conversation, Engine
 from freshper.tiny import tiny_model
 from freshper.trainer import TorchTrainer
 
@@ -99,20 +99,18 @@ def load(config: Config, flags_given: tuple[str, ...] = ()) -> Loaded:
         name = str(saved.folder)
     elif name == "tiny":
         name = str(tiny_model(config.env))
-    seeds = training_seeds(config.seed, 0, config.rollout_batch_size, config.group_size)
-    observations = [env.reset(seed=seed)[0] for seed in (*seeds, EVAL_SEEDS)]
+    observation, _ = env.reset(seed=EVAL_SEEDS)
     policy = load_model(name, config)
-    n_images = max(len(observation.images) for observation in observations)
-    check_model(policy, name, config, n_images)
+    check_model(policy, name, config, len(observation.images))
 
     rows = env.rows
     room = config.max_tokens - config.max_new_tokens
     if rows:
         rows = rows_that_fit(policy, env, room)
     else:
-        longest = max(len(policy.user_turn(observation)) for observation in observations)
-        if longest > room:
-            needed = f"{longest + config.max_new_tokens} for the first turn"
+        length = len(policy.user_turn(observation))
+        if length > room:
+            needed = f"{length + config.max_new_tokens} for the first turn"
             raise ValueError(f"--max_tokens is {config.max_tokens}, but must be at least {needed}")
 
     def make_env() -> TextEnv:

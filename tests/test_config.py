@@ -380,22 +380,6 @@ def test_an_environment_gets_the_flags_that_it_lists(monkeypatch):
         settings_of("--env own --slippery")
 
 
-def test_ctrl_c_during_imports():
-    code = """if True:
-        import os, runpy, signal, sys
-
-        class Interrupt:
-            def find_spec(name, *_):
-                if name == "torch":
-                    os.kill(os.getpid(), signal.SIGINT)
-
-        sys.meta_path.insert(0, Interrupt)
-        sys.argv = ["train.py"]
-        runpy.run_path("train.py", run_name="__main__")"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
-
-
 @pytest.mark.parametrize(
     ("flags", "gpu", "missing", "line"),
     [
