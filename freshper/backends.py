@@ -81,7 +81,7 @@ class Loaded(NamedTuple):
 
 
 def load(config: Config, flags_given: tuple[str, ...] = ()) -> Loaded:
-    """Load the policy of a run or of its checkpoint, and check it on the run's first prompts.
+    """Load the policy of a run or of its checkpoint, and check it on a first prompt.
 
     Raises ValueError if it cannot be loaded, cannot read --env's images, or has no room for the
     first turn; if --env breaks a promise of environments; if the server at --search_url does not

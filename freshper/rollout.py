@@ -175,7 +175,7 @@ def rollout(
     """
     episodes = [LiveEpisode(policy, env, seed) for env, seed in zip(envs, seeds)]
 
-    # `load` has checked one held-out seed only.
+    # `load` has checked the first turn of one held-out seed only.
     longest = max(episodes, key=len)
     needed = len(longest) + max_new_tokens
     if needed > max_tokens:
