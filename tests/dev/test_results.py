@@ -396,14 +396,6 @@ def test_an_interval_above_0_is_not_yet_a_verdict():
     assert "are *yes* on no task, and an interval lies below 0 on no task." in text
 
 
-def test_without_the_runs_of_smollm2_results_has_at_most_200_lines(pages):
-    """Its old table is longer than the new one."""
-    data = made(UNEQUAL, [run for run in ALL if run.task != "small"])
-    results.write_all(pages, data)
-    assert results.ANY_OLD.match(block(pages, "small")[1])
-    assert len((pages / "RESULTS.md").read_text().splitlines()) <= 200
-
-
 def test_the_good_policy_s_effect_is_marked_as_claim_20_judges_it(pages):
     """Alone, not in one family with other effects, in which it would not be a no."""
     data = made(UNEQUAL | {"freshper --model good": 0.502})
