@@ -484,18 +484,16 @@ def small(data: Data) -> str:
         "SmolLM2 on GSM8K: means of five runs on 64 held-out seeds (the table: 256), 95 % "
         "intervals (Student's t)"
     )
-    runs = {arm: data.runs("small", arm) for arm in SMALL_ARMS}
-    starts = [data.curve(run)["eval_success"][0] for run in sum(runs.values(), [])]
-    updates = {arm: int(data.row(runs[arm][0])["updates"]) for arm in SMALL_ARMS}
-    episodes = int(data.row(runs["freshper"][0])["episodes"])
-    random = data.values("small", "freshper", "random")[0]
+    # Runs of equal seed start with the same evaluation in all arms.
+    starts = [data.curve(run)["eval_success"][0] for run in data.runs("small", "freshper")]
+    ours, on_policy = (data.row(data.runs("small", arm)[0]) for arm in ("freshper", "on_policy"))
     text = (
-        f"The model reads full prompts, whose problems are not those of section 11, and answers in "
+        f"The model reads full prompts; their problems are not those of section 11. It answers in "
         f"up to three attempts with feedback, the paper's multi-turn form. Before training its "
         f"success is {np.mean(starts):.3f} (mean of five evaluations), that of the random policy "
-        f"{random:.3f}. A run has {episodes} episodes and {updates['freshper']} updates, in "
-        f"on-policy training {updates['on_policy']}; as many updates means three epochs. Rates "
-        f"tried: {listed([f'{rate:g}' for rate in RATES])}, with one run each."
+        f"{float(ours['random']):.3f}. A run has {ours['episodes']} episodes and {ours['updates']} "
+        f"updates, in on-policy training {on_policy['updates']}; as many updates means three "
+        f"epochs. Rates tried: {listed([f'{rate:g}' for rate in RATES])}, with one run each."
     )
     smallest = [ARMS[arm] for arm in SMALL_ARMS if data.rate(arm, "small") == min(RATES)]
     if smallest:
