@@ -13,6 +13,7 @@ other than that of the rows is refused: docs/plan.md has the commands for a chec
     runs.csv               a row per run
     runs_curves.csv.gz     a row per held-out evaluation
     runs_drift.csv.gz      of the oracle's runs, a sample of entries: age and true drift, nats
+    runs_ages.csv.gz       of runs since wave 8, a row per bin of age: drift and ESS of what was drawn
 
 Columns of runs.csv: `waves` that the run belongs to; `rate` that multiplies the preset's learning
 rate; `commit`, the newest that changed the code of training; `cpu_s` of the training process and
@@ -29,7 +30,13 @@ second order, and in whose estimate no ratio is a factor; these four are empty f
 rates 0.5 to 2 and for seed 42; `reverse_r2_all`: R² with the oldest of the twelve bins of age;
 `age_rank` and `age_r2`: rank correlation and R² of age against the true drift of stored episodes,
 mean over the passes of the oracle; `evaluations`: held-out success of each, the one before training
-first.
+first; `processor` and `torch`: where the run was made (since wave 8).
+
+Columns of runs_ages.csv.gz: `oldest` age of the bin in steps (the youngest is one above the oldest of
+the bin before), `trajectories` drawn and their `effective` number (Kish, weights 1 / P(i)), and, as
+freshper/diagnostics.py estimates them, `age`, `ess`, `ess_token`, `kl` (KL(pi_theta || pi_mu)),
+`kl_reverse` (KL(pi_mu || pi_theta)) and `k3`, the mean of the k3 estimate of the latter, per
+trajectory.
 """
 
 import contextlib
@@ -40,6 +47,7 @@ import gzip
 import io
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -54,6 +62,7 @@ from pathlib import Path
 
 import common
 import numpy as np
+import torch
 import waves
 from common import SMOLLM2
 from controls import TABLE, age_against_drift
@@ -62,7 +71,7 @@ from waves import QUESTIONS, Row, Run
 from compare import config_of, summary
 from envs.base import EVAL_SEEDS
 from freshper.backends import load
-from freshper.diagnostics import Table, by_age, drift_rate, read
+from freshper.diagnostics import Table, by_age, drift_rate, estimate, read
 from freshper.engine_hf import HFEngine, Sampling
 from freshper.evaluation import baselines, summarize
 from freshper.rollout import rollout
@@ -71,12 +80,16 @@ ROOT = Path(__file__).resolve().parents[1]
 # These must not change while a campaign runs.
 PRODUCT = ("train.py", "sumtree.py", "freshper", "envs")
 CONTROLS = "benchmarks/controls.py"
-COLUMNS = """task waves arm rate flags seed commit threads episodes updates cpu_s wall_s processes
+COLUMNS = """task waves arm rate flags seed commit threads processor torch episodes updates cpu_s wall_s processes
 last peak final final_n final_score random optimal unreadable diverged replay_age drift_tau drift_r2
 reverse_tau reverse_r2 reverse_r2_all age_rank age_r2 evaluations""".split()
 CURVE_COLUMNS = """task arm rate seed iteration step episodes wall_s eval_success eval_reward
 eval_score train_success invalid replay_age replay_kl ess ess_token tau""".split()
 DRIFT_COLUMNS = "task arm rate seed step age drift".split()
+AGE_COLUMNS = """task arm rate seed oldest trajectories effective age ess ess_token kl kl_reverse
+k3""".split()
+# The oldest age of each bin, in steps.
+AGE_BINS = (3, 6, 9, 12, 18, 24, 36, 48, 72, 96, 144, 192, 288, 384, 576, 768, 1152, 10_000)
 ENTRIES = 400  # of the oracle's table, per run
 FINAL_EPISODES = {"tiny": 1024, "small": 256}
 BATCH = 256  # episodes of the final evaluation at a time
@@ -223,7 +236,8 @@ class Campaign:
                 return
 
         row = self.row(run, wave_list)
-        record(self.data, row, curve_rows(run, folder), drift_rows(run, folder))
+        tables = curve_rows(run, folder), drift_rows(run, folder), age_rows(run, folder)
+        record(self.data, row, *tables)
         remove_state(run, folder)
         result = f"last {row['last']}, final {row['final']}, {row['cpu_s']} CPU seconds"
         print(f"{time.strftime('%d %H:%M')} {run.name}: {result}", flush=True)
@@ -243,6 +257,8 @@ class Campaign:
             "flags": " ".join(self.flags(run)),
             "seed": run.seed,
             "threads": 1,
+            "processor": processor(),
+            "torch": torch.__version__,
             **result,
             "updates": result["updates"],
             "unreadable": result["invalid"],
@@ -415,6 +431,35 @@ def drift_rows(run: Run, folder: Path) -> list[Row]:
     return rows
 
 
+def age_rows(run: Run, folder: Path) -> list[Row]:
+    """Return how stale the drawn trajectories were, a row per bin of age, [] without replay."""
+    if not (folder / "replay.csv").exists():
+        return []
+    drawn = read(folder)
+    bins = np.searchsorted(AGE_BINS, drawn["age"])
+    rows = []
+    for k in np.unique(bins):
+        part = {name: values[bins == k] for name, values in drawn.items()}
+        weights = 1.0 / part["probability"]
+        row: Row = dict(run._asdict()) | estimate(part)
+        row["oldest"] = AGE_BINS[k]
+        row["trajectories"] = len(weights)
+        row["effective"] = weights.sum() ** 2 / (weights**2).sum()
+        row["k3"] = np.average(part["kl"], weights=weights)
+        row["age"] = np.average(part["age"], weights=weights)
+        rows.append({name: plain(row[name]) for name in AGE_COLUMNS})
+    return rows
+
+
+def processor() -> str:
+    """Return the name of the processor (Linux), or of its family."""
+    with contextlib.suppress(OSError):
+        found = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text())
+        if found:
+            return found[1]
+    return platform.machine()
+
+
 def table(columns: list[str], rows: list[Row]) -> str:
     """Return rows as CSV, in the order of task, arm, rate and seed."""
     text = io.StringIO()
@@ -453,13 +498,17 @@ def write_rows(path: Path, columns: list[str], rows: list[Row]) -> None:
     write(path, gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
 
 
-def record(folder: Path, row: Row, curve: list[Row], entries: list[Row]) -> None:
-    """Write or replace the row of a run, its curve, and a sample of its buffer's entries."""
+def record(
+    folder: Path, row: Row, curve: list[Row], entries: list[Row], ages: list[Row]
+) -> None:
+    """Write or replace the row of a run, its curve, a sample of its buffer's entries, and the drift
+    of what it drew by age."""
     run = waves.key(row)
     with locked(folder):
         for name, columns, rows in (
             ("runs_curves.csv.gz", CURVE_COLUMNS, curve),
             ("runs_drift.csv.gz", DRIFT_COLUMNS, entries),
+            ("runs_ages.csv.gz", AGE_COLUMNS, ages),
         ):
             path = folder / name
             others = [other for other in waves.read_rows(path) if waves.key(other) != run]
@@ -580,8 +629,8 @@ def print_list(campaign: Campaign, selected: list[int], only: str, jobs: int) ->
 def make_start(campaign: Campaign, members: dict[Run, list[int]]) -> None:
     """Make the run whose final policy `--model good` stands for, unless it is there.
 
-    Another machine may round otherwise and end with another policy. Then the runs that began with
-    the old one are made again."""
+    Another machine may round otherwise and end with another policy. Then the runs of wave 5 that
+    began with the old one are made again."""
     good = waves.good_run(campaign.best()[0])
     folder = campaign.folder(good)
     if (folder / "checkpoint").exists() and is_trained(folder):
@@ -590,7 +639,8 @@ def make_start(campaign: Campaign, members: dict[Run, list[int]]) -> None:
     campaign.make(good, members[good])
 
     after = {waves.key(row): row["evaluations"] for row in campaign.rows()}
-    others = {run for run in before if "--model good" in run.arm}
+    fifth = waves.unpaid_runs(campaign.best()[0])
+    others = {run for run in before if run in fifth and "--model good" in run.arm}
     if good in before and before[good] != after[good] and others:
         print(f"{good.name} has another policy: {len(others)} runs from it are made again")
         forget(campaign.data, others)

@@ -74,6 +74,24 @@ FACTORS = (
     "freshper --capacity 640",
     "freshper --capacity 640 --eviction lowest_priority",
 )
+# Waves 8 and 9: priority |r| or none, age factor or none, all at FreshPER's rate. A constant of 1e6
+# drowns every |r|, so the base priorities are equal.
+AGE_ALONE = "freshper --epsilon 1e6"
+NEITHER = "per --beta 0 --alpha 0"
+# Cheap tasks first.
+CELL_TASKS = (
+    "aime",
+    "nq_search",
+    "gsm8k",
+    "sokoban_simple",
+    "frozenlake",
+    "frozenlake_vlm",
+    "geoqa",
+    "sokoban_hard",
+    "cliffwalking",
+)
+SECOND_SEEDS = (506, 507, 508, 509, 510)
+SECOND_TASKS = ("aime", "frozenlake", "frozenlake_vlm", "sokoban_simple")
 SMALL_ARMS = ("freshper", "on_policy", "epochs", "per")
 GOOD_SEED = 403  # of the run that `--model good` starts from
 # In the tuning this rate of the arm was as good as its best one, up to 0.001.
@@ -104,6 +122,11 @@ QUESTIONS = {
     5: "where replay does not pay",
     6: "tuning with SmolLM2-135M",
     7: "a real model: SmolLM2-135M on GSM8K in three attempts",
+    8: "the two-by-two: priority or none, age factor or none",
+    9: "second stage: five more seeds; drift by age",
+    10: "CliffWalking: on-policy training at smaller rates",
+    11: "does success keep its maximum at a very long and a very short tau?",
+    12: "from a good policy, at a tenth of the rate",
 }
 
 
@@ -233,6 +256,25 @@ def good_run(best: dict[str, float]) -> Run:
     return Run("gsm8k", "freshper", best["freshper"], GOOD_SEED)
 
 
+def cells(best: dict[str, float]) -> list[tuple[str, float]]:
+    """Return arms and rate of the two-by-two but FreshPER: age alone, priority alone, neither."""
+    return [(arm, best["freshper"]) for arm in (AGE_ALONE, "no_decay", NEITHER)]
+
+
+def second_runs(best: dict[str, float]) -> list[Run]:
+    """Return the runs of wave 9."""
+    arms = [(arm, best[arm]) for arm in ("freshper", "on_policy", "uniform")]
+    arms += cells(best)[:2]
+    runs = [(task, *arm) for task in SECOND_TASKS for arm in arms]
+    return [Run(*run, seed) for run in runs for seed in SECOND_SEEDS]
+
+
+def tenth_runs(best: dict[str, float]) -> list[Run]:
+    """Return the runs of wave 12."""
+    arms = [(f"{arm} --model good", best[arm] / 10) for arm in SMALL_ARMS]
+    return [good_run(best), *(Run("gsm8k", *arm, seed) for arm in arms for seed in SEEDS)]
+
+
 def wave_runs(wave: int, best: dict[str, float], best_small: dict[str, float]) -> list[Run]:
     """Return the runs of a wave in their order. Raises KeyError if an arm's rate is not known."""
     if wave == 1:
@@ -249,7 +291,19 @@ def wave_runs(wave: int, best: dict[str, float], best_small: dict[str, float]) -
         return unpaid_runs(best)
     if wave == 6:
         return tuning_runs(small=True)
-    return of_arms("small", SMALL_ARMS, best_small)
+    if wave == 7:
+        return of_arms("small", SMALL_ARMS, best_small)
+    if wave == 8:
+        arms = cells(best)
+        return [Run(task, *arm, seed) for task in CELL_TASKS for arm in arms for seed in SEEDS]
+    if wave == 9:
+        return second_runs(best)
+    if wave == 10:
+        return [Run("cliffwalking", "on_policy", x, seed) for x in (0.25, 0.5) for seed in SEEDS]
+    if wave == 11:
+        arms = ("freshper --tau 450", "freshper --tau 1.25")
+        return [run for task in PAIR for run in of_arms(task, arms, best)]
+    return tenth_runs(best)
 
 
 def expected_seconds(run: Run, rows: list[Row]) -> float:
