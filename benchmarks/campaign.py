@@ -13,7 +13,7 @@ other than that of the rows is refused: docs/plan.md has the commands for a chec
     runs.csv               a row per run
     runs_curves.csv.gz     a row per held-out evaluation
     runs_drift.csv.gz      of the oracle's runs, a sample of entries: age and true drift, nats
-    runs_ages.csv.gz       of runs since wave 8, a row per bin of age: drift and ESS of what was drawn
+    runs_ages.csv.gz       of runs since wave 8, a row per bin of age: drift and ESS of the draws
 
 Columns of runs.csv: `waves` that the run belongs to; `rate` that multiplies the preset's learning
 rate; `commit`, the newest that changed the code of training; `cpu_s` of the training process and
@@ -32,7 +32,7 @@ rates 0.5 to 2 and for seed 42; `reverse_r2_all`: R² with the oldest of the twe
 mean over the passes of the oracle; `evaluations`: held-out success of each, the one before training
 first; `processor` and `torch`: where the run was made (since wave 8).
 
-Columns of runs_ages.csv.gz: `oldest` age of the bin in steps (the youngest is one above the oldest of
+Columns of runs_ages.csv.gz: `oldest` age of the bin in steps (the youngest is one above that of
 the bin before), `trajectories` drawn and their `effective` number (Kish, weights 1 / P(i)), and, as
 freshper/diagnostics.py estimates them, `age`, `ess`, `ess_token`, `kl` (KL(pi_theta || pi_mu)),
 `kl_reverse` (KL(pi_mu || pi_theta)) and `k3`, the mean of the k3 estimate of the latter, per
@@ -80,8 +80,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # These must not change while a campaign runs.
 PRODUCT = ("train.py", "sumtree.py", "freshper", "envs")
 CONTROLS = "benchmarks/controls.py"
-COLUMNS = """task waves arm rate flags seed commit threads processor torch episodes updates cpu_s wall_s processes
-last peak final final_n final_score random optimal unreadable diverged replay_age drift_tau drift_r2
+COLUMNS = """task waves arm rate flags seed commit threads processor torch episodes
+updates cpu_s wall_s processes last peak final final_n final_score random optimal unreadable diverged replay_age drift_tau drift_r2
 reverse_tau reverse_r2 reverse_r2_all age_rank age_r2 evaluations""".split()
 CURVE_COLUMNS = """task arm rate seed iteration step episodes wall_s eval_success eval_reward
 eval_score train_success invalid replay_age replay_kl ess ess_token tau""".split()
@@ -498,9 +498,7 @@ def write_rows(path: Path, columns: list[str], rows: list[Row]) -> None:
     write(path, gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
 
 
-def record(
-    folder: Path, row: Row, curve: list[Row], entries: list[Row], ages: list[Row]
-) -> None:
+def record(folder: Path, row: Row, curve: list[Row], entries: list[Row], ages: list[Row]) -> None:
     """Write or replace the row of a run, its curve, a sample of its buffer's entries, and the drift
     of what it drew by age."""
     run = waves.key(row)
