@@ -82,7 +82,8 @@ PRODUCT = ("train.py", "sumtree.py", "freshper", "envs")
 CONTROLS = "benchmarks/controls.py"
 COLUMNS = """task waves arm rate flags seed commit threads processor torch episodes
 updates cpu_s wall_s processes last peak final final_n final_score random optimal unreadable
-diverged replay_age drift_tau drift_r2 reverse_tau reverse_r2 reverse_r2_all age_rank age_r2 evaluations""".split()
+diverged replay_age drift_tau drift_r2 reverse_tau reverse_r2 reverse_r2_all age_rank
+age_r2 evaluations""".split()
 CURVE_COLUMNS = """task arm rate seed iteration step episodes wall_s eval_success eval_reward
 eval_score train_success invalid replay_age replay_kl ess ess_token tau""".split()
 DRIFT_COLUMNS = "task arm rate seed step age drift".split()
