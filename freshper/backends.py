@@ -1,34 +1,31 @@
-"""Which model, engine and trainer a run uses. vLLM and DeepSpeed are imported only if chosen.
+"""What a run starts from, who generates and who trains. vLLM and DeepSpeed are imported only if
+chosen.
 
 hf+torch          one process, a CPU or one GPU; needs requirements.txt only
-vllm+deepspeed    the paper's (section 4.1: ROLL with vLLM and DeepSpeed); needs
-                  requirements-gpu.txt
+vllm+deepspeed    the paper's (section 4.1: ROLL with vLLM and DeepSpeed); needs the extra `gpu`
 """
 
 import contextlib
 import copy
-import dataclasses
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, cast
 
-import numpy as np
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from jinja2 import TemplateError
-from safetensors import SafetensorError
 from transformers import GenerationConfig
+from transformers.utils import logging
 
+from envs import ENVS
 from envs.base import EVAL_SEEDS, Observation, TextEnv, check_environment
 from envs.search_server import retrieve
 from freshper.checkpoint import Saved, find_saved
 from freshper.config import Config
 from freshper.engine_hf import HFEngine, Sampling
-from freshper.flags import validate
-from freshper.models import TOLERANCE, Policy, load_policy
-from freshper.rollout import Conversation, Engine
-from freshper.tiny import tiny_model
+from freshper.models import Policy, load_policy
+from freshper.rollout import Engine
+from freshper.tiny import choose_threads, keep_freed_memory, tiny_model
 from freshper.trainer import TorchTrainer
 
 # Bytes kept for the backward pass. If a micro-batch needs more, each layer is computed again.
@@ -37,33 +34,61 @@ ACTIVATIONS = 5 * 2**30
 MAX_ASPECT = 200
 
 
-def choose_backend(
-    config: Config, flags_given: tuple[str, ...] = ()
-) -> tuple[Config, tuple[str, ...]]:
-    """Return the settings with a concrete backend, and a note on it if it was `auto`. Raises
-    ValueError if a package is missing, or if one of `flags_given` does not fit the backend."""
-    missing = [name for name in ("vllm", "deepspeed") if importlib.util.find_spec(name) is None]
-    notes: tuple[str, ...] = ()
-    if config.backend == "auto":
-        on_gpu = config.device == "cuda" and not missing
-        config = dataclasses.replace(config, backend="vllm+deepspeed" if on_gpu else "hf+torch")
-        without = f", without {' and '.join(missing)}" if missing else ""
-        notes = (f"backend {config.backend}: on {config.device}{without}",)
+class Loaded(NamedTuple):
+    """Hold what a run starts from."""
 
-    backend = f"--backend is {config.backend}, but"
-    for name in missing:
-        if name in config.backend:
-            raise ValueError(f"{backend} {name} is not installed: see requirements-gpu.txt")
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if config.trainer == "torch" and ranks > 1:
-        raise ValueError(f"{backend} must train with deepspeed on the {ranks} ranks started")
-    validate(config, flags_given)
-    return config, notes
+    policy: Policy
+    envs: list[TextEnv]  # as many as episodes are played at once
+    saved: Saved | None  # the checkpoint to resume from
+
+
+def load(config: Config) -> Loaded:
+    """Load the policy and the environments of a run, and the checkpoint to resume from. Ranks
+    other than 0 stay here, and compute their share of the updates.
+
+    Raises ValueError if one of them cannot be used, ConnectionError if no server answers at
+    --search_url."""
+    check_backend(config)
+    rank = join_ranks(config)
+    keep_freed_memory()
+    # transformers lists every weight that does not fit; `load_policy` raises one sentence instead.
+    logging.set_verbosity_error()
+    torch.manual_seed(config.seed)
+    env = make_env(config)
+    if config.search_url:
+        # `check_environment` would send it queries.
+        retrieve(config.search_url, ["test"], 1)
+    else:
+        check_environment(env)
+
+    saved = find_saved(config)
+    policy = load_model(config, saved)
+    if rank > 0:
+        sys.exit(serve(policy, config))
+    rows = rows_that_fit(policy, env, config)
+
+    envs = [make_env(config) for _ in range(max(config.rollout_batch_size, config.eval_episodes))]
+    for env in envs:
+        env.rows = rows
+    return Loaded(policy, envs, saved)
+
+
+def make_env(config: Config) -> TextEnv:
+    """Make the environment of --env. Prompts and images of a tiny model are terse and small, and
+    some of its tasks are easier."""
+    values = vars(config) | {"style": "full"}
+    if config.preset == "tiny":
+        values |= {"style": "terse", "longest": 5, "along_the_way": True}
+    make = ENVS[config.env]
+    names = ("style", "format_penalty", "max_turns", *make.settings)
+    return make(**{name: values[name] for name in names if name in values})
 
 
 def join_ranks(config: Config) -> int:
     """Meet the other ranks, if DeepSpeed trains, and return the number of this one."""
     if config.trainer == "torch":
+        if config.preset == "tiny":
+            choose_threads()
         return 0
     if config.device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -72,77 +97,51 @@ def join_ranks(config: Config) -> int:
     return trainer_deepspeed.join_ranks(config)
 
 
-class Loaded(NamedTuple):
-    """Hold what a run starts from."""
+def check_backend(config: Config) -> None:
+    """Raise ValueError if a package of --backend is missing, or if it cannot train on the ranks
+    that were started."""
+    for name in ("vllm", "deepspeed"):
+        if name in config.backend and importlib.util.find_spec(name) is None:
+            raise ValueError(
+                f"--backend is {config.backend}, but {name} is not installed: "
+                "see docs/gpus.md, or try hf+torch"
+            )
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if config.trainer == "torch" and ranks > 1:
+        raise ValueError(
+            f"--backend is {config.backend}, but must train with deepspeed on the {ranks} ranks"
+        )
 
-    policy: Policy
-    make_env: Callable[[], TextEnv]  # with the rows of --data that fit the policy
-    saved: Saved | None  # the checkpoint to resume from
 
-
-def load(config: Config, flags_given: tuple[str, ...] = ()) -> Loaded:
-    """Load the policy of a run or of its checkpoint, and check it on a first prompt.
-
-    Raises ValueError if it cannot be loaded, cannot read --env's images, or has no room for the
-    first turn; if --env breaks a promise of environments; if the server at --search_url does not
-    answer; or if --iterations is one of `flags_given`, and the run has done as many already."""
-    env = config.make_env()
-    if config.search_url:
-        check_search_server(config.search_url)
-    else:
-        # With a server, this check would send it queries.
-        check_environment(env)
-
-    saved = find_saved(config, flags_given) if config.resume else None
+def load_model(config: Config, saved: Saved | None) -> Policy:
+    """Load the policy of a run, or of its checkpoint. Raises ValueError if that fails, or if model
+    and tokenizer do not belong together."""
     name = config.model
+    fields = {"freeze_vision": config.preset == "tiny", "max_tokens": config.max_tokens}
     if saved:
         name = str(saved.folder)
+        fields["today"] = saved.today
     elif name == "tiny":
         name = str(tiny_model(config.env))
-    observation, _ = env.reset(seed=EVAL_SEEDS)
-    policy = load_model(name, config)
-    check_model(policy, name, config, len(observation.images))
 
-    rows = env.rows
-    room = config.max_tokens - config.max_new_tokens
-    if rows:
-        rows = rows_that_fit(policy, env, room)
-    else:
-        length = len(policy.user_turn(observation))
-        if length > room:
-            needed = f"{length + config.max_new_tokens} for the first turn"
-            raise ValueError(f"--max_tokens is {config.max_tokens}, but must be at least {needed}")
-
-    def make_env() -> TextEnv:
-        env = config.make_env()
-        env.rows = rows
-        return env
-
-    return Loaded(policy, make_env, saved)
-
-
-def check_search_server(url: str) -> None:
-    """Raise ValueError if no search server answers at the address."""
-    try:
-        retrieve(url, ["test"], 1)
-    except ConnectionError as error:
-        raise ValueError(f"--search_url must be the address of a search server: {error}") from error
-
-
-def load_model(name: str, config: Config) -> Policy:
-    """Load a policy by hub id or folder. Raises ValueError if that fails, or if model and tokenizer
-    do not belong together."""
     # Plain torch keeps float32 parameters and computes in --dtype. DeepSpeed keeps its own copy.
     dtype = "float32" if config.trainer == "torch" else config.dtype
-    with refused(name, "loaded"):
-        policy = load_policy(name, config.device, getattr(torch, dtype), freeze_vision=config.tiny)
+    try:
+        policy = load_policy(name, config.device, getattr(torch, dtype), **fields)
         tokens = len(policy.tokenizer)
         embedded = policy.model.get_input_embeddings().num_embeddings
-        if tokens > embedded or not policy.tokenizer.encode("text", add_special_tokens=False):
+        if tokens > embedded or not policy.encode("text"):
             raise ValueError(
                 f"its tokenizer, of {tokens} tokens, does not belong to it ({embedded})"
             )
+    # transformers and a folder of another program may raise anything.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(
+            f"--model is {name}, but must be a chat model that can be loaded: {reason}"
+        ) from error
 
+    policy.mixed = config.trainer == "torch" and config.dtype == "bfloat16"
     # It says how the engine samples, and is saved with the model. A hub model's own may be invalid,
     # and then the save would fail.
     policy.model.generation_config = GenerationConfig(
@@ -157,117 +156,42 @@ def load_model(name: str, config: Config) -> Policy:
     return policy
 
 
-def check_model(policy: Policy, name: str, config: Config, n_images: int) -> None:
-    """Raise ValueError if the model has too few positions, cannot read the `n_images` of a first
-    turn, or is computed wrong. From then on it computes in --dtype."""
-    text_config = policy.model.config.get_text_config()
-    positions = getattr(text_config, "max_position_embeddings", None) or config.max_tokens
-    if config.max_tokens > positions:
-        allowed = f"at most {positions} with --model {name}"
-        raise ValueError(f"--max_tokens is {config.max_tokens}, but must be {allowed}")
-    if n_images and not policy.image_processor:
-        raise ValueError(
-            f"--model is {name}, which reads text only, but --env {config.env} shows images"
-        )
-
-    with refused(name, "computed"):
-        check(policy, config)
-        # This renders both forms of its chat template.
-        image = np.zeros((56, 56, 3), np.uint8)
-        question = Observation("?", (image,) * n_images)
-        policy.user_turn(question, True)
-        policy.user_turn(question, False)
-        if n_images:
-            # The image processor may be another model's.
-            policy.image_features([image])
-            policy.features.clear()
-    policy.mixed = config.trainer == "torch" and config.dtype == "bfloat16"
-
-
-def rows_that_fit(policy: Policy, env: TextEnv, room: int) -> dict[str, list]:
+def rows_that_fit(policy: Policy, env: TextEnv, config: Config) -> Mapping[str, list]:
     """Return the environment's rows by split, in their order, and as `left_out` those whose first
-    turn takes more than `room` tokens or has an image too narrow. Raises ValueError if a split has
-    no others."""
+    turn the policy has no room for, or has an image too narrow.
+
+    Raises ValueError if it cannot read the task's images, or if a split has no others; without
+    rows, if there is no room for a first turn."""
+    observation, _ = env.reset(seed=EVAL_SEEDS)
+    if observation.images and not policy.image_processor:
+        raise ValueError(
+            f"--model is {config.model}, which reads text only, but --env {config.env} shows images"
+        )
+    too_long = f"--max_tokens is {config.max_tokens}, but must be larger for the first turn of"
+    if not env.rows:
+        if not fits(policy, observation, config):
+            raise ValueError(f"{too_long} --env {config.env} and --max_new_tokens")
+        return env.rows
+
     rows: dict[str, list] = {"train": [], "held_out": [], "left_out": []}
     for split, first in (("train", 0), ("held_out", EVAL_SEEDS)):
         for k, row in enumerate(env.rows[split]):
             # This is the first seed of the split that gets this row.
             seed = first + (k - first) % len(env.rows[split])
-            observation = env.reset(seed=seed)[0]
-            rows[split if first_turn_fits(policy, observation, room) else "left_out"].append(row)
-
+            observation, _ = env.reset(seed=seed)
+            rows[split if fits(policy, observation, config) else "left_out"].append(row)
         if not rows[split]:
-            limit = f"{room} tokens, --max_tokens less --max_new_tokens"
-            raise ValueError(
-                f"--data is {env.data}, but no {split} row has a first turn of at most {limit}"
-            )
+            raise ValueError(f"{too_long} any {split} row of {env.data} and --max_new_tokens")
     return rows
 
 
-def first_turn_fits(policy: Policy, observation: Observation, room: int) -> bool:
+def fits(policy: Policy, observation: Observation, config: Config) -> bool:
     """Return whether the policy can read the images of a first turn, and has room for it."""
     for image in observation.images:
         sides = image.shape[:2]
         if max(sides) > MAX_ASPECT * min(sides):
             return False
-    return len(policy.user_turn(observation)) <= room
-
-
-@contextlib.contextmanager
-def refused(name: str, how: str) -> Iterator[None]:
-    """Raise ValueError for whatever transformers, or a model of another build, may raise in the
-    block."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise ValueError(
-            f"--model is {name}, but the GPU's memory is too small for it: see docs/gpus.md"
-        ) from error
-    except (
-        OSError, ValueError, LookupError, AttributeError, TypeError, ImportError, RuntimeError,
-        ArithmeticError, MemoryError, SafetensorError, TemplateError, StrictDataclassError,
-    ) as error:  # fmt: skip
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ValueError(
-            f"--model is {name}, but must be a chat model that can be {how}: {reason}"
-        ) from error
-
-
-def engine_logits(policy: Policy, tokens: list[int]) -> torch.Tensor:
-    """Return the next-token logits of a conversation, [V], as the embedded engine computes them. It
-    reads two chunks, so that the second one uses the cache."""
-    engine = HFEngine(policy, Sampling(), seed=0)
-    conversation = [Conversation(tokens)]
-    cache = engine.cache_of(conversation)
-    engine.feed(cache, conversation, [tokens[:-3]])
-    return engine.feed(cache, conversation, [tokens[-3:]])[0]
-
-
-@torch.no_grad()
-def check(policy: Policy, config: Config) -> None:
-    """Compare the logits of trainer and engine with those of the model's own forward pass, in the
-    precision of its weights. The text is longer than any window of its attention that a
-    conversation may reach, because the engine knows no sliding windows. Raises ValueError if the
-    logits differ."""
-    window = getattr(policy.model.config.get_text_config(), "sliding_window", 0) or 0
-    length = min(config.max_tokens, max(512, 2 * window))
-    text = policy.user_turn(Observation("Is this computed right? " * length))[:length]
-    tokens = torch.tensor([text], device=policy.device)
-    expected = policy.model(input_ids=tokens, logits_to_keep=1).logits[0, -1].float()  # [V]
-
-    positions = policy.positions(text, [])[:, None]
-    hidden = policy.hidden(tokens, positions, [])[:, -1]
-    computed = {"the trainer": policy.logits(hidden)[0]}
-    if config.engine == "hf":
-        computed["the embedded engine"] = engine_logits(policy, text)
-
-    dtype = "float32" if policy.model.dtype == torch.float32 else "bfloat16"
-    for name, logits in computed.items():
-        difference = (expected - logits)[logits.isfinite()].abs().max().item()
-        # NaN is a difference, too
-        if not difference <= TOLERANCE[dtype]:
-            other = f"other logits than a {type(policy.model).__name__} itself, by {difference:.2g}"
-            raise ValueError(f"{name} computes {other}; try a smaller --max_tokens")
+    return len(policy.user_turn(observation)) + config.max_new_tokens <= config.max_tokens
 
 
 def make_trainer(policy: Policy, config: Config) -> TorchTrainer:
@@ -297,9 +221,9 @@ def serve(policy: Policy, config: Config) -> int:
 
 
 @contextlib.contextmanager
-def backends(policy: Policy, config: Config, env: TextEnv) -> Iterator[tuple[TorchTrainer, Engine]]:
-    """Yield rank 0's trainer and an engine with its weights. Their processes end afterwards. `env`
-    is one of the run's, which vLLM must prepare for."""
+def backends(config: Config, loaded: Loaded) -> Iterator[tuple[TorchTrainer, Engine]]:
+    """Yield rank 0's trainer and an engine with its weights. Their processes end afterwards."""
+    policy = loaded.policy
     of_engine = policy
     if config.backend == "hf+deepspeed" and config.zero_stage == 3:
         # The trainer's model will have no whole parameters.
@@ -313,5 +237,6 @@ def backends(policy: Policy, config: Config, env: TextEnv) -> Iterator[tuple[Tor
 
         from freshper.engine_vllm import VLLMEngine
 
-        with contextlib.closing(VLLMEngine(policy, config, trainer, env)) as engine:
+        # vLLM must know how many images an episode has.
+        with contextlib.closing(VLLMEngine(policy, config, trainer, loaded.envs[0])) as engine:
             yield trainer, engine

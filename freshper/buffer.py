@@ -4,14 +4,13 @@ Paper: section 3.5 and appendix A.1; Algorithm 1 lines 4 (add), 6 (refresh), 8 (
 
     leaf_i = p_i^alpha,   p_i = p_i^base * decay(t - t_i),   P(i) = leaf_i / sum_k leaf_k
 
-These are eq. 2 and eq. 14. `decay` is a function of age in steps, such as
-`partial(exponential_decay, tau=500)`; tau = inf or `None` makes Standard PER. The refresh runs on a
+These are eq. 2 and eq. 14 (freshper/priority.py). `decay` is a function of age in steps, such as
+`partial(exponential_decay, tau=500)`; tau = inf or None makes Standard PER. The refresh runs on a
 thread of its own. `add`, `sample`, `ages`, `update_base_priorities` and the methods of the state
 wait for its end. A new entry gets its own base priority, not the largest so far. Eviction is
 first-in-first-out (Table 5), or takes the lowest leaf, of equal ones the oldest (appendix A.1).
 """
 
-import copy
 import threading
 import weakref
 from collections.abc import Callable
@@ -19,11 +18,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from freshper.episode import AnyImage, Episode, compressed, image_key
+from freshper.priority import priorities
 from sumtree import SumTree
 
-STATE = ("episodes", "base_priorities", "collected_at", "arrival", "added", "now")
+ARRAYS = ("base_priorities", "collected_at", "arrival")  # of the state
 SMALLEST_LEAF = np.finfo(float).tiny
 
 
@@ -34,10 +35,6 @@ class Replay(NamedTuple):
     indices: np.ndarray  # int64 [B]: slots, for update_base_priorities
     probabilities: np.ndarray  # float64 [B]: P(i), eq. 2
     ages: np.ndarray  # int64 [B]: Delta_i = t - t_i
-
-    def turns(self) -> np.ndarray:
-        """Return the number of replies in each episode, int64 [B]."""
-        return np.array([len(episode.turn_rewards) for episode in self.episodes])
 
 
 class ReplayBuffer:
@@ -58,7 +55,7 @@ class ReplayBuffer:
         self,
         capacity: int,
         alpha: float,
-        decay: Callable | None,
+        decay: Callable[[np.ndarray], np.ndarray] | None,
         eviction: str = "fifo",
         seed: int = 0,
     ):
@@ -68,7 +65,7 @@ class ReplayBuffer:
             raise ValueError(f"eviction must be fifo or lowest_priority, got {eviction}")
         self.capacity = capacity
         self.alpha = alpha
-        self.decay = decay
+        self.decay = decay or np.ones_like
         self.eviction = eviction
         self.rng = np.random.default_rng(seed)
 
@@ -78,6 +75,7 @@ class ReplayBuffer:
         self.base_priorities = np.zeros(capacity)
         self.collected_at = np.zeros(capacity, int)  # t_i
         self.arrival = np.zeros(capacity, int)  # number of episodes added before
+        self.drawn = np.full(capacity, -1)  # arrival of the episode that was last drawn from there
 
         self.added = 0  # episodes so far
         self.now = 0  # t of the last refresh or addition
@@ -108,9 +106,7 @@ class ReplayBuffer:
         slots = arrival % self.capacity  # unused ones, then the oldest
         unused = self.capacity - len(self)
         if self.eviction == "lowest_priority" and n > unused:
-            used = np.arange(len(self))
-            lowest_first = np.lexsort((self.arrival[used], self.tree[used]))
-            slots[unused:] = lowest_first[: n - unused]
+            slots[unused:] = self._lowest(n - unused)
 
         for slot, episode in zip(slots, episodes):
             episode.images = [self._stored(image) for image in episode.images]
@@ -150,12 +146,14 @@ class ReplayBuffer:
         episodes = [self.episodes[slot] for slot in indices]
         probabilities = self.tree[indices] / self.tree.total()
         ages = max(step, self.now) - self.collected_at[indices]
+        self.drawn[indices] = self.arrival[indices]
         return Replay(episodes, indices, probabilities, ages)
 
     def update_base_priorities(self, indices: np.ndarray, priorities: np.ndarray) -> None:
-        """Set new base priorities [n] (section 3.5, "Priority Update").
+        """Set new base priorities [n] of drawn episodes (section 3.5, "Priority Update").
 
-        Unchanged ones keep their tree values."""
+        Those that another episode has replaced since are left out. Unchanged ones keep their tree
+        values."""
         indices = np.asarray(indices, int)
         priorities = np.asarray(priorities, float)
         if indices.shape != priorities.shape:
@@ -165,6 +163,9 @@ class ReplayBuffer:
         unknown = indices[(indices < 0) | (indices >= len(self))]
         if unknown.size:
             raise ValueError(f"the buffer has {len(self)} episodes, but no slot {unknown[0]}")
+        drawn = self.drawn[indices]
+        there = (drawn == -1) | (drawn == self.arrival[indices])
+        indices, priorities = indices[there], priorities[there]
         changed = indices[self.base_priorities[indices] != priorities]
         self.base_priorities[indices] = priorities
         self.tree.set(changed, self._leaves(changed))
@@ -177,10 +178,14 @@ class ReplayBuffer:
     def state_dict(self) -> dict:
         """Return everything that shapes future draws; nothing is copied."""
         self.pending.result()
-        state = {name: getattr(self, name) for name in STATE}
-        state["nodes"] = self.tree.nodes
-        state["rng"] = self.rng.bit_generator.state
-        return state
+        state = {name: torch.from_numpy(getattr(self, name)) for name in ARRAYS}
+        return state | {
+            "episodes": self.episodes,
+            "added": self.added,
+            "now": self.now,
+            "nodes": torch.from_numpy(self.tree.nodes),
+            "rng": self.rng.bit_generator.state,
+        }
 
     def load_state_dict(self, state: dict) -> None:
         """Restore a state. Raises ValueError if its buffer had another capacity."""
@@ -188,9 +193,13 @@ class ReplayBuffer:
         saved = len(state["base_priorities"])
         if saved != self.capacity:
             raise ValueError(f"capacity is {self.capacity}, but must be {saved} as in the state")
-        for name in STATE:
-            setattr(self, name, copy.copy(state[name]))
-        self.tree.nodes[:] = state["nodes"]
+        for name in ARRAYS:
+            getattr(self, name)[:] = state[name].numpy()
+        self.drawn[:] = -1
+        self.episodes = list(state["episodes"])
+        self.added = state["added"]
+        self.now = state["now"]
+        self.tree.nodes[:] = state["nodes"].numpy()
         self.rng.bit_generator.state = state["rng"]
         for episode in self.episodes:
             for image in episode.images:
@@ -204,15 +213,26 @@ class ReplayBuffer:
         return stored
 
     def _leaves(self, slots: np.ndarray | slice) -> np.ndarray:
-        """Return p_i^alpha at the time `now`, float64 [n].
+        """Return p_i^alpha at the time `now`, float64 [n] (eq. 2 and 14).
 
         Never 0, so a buffer of only stale entries can be drawn."""
-        priorities = self.base_priorities[slots]
-        if self.decay:
-            priorities = priorities * self.decay(self.now - self.collected_at[slots])
+        ages = self.now - self.collected_at[slots]
+        p = priorities(self.base_priorities[slots], ages, self.decay)
         # A decay can reach 0 (--decay limit, or by underflow beyond age 745 tau). With --alpha 0
         # the leaf would then be 0^0 = 1.
-        return np.where(priorities > 0.0, priorities**self.alpha, SMALLEST_LEAF)
+        return np.where(p > 0.0, p**self.alpha, SMALLEST_LEAF)
+
+    def _lowest(self, n: int) -> np.ndarray:
+        """Return the n slots of the lowest leaves, of equal ones the oldest, in this order."""
+        leaves = self.tree[np.arange(len(self))]
+        highest = np.partition(leaves, n - 1)[n - 1]
+        below = np.flatnonzero(leaves < highest)
+        equal = np.flatnonzero(leaves == highest)
+        rest = n - len(below)
+        oldest = equal[np.argpartition(self.arrival[equal], rest - 1)[:rest]]
+
+        slots = np.append(below, oldest)
+        return slots[np.lexsort((self.arrival[slots], leaves[slots]))]
 
 
 def check_priorities(base_priorities: np.ndarray) -> None:

@@ -1,30 +1,25 @@
-"""Every setting of a run, with the paper's value as its default where it has one.
+"""Every setting of a run, and the paper's tables as data.
 
-Paper: section 4.1 ("Implementation Details") and Tables 2 to 5; appendix F ("Common Settings"). The
-settings of a run come from this dataclass, then from the preset of its task, then from its method
-(both in freshper/presets.py), then from the flags (freshper/flags.py).
+Paper: section 4.1 ("Implementation Details"), Tables 2 to 5, appendix F ("Common Settings").
+
+The defaults of `Config` are the paper's. A preset replaces them by the numbers of its task
+(PRESETS), the method by those of Table 5 (METHODS), and flags by their own (freshper/flags.py):
+
+    tiny     a model of 0.1 to 0.3 M parameters that freshper/tiny.py builds, on a laptop
+    small    a pretrained model of up to 1 B on one machine; the same numbers for every task
+    paper    the paper's models on vLLM and DeepSpeed
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-from envs import ENVS
-from envs.base import TextEnv
-from freshper.auto_tau import AutoTau
 from freshper.is_weights import annealed_beta
-from freshper.priority import FixedDecay, age_limit, exponential_decay, polynomial_decay
 
+Preset = Literal["tiny", "small", "paper"]
 Method = Literal["on_policy", "per", "freshper"]
-Eviction = Literal["fifo", "lowest_priority"]
-BasePriority = Literal["reward", "advantage"]
 Decay = Literal["exponential", "polynomial", "limit", "none"]
-Tau = float | Literal["auto"]
-BaselineKind = Literal["batch", "turn", "recompute"]
-Backend = Literal["auto", "hf+torch", "hf+deepspeed", "vllm+torch", "vllm+deepspeed"]
-Preset = Literal["auto", "tiny", "small", "paper"]
+Backend = Literal["hf+torch", "hf+deepspeed", "vllm+torch", "vllm+deepspeed"]
 
 
 def flag(default: Any, text: str) -> Any:
@@ -38,23 +33,15 @@ class Config:
 
     # task
     env: str = flag("frozenlake", "task (appendix D)")
-    model: str = flag(
-        "auto",
-        "hub id, folder or tiny; auto: the preset's, or the paper's if that and a GPU are here",
-    )
+    preset: Preset = flag("tiny", "which model, numbers and backend")
+    model: str = flag("tiny", "tiny, the hub id of a chat model, or a folder")
     slippery: bool = flag(False, "FrozenLake's ice (appendix D: slippery; README.md says where)")
-    max_turns: int = flag(
-        0,
-        "H, replies per episode; 0: the task's (Table 2's, CliffWalking 50; its paper preset: 200)",
-    )
+    max_turns: int = flag(0, "H, replies per episode; 0: the task's own (Table 2)")
     format_penalty: float = flag(0.15, "cost of an unreadable reply (paper: 0; their code: 0.15)")
     data: str = flag(
-        "",
-        "questions: hub id (owner/name:config), json, jsonl, parquet or folder; empty: generated",
+        "", "questions: hub id (owner/name:config), file or folder; empty: generated ones"
     )
-    search_url: str = flag(
-        "", "NQ's search server (envs/search_server.py); empty: generated articles, no server"
-    )
+    search_url: str = flag("", "NQ's search server (envs/search_server.py); empty: generated texts")
 
     # method and replay
     method: Method = flag("freshper", "no replay; Standard PER; FreshPER (Table 5)")
@@ -63,19 +50,24 @@ class Config:
         128, "B, episodes per replay update (not in the paper; 128: Table 4's BS/dev x GA, 0.5B)"
     )
     capacity: int = flag(50_000, "of the buffer, in episodes (Table 5: 50K)")
-    eviction: Eviction = flag("fifo", "Table 5: FIFO; appendix A.1: lowest priority")
+    eviction: Literal["fifo", "lowest_priority"] = flag(
+        "fifo", "Table 5: FIFO; appendix A.1: lowest priority"
+    )
     alpha: float = flag(0.6, "priority exponent, P(i) ~ p_i^alpha (section 4.1: 0.6)")
     epsilon: float = flag(1e-6, "base priority |r| + epsilon (not in paper; authors' code: 1e-6)")
-    base_priority: BasePriority = flag("reward", "|r_i| or |A_i|, plus epsilon (section 3.4)")
+    base_priority: Literal["reward", "advantage"] = flag(
+        "reward", "|r_i| or |A_i|, plus epsilon (section 3.4)"
+    )
     decay: Decay = flag("exponential", "of age (eq. 13)")
-    tau: Tau = flag(500.0, "age decay constant in steps, or auto (section 4.1: 500; AIME 1000)")
+    tau: float = flag(500.0, "age decay constant in steps (section 4.1: 500; AIME 1000)")
     beta: float = flag(0.0, "beta_0 of IS weights; 0: off (Table 5: FreshPER none, PER 0.4)")
-    baseline: BaselineKind = flag("batch", "what a return is measured against (ours)")
+    baseline: Literal["batch", "turn", "recompute"] = flag(
+        "batch", "what a return is measured against (ours)"
+    )
 
     # optimization
     iterations: int = flag(400, "of Algorithm 1 (Table 4: 400; NQ 300; VLM 100)")
     rollout_batch_size: int = flag(128, "episodes collected per iteration (appendix F: 128)")
-    group_size: int = flag(1, "episodes per environment seed (section 1: 'e.g., 8 per prompt')")
     ppo_epochs: int = flag(1, "on-policy updates per iteration (Table 3: 1)")
     lr: float = flag(1e-6, "learning rate of AdamW (Table 4: 1e-6)")
     ratio_clip: float = flag(0.2, "epsilon of the PPO ratio clip (section 4.1: 0.2)")
@@ -89,7 +81,6 @@ class Config:
     micro_batch_size: int = flag(
         4, "episodes per forward pass; does not change the gradient (Table 4: 1 to 4)"
     )
-    truncated_is: float = flag(0.0, "cap of token weights pi_trainer / pi_engine (ours); 0: off")
 
     # sampling
     temperature: float = flag(0.99, "appendix F: 0.99")
@@ -99,13 +90,12 @@ class Config:
     max_new_tokens: int = flag(256, "of a reply (not in the paper)")
 
     # backends
-    backend: Backend = flag("auto", "who generates + who trains; auto: by GPU and packages")
+    backend: Backend = flag("hf+torch", "who generates + who trains")
     dtype: Literal["float32", "bfloat16"] = flag("bfloat16", "of all passes (appendix F: BF16)")
     zero_stage: Literal[0, 1, 2, 3] = flag(2, "of DeepSpeed (Table 4: 2; NQ 3)")
     engine_memory: float = flag(0.5, "share of a GPU's memory that vLLM takes")
 
     # the run
-    preset: Preset = flag("auto", "numbers; auto: as fits the model; small: gsm8k")
     seed: int = flag(42, "of everything random (appendix F: 42)")
     out: str = flag("", "folder of all it writes; empty: out/<env>-<method>-<seed>, numbered")
     resume: str = flag("", "folder of a run to go on with; freshper/flags.py: what may change")
@@ -117,11 +107,6 @@ class Config:
     def updates_per_iteration(self) -> int:
         """Return the optimizer steps of an iteration."""
         return self.ppo_epochs + self.replay_ratio
-
-    @property
-    def tiny(self) -> bool:
-        """Whether the model is one that freshper/tiny.py builds."""
-        return self.preset == "tiny"
 
     @property
     def engine(self) -> str:
@@ -139,64 +124,7 @@ class Config:
         # --help must answer before torch is imported
         import torch
 
-        return "cuda" if torch.cuda.is_available() and not self.tiny else "cpu"
-
-    def folder(self) -> Path:
-        """Return --resume, --out, or the first out/<env>-<method>-<seed>[-n] that is new."""
-        folder = self.resume or self.out
-        if folder:
-            return Path(folder)
-
-        name = f"out/{self.env}-{self.method}-{self.seed}"
-        path, number = Path(name), 1
-        while path.exists():
-            number += 1
-            path = Path(f"{name}-{number}")
-        return path
-
-    def task(self) -> str:
-        """Return the task as plots name it, with whose questions it asks and if the ice slips."""
-        notes = {
-            "data": self.data or "generated questions",
-            "slippery": "slippery" if self.slippery else "not slippery",
-            "longest": "solutions of at most 5 turns",
-            "along_the_way": "training starts along the way",
-        }
-        if self.tiny:
-            notes["search_url"] = "one passage per search"
-        settings = self.env_settings()
-        return " ".join([self.env, *(f"({notes[name]})" for name in notes if name in settings)])
-
-    def title(self) -> str:
-        """Return the title of the run's plots and pages."""
-        return f"{self.task()}, {self.method}, preset {self.preset}, seed {self.seed}"
-
-    def env_settings(self) -> dict[str, Any]:
-        """Return the arguments of the environment: those that all tasks take, and those that the
-        class of --env lists in `settings`. Prompts and images of a tiny model are terse and small,
-        and some of its tasks are easier."""
-        values = vars(self) | {"style": "full"}
-        if self.tiny:
-            values |= {"style": "terse", "longest": 5, "along_the_way": True}
-
-        names = ("style", "format_penalty", "max_turns", *ENVS[self.env]().settings)
-        return {name: values[name] for name in names if name in values}
-
-    def make_env(self) -> TextEnv:
-        """Make the environment of --env."""
-        return ENVS[self.env](**self.env_settings())
-
-    def decay_function(self) -> FixedDecay | AutoTau:
-        """Return the decay of age, which gives factors in [0, 1]; 1 everywhere for Standard PER."""
-        if self.decay == "none":
-            return FixedDecay(exponential_decay, tau=math.inf)
-        if self.decay == "polynomial":
-            return FixedDecay(polynomial_decay, tau=self.tau, power=1.0)
-        if self.decay == "limit":
-            return FixedDecay(age_limit, tau=self.tau)
-        if self.tau == "auto":
-            return AutoTau(self.alpha, self.updates_per_iteration)
-        return FixedDecay(exponential_decay, tau=self.tau)
+        return "cuda" if torch.cuda.is_available() and self.preset != "tiny" else "cpu"
 
     def beta_at(self, iteration: int) -> float:
         """Return beta of the IS weights, which reaches 1 in the last iteration. --beta 0 stays 0:
@@ -204,3 +132,199 @@ class Config:
         if self.beta == 0.0:
             return 0.0
         return annealed_beta(self.beta, iteration / max(1, self.iterations - 1))
+
+
+# Table 5. Standard PER and FreshPER differ in nothing but what their rows say.
+METHODS: dict[str, dict[str, Any]] = {
+    "on_policy": {"replay_ratio": 0},
+    "per": {"decay": "none", "beta": 0.4},
+    "freshper": {},
+}
+
+# Table 3, where the kl_loss_coef of Default is a range, 0.05 to 0.1
+CONFIG_A = {
+    "advantage_clip": 0.2,
+    "kl_loss_coef": 0.0,
+    "kl_reward_coef": 0.0,
+    "entropy_coef": 0.0,
+}
+CONFIG_DEFAULT = {
+    "advantage_clip": 20.0,
+    "kl_loss_coef": 0.05,
+    "kl_reward_coef": 0.1,
+    "entropy_coef": 0.01,
+}
+
+# Tables 2 and 4: what the two tasks with images share
+QWEN_VL_3B = {
+    **CONFIG_DEFAULT,
+    "model": "Qwen/Qwen2.5-VL-3B-Instruct",
+    "iterations": 100,
+    "max_tokens": 4096,
+    "micro_batch_size": 1,
+}
+QWEN_0_5B = {**CONFIG_A, "model": "Qwen/Qwen2.5-0.5B-Instruct"}
+
+# Tables 2 to 4. Datasets and reply limits are ours where the paper names none
+# (docs/differences.md). NQ Search asks generated questions, unless --data and --search_url are
+# given.
+PAPER_SHARED = {"backend": "vllm+deepspeed"}
+PAPER = {
+    "frozenlake": {**QWEN_0_5B, "slippery": True},
+    "frozenlake_vlm": QWEN_VL_3B,
+    "sokoban_simple": QWEN_0_5B,
+    "sokoban_hard": QWEN_0_5B,
+    "cliffwalking": {**QWEN_0_5B, "max_turns": 200},
+    "nq_search": {
+        **CONFIG_DEFAULT,
+        "model": "Qwen/Qwen2.5-7B-Instruct",
+        "iterations": 300,
+        "max_tokens": 12800,
+        "max_new_tokens": 500,
+        "micro_batch_size": 1,
+        "zero_stage": 3,
+    },
+    "gsm8k": {
+        **QWEN_0_5B,
+        "data": "openai/gsm8k:main",
+        "max_tokens": 4096,
+        "max_new_tokens": 512,
+    },
+    "aime": {
+        **CONFIG_A,
+        "model": "Qwen/Qwen2.5-7B-Instruct",
+        "data": "AI-MO/aimo-validation-aime",
+        "max_tokens": 4096,
+        "max_new_tokens": 1024,
+        "micro_batch_size": 2,
+        "tau": 1000.0,
+    },
+    "geoqa": {
+        **QWEN_VL_3B,
+        "data": "leonardPKU/GEOQA_R1V_Train_8K",
+        "max_new_tokens": 512,
+    },
+}
+
+# Tuned on FrozenLake (docs/log.md)
+TINY_SHARED = {
+    "model": "tiny",
+    "dtype": "float32",
+    "max_tokens": 512,
+    "max_new_tokens": 6,
+    "iterations": 200,
+    "rollout_batch_size": 32,
+    "batch_size": 32,
+    "micro_batch_size": 16,
+    "lr": 1e-3,
+    "advantage_clip": 20.0,
+    "dual_clip": 3.0,
+    "baseline": "turn",
+    "capacity": 10_000,
+    "epsilon": 0.1,
+    "tau": 20.0,
+    "eval_every": 20,
+    "eval_episodes": 256,
+}
+
+TINY: dict[str, dict[str, Any]] = {
+    "frozenlake": {
+        "iterations": 360,
+        # near the warm start, the random policy, no direction is given up before detours are found
+        "kl_loss_coef": 0.03,
+    },
+    "frozenlake_vlm": {
+        "iterations": 240,
+        "kl_loss_coef": 0.03,
+    },
+    "sokoban_simple": {
+        "max_tokens": 768,
+        # A penalty of 0.15 would be nothing beside the 10 for a solved room.
+        "format_penalty": 1.5,
+        "batch_size": 64,
+    },
+    "sokoban_hard": {
+        "max_tokens": 768,
+        "format_penalty": 1.5,
+        # one of two boxes in place is a return of 0, which only a large epsilon replays as often as
+        # a failure, |r| = 1
+        "epsilon": 1.0,
+    },
+    "cliffwalking": {
+        "max_turns": 30,
+        "max_tokens": 1024,
+        # With a penalty of 5 an unreadable reply would be a cheap way to avoid a fall (-100).
+        "format_penalty": 30.0,
+        "iterations": 250,
+        "rollout_batch_size": 64,
+        "lr": 7e-4,
+        "advantage_clip": 2.0,
+        "kl_loss_coef": 0.03,
+        # |r| alone would prefer the worst episodes
+        "epsilon": 1000.0,
+        "eval_episodes": 64,
+    },
+    "nq_search": {
+        "iterations": 400,
+        "rollout_batch_size": 64,
+        "batch_size": 64,
+        "lr": 5e-4,
+        # Without it the policy soon guesses one kind of question for good, and never learns to
+        # search for it.
+        "kl_loss_coef": 0.1,
+    },
+    "gsm8k": {
+        "iterations": 600,
+        "batch_size": 64,
+        "eval_every": 40,
+    },
+    "aime": {
+        "iterations": 300,
+        "batch_size": 64,
+        "eval_every": 30,
+    },
+    "geoqa": {
+        "iterations": 800,
+        "eval_every": 40,
+    },
+}
+
+# Found with SmolLM2-135M on GSM8K (docs/log.md)
+SMALL_SHARED = {
+    **TINY_SHARED,
+    "model": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "dtype": "bfloat16",
+    "max_tokens": 2048,
+    "max_new_tokens": 64,
+    "micro_batch_size": 4,
+    # At 0.99 fewer of the first replies are right.
+    "temperature": 0.8,
+    "iterations": 100,
+    "lr": 3e-5,
+    "capacity": 1000,
+    "eval_every": 4,
+    "eval_episodes": 64,
+}
+SMALL: dict[str, dict[str, Any]] = {
+    # its generated questions have 20 words, on one CPU core
+    "gsm8k": {
+        "max_turns": 1,
+        "max_tokens": 512,
+        "max_new_tokens": 24,
+        "micro_batch_size": 16,
+        "iterations": 20,
+    },
+}
+
+# Of each preset: what all tasks share, and what differs by task
+PRESETS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
+    "tiny": (TINY_SHARED, TINY),
+    "small": (SMALL_SHARED, SMALL),
+    "paper": (PAPER_SHARED, PAPER),
+}
+
+
+def defaults(preset: str, env: str, method: str) -> dict[str, Any]:
+    """Return the settings in which preset and method differ from the dataclass."""
+    shared, of_task = PRESETS[preset]
+    return shared | of_task.get(env, {}) | METHODS[method]

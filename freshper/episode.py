@@ -24,27 +24,8 @@ from PIL import Image
 from torch import Tensor
 
 PADDING = 0.15  # the largest share of padding in a micro-batch
-# What `collate` pads. The last two are None without a KL term or --truncated_is.
-PER_TOKEN = (
-    "tokens", "action_mask", "behavior_logprobs", "rewards", "ref_logprobs", "engine_correction",
-)  # fmt: skip
-
-
-@dataclass
-class StoredImage:
-    """An image of the buffer as PNG, in a few percent of its memory.
-
-    `np.asarray` returns its pixels again."""
-
-    key: bytes  # `image_key` of the pixels
-    shape: tuple[int, ...]
-    png: bytes
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        return np.array(Image.open(io.BytesIO(self.png)), dtype)
-
-
-AnyImage = np.ndarray | StoredImage  # uint8 [H, W, 3]
+# What `collate` pads. The last one is None without a KL term.
+PER_TOKEN = ("tokens", "action_mask", "behavior_logprobs", "rewards", "ref_logprobs")
 
 
 @dataclass(eq=False)
@@ -56,7 +37,7 @@ class Episode:
     behavior_logprobs: np.ndarray  # float32 [T]: log pi_mu of the action tokens, 0 elsewhere
     reward: float  # r_i, the return: the sum of turn_rewards (gamma = 1)
     turn_rewards: np.ndarray  # float32 [n]
-    images: list[AnyImage] = field(default_factory=list)  # in the order of their placeholders
+    images: list["AnyImage"] = field(default_factory=list)  # in the order of their placeholders
     step: int = 0  # t_i: the optimizer step at which it was collected
     seed: int = 0  # of the environment
     success: bool = False
@@ -67,8 +48,6 @@ class Episode:
     metrics: dict[str, float] = field(default_factory=dict)
     # float32 [T]: log pi_ref, with a KL term
     ref_logprobs: np.ndarray | None = None
-    # float32 [T]: min(pi_trainer / pi_engine, cap), with --truncated_is
-    engine_correction: np.ndarray | None = None
 
     def turn_ends(self) -> np.ndarray:
         """Return the position of the last action token of each turn, int64 [n].
@@ -94,20 +73,6 @@ class Episode:
         return rewards
 
 
-def image_key(image: AnyImage) -> bytes:
-    """Return the SHA-256 of an image's shape and pixels: equal images have equal keys."""
-    if isinstance(image, StoredImage):
-        return image.key
-    return hashlib.sha256(repr(image.shape).encode() + image.tobytes()).digest()
-
-
-def compressed(image: AnyImage) -> StoredImage:
-    """Return an image as PNG."""
-    file = io.BytesIO()
-    Image.fromarray(np.asarray(image)).save(file, "PNG")
-    return StoredImage(image_key(image), image.shape, file.getvalue())
-
-
 class Batch(NamedTuple):
     """B episodes, padded with 0 or False on the right to T tokens.
 
@@ -118,10 +83,10 @@ class Batch(NamedTuple):
     action_mask: Tensor  # bool [B, T]
     behavior_logprobs: Tensor  # float32 [B, T]
     rewards: Tensor  # float32 [B, T]: each turn's reward on its last action token
-    images: list[list[AnyImage]]  # per episode
+    images: list[list["AnyImage"]]  # per episode
     lengths: list[int]  # tokens of each episode before padding
+    seeds: list[int]  # of the episodes' environments, to name them in errors
     ref_logprobs: Tensor | None = None  # float32 [B, T], or None if an episode has none
-    engine_correction: Tensor | None = None  # the same
     advantages: Tensor | None = None  # A_t, float32 [B, T]
     weights: Tensor | None = None  # w_i, float32 [B]
 
@@ -129,6 +94,7 @@ class Batch(NamedTuple):
         """Return these rows alone, trimmed to the longest of them: a micro-batch."""
         lengths = [self.lengths[i] for i in indices]
         images = [self.images[i] for i in indices]
+        seeds = [self.seeds[i] for i in indices]
 
         tensors = {}
         for name, values in self._asdict().items():
@@ -136,7 +102,7 @@ class Batch(NamedTuple):
                 tensors[name] = values[indices]
                 if values.dim() == 2:
                     tensors[name] = values[indices, : max(lengths)]
-        return self._replace(images=images, lengths=lengths, **tensors)
+        return self._replace(images=images, lengths=lengths, seeds=seeds, **tensors)
 
     def micro_batches(self, max_rows: int) -> Iterator[tuple[list[int], "Batch"]]:
         """Yield (row numbers, batch of these rows) for each group of `group_by_length`."""
@@ -162,8 +128,12 @@ def group_by_length(lengths: list[int], max_rows: int) -> list[list[int]]:
     return groups
 
 
-def collate(episodes: list[Episode]) -> Batch:
-    """Pad episodes into a batch. Raises ValueError if an episode's fields do not fit together."""
+def collate(episodes: list[Episode] | Batch) -> Batch:
+    """Pad episodes into a batch; a batch is returned as it is.
+
+    Raises ValueError if an episode's fields do not fit together."""
+    if isinstance(episodes, Batch):
+        return episodes
     padded: dict[str, Any] = {}
     for name in PER_TOKEN:
         arrays = [getattr(episode, name) for episode in episodes]
@@ -174,4 +144,39 @@ def collate(episodes: list[Episode]) -> Batch:
 
     images = [episode.images for episode in episodes]
     lengths = [len(episode.tokens) for episode in episodes]
-    return Batch(images=images, lengths=lengths, **padded)
+    seeds = [episode.seed for episode in episodes]
+    return Batch(images=images, lengths=lengths, seeds=seeds, **padded)
+
+
+# -- images in the buffer
+
+
+@dataclass
+class StoredImage:
+    """An image of the buffer as PNG, in a few percent of its memory.
+
+    `np.asarray` returns its pixels again."""
+
+    key: bytes  # `image_key` of the pixels
+    shape: tuple[int, ...]
+    png: bytes
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return np.array(Image.open(io.BytesIO(self.png)), dtype)
+
+
+AnyImage = np.ndarray | StoredImage  # uint8 [H, W, 3]
+
+
+def image_key(image: AnyImage) -> bytes:
+    """Return the SHA-256 of an image's shape and pixels: equal images have equal keys."""
+    if isinstance(image, StoredImage):
+        return image.key
+    return hashlib.sha256(repr(image.shape).encode() + image.tobytes()).digest()
+
+
+def compressed(image: AnyImage) -> StoredImage:
+    """Return an image as PNG."""
+    file = io.BytesIO()
+    Image.fromarray(np.asarray(image)).save(file, "PNG")
+    return StoredImage(image_key(image), image.shape, file.getvalue())

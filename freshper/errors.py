@@ -1,21 +1,18 @@
-"""The errors that end a run with one sentence. Anything else is a defect, with its traceback."""
+"""What ends a run: errors with one sentence, signals. Anything else is a defect, with its
+traceback."""
 
 import contextlib
 import os
 import signal
 import sys
-import threading
-import time
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Any, Self, TextIO
 
 import torch
 
-# The longest wait for vLLM or another rank, in seconds
-timeout = os.environ.get("FRESHPER_TIMEOUT", "1800")
-if not timeout.isdecimal() or int(timeout) == 0:
-    sys.exit(f"FRESHPER_TIMEOUT is {timeout}, but must be a whole number of seconds above 0")
-TIMEOUT = int(timeout)
+STOPPING = b"""
+stopping after this iteration, with a checkpoint; once more stops at once, without
+"""
 
 
 class NonFiniteError(ArithmeticError):
@@ -24,7 +21,7 @@ class NonFiniteError(ArithmeticError):
 
 
 class BackendError(RuntimeError):
-    """vLLM or DeepSpeed failed, or did not answer in time. Names the phase."""
+    """vLLM or DeepSpeed failed, or vLLM has other weights than the trainer. Names the phase."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -36,59 +33,88 @@ class Interrupted(KeyboardInterrupt):
 
 
 @contextlib.contextmanager
-def watched(
-    phase: str, processes: Mapping[int, str] = {}, errors: type[Exception] = RuntimeError
-) -> Iterator[None]:
-    """Raise BackendError, naming the phase, if the block raises one of `errors`, if it takes longer
-    than TIMEOUT, or if one of `processes` (id -> name) dies.
-
-    A thread watches, and signals the main thread. If that does not react within ten seconds, as
-    inside NCCL, the process prints the sentence and exits."""
-    deadline = time.monotonic() + TIMEOUT
-    over = threading.Event()
-    main = threading.get_ident()
-
-    def problem() -> str:
-        for pid, name in processes.items():
-            if not alive(pid):
-                return f"{name} (process {pid}) died in {phase}"
-        if time.monotonic() > deadline:
-            return f"{phase} took longer than FRESHPER_TIMEOUT, {TIMEOUT:g} s"
-        return ""
-
-    def watch() -> None:
-        while not over.wait(0.5):
-            if problem():
-                signal.pthread_kill(main, signal.SIGUSR1)
-                if not over.wait(10.0):
-                    print(f"\nstopped: {problem()}", file=sys.stderr, flush=True)
-                    os._exit(1)
-
-    def interrupt(*_: object) -> None:
-        if not over.is_set():
-            raise BackendError(problem())
-
-    # The handler stays, and does nothing after the block.
-    signal.signal(signal.SIGUSR1, interrupt)
-    threading.Thread(target=watch, daemon=True).start()
+def phase(name: str) -> Iterator[None]:
+    """Raise BackendError, with the phase's name, for whatever vLLM or torch.distributed raises in
+    the block."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        # The report says which flags to lower.
+    except (BackendError, NonFiniteError, torch.OutOfMemoryError):
+        # The report has a sentence for each.
         raise
-    except errors as error:
-        # A process that ends closes its connections first.
-        time.sleep(1.0)
+    except Exception as error:
         reason = " ".join(str(error).split())[:300]
-        failed = f"{phase} failed: {type(error).__name__}: {reason}"
-        raise BackendError(problem() or failed) from error
-    finally:
-        over.set()
+        raise BackendError(f"{name} failed: {type(error).__name__}: {reason}") from error
 
 
-def alive(pid: int) -> bool:
-    """Return whether the process exists and is not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+class Ending(contextlib.ExitStack):
+    """A context around a run that says with which `status` the program ends: 0 done, 1 a backend, a
+    disk or a server failed, 2 bad input, 3 numbers that are not finite, 130 Ctrl-C, 143 SIGTERM.
+
+    Ctrl-C and SIGTERM raise `Interrupted`. While a run is `training`, the first one is noted in
+    `signal`, and the run ends after its iteration."""
+
+    status = 0
+    training = False
+    signal = 0  # the number of the first one
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before = signal.signal(number, self.handle)
+            # The end of the context restores the handler.
+            self.callback(signal.signal, number, before)
+        self.enter_context(contextlib.redirect_stdout(Unbreakable(sys.stdout)))
+        self.enter_context(contextlib.redirect_stderr(Unbreakable(sys.stderr)))
+        return self
+
+    def handle(self, number: int, frame: object) -> None:
+        if self.signal or not self.training:
+            raise Interrupted(number)
+        self.signal = number
+        # `print` may fail here, in the middle of another one. The pipe may be broken, too.
+        with contextlib.suppress(OSError):
+            os.write(2, STOPPING)
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        match error:
+            case None:
+                pass
+            case Interrupted():
+                self.status = error.status
+            case NonFiniteError():
+                self.status = 3
+            case ValueError() | OSError() | BackendError() if not self.training:
+                print(f"train.py: error: {error}", file=sys.stderr)
+                self.status = 2
+            case OSError() | BackendError() | torch.OutOfMemoryError():
+                self.status = 1  # the report has printed the error
+            case _:
+                super().__exit__(kind, error, trace)
+                return False
+        super().__exit__(None, None, None)
+        return True
+
+
+class Unbreakable:
+    """A stream whose failures end no run: after the first one, nobody reads it any more."""
+
+    def __init__(self, stream: TextIO | None):
+        # Python sets a stream to None if it was closed from the start.
+        self.stream = stream or open(os.devnull, "w")  # noqa: SIM115
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        encoding = self.stream.encoding or "utf-8"
+        return self.attempt(self.stream.write, text.encode(encoding, "replace").decode(encoding))
+
+    def flush(self) -> None:
+        self.attempt(self.stream.flush)
+
+    def attempt(self, method: Any, *arguments: str) -> int:
+        """Call a method of the stream. If it fails, write to nowhere from now on."""
+        try:
+            return method(*arguments)
+        except (OSError, ValueError):  # a broken pipe, a full disk; a closed file
+            self.stream = open(os.devnull, "w")  # noqa: SIM115
+            return 0

@@ -7,17 +7,15 @@ allowed. So does a flag that has no effect with the others.
 import argparse
 import dataclasses
 import json
+import math
 import os
-import re
 from collections.abc import Callable
-from glob import glob
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from envs import ENVS
 from envs.base import EVAL_SEEDS
-from freshper.config import Config
-from freshper.presets import PRESETS, defaults
+from freshper.config import PAPER, Config, defaults
 
 # --resume may change these, and nothing else: stored episodes and states stay those of one problem
 MAY_CHANGE = {
@@ -27,20 +25,52 @@ MAY_CHANGE = {
     "alpha", "tau", "beta", "replay_ratio", "batch_size", "ppo_epochs", "lr",
     "ratio_clip", "dual_clip", "advantage_clip", "entropy_coef",
     # where
-    "micro_batch_size", "engine_memory", "out", "resume",
+    "micro_batch_size", "engine_memory", "resume",
 }  # fmt: skip
 
-ABOVE_0 = (
-    "capacity", "batch_size", "epsilon", "iterations", "rollout_batch_size", "group_size",
-    "ppo_epochs", "lr", "ratio_clip", "advantage_clip", "micro_batch_size", "temperature",
-    "max_new_tokens", "eval_every", "eval_episodes",
-)  # fmt: skip
-# `check_replay` and `check_training` check these.
-OTHER_RANGE = ("tau", "dual_clip", "top_p", "engine_memory")
-REPLAY_FLAGS = (
-    "batch_size", "capacity", "eviction", "alpha", "epsilon", "base_priority", "decay", "tau",
-    "beta",
-)  # fmt: skip
+# What a number must be: in words, as a condition, and its settings. NaN is in no range.
+RANGES: list[tuple[str, Callable[[float], bool], str]] = [
+    ("above 0", lambda x: 0 < x < math.inf,
+     "capacity batch_size epsilon tau iterations rollout_batch_size ppo_epochs lr ratio_clip "
+     "advantage_clip micro_batch_size temperature max_new_tokens eval_every eval_episodes"),
+    ("0 or more", lambda x: 0 <= x < math.inf,
+     "max_turns format_penalty replay_ratio kl_loss_coef kl_reward_coef entropy_coef top_k "
+     "save_every"),
+    ("between 0 and 1", lambda x: 0 <= x <= 1, "alpha beta"),
+    ("above 0 and at most 1", lambda x: 0 < x <= 1, "top_p engine_memory"),
+    ("0 or above 1", lambda x: x == 0 or 1 < x < math.inf, "dual_clip"),
+    (f"from 0 to {EVAL_SEEDS - 1}", lambda x: 0 <= x < EVAL_SEEDS, "seed"),
+]  # fmt: skip
+# What a setting must be together with others: its name, in words, and as a condition
+RULES: list[tuple[str, str, Callable[[Config], object]]] = [
+    ("preset", "tiny or small: the task is not in the paper",
+     lambda c: c.preset != "paper" or c.env in PAPER),
+    ("model", "tiny, or a checkpoint of a tiny model, with --preset tiny (--preset small and paper "
+     "take pretrained models)", lambda c: c.resume or is_tiny(c.model) == (c.preset == "tiny")),
+    ("data", "empty with --preset tiny, whose models read generated questions only",
+     lambda c: c.preset != "tiny" or not c.data),
+    ("out", "a folder that does not exist yet",
+     lambda c: c.resume or not c.out or not os.path.exists(c.out)),
+    ("replay_ratio", "0 with --method on_policy",
+     lambda c: c.method != "on_policy" or c.replay_ratio == 0),
+    ("decay", "none with --method per", lambda c: c.method != "per" or c.decay == "none"),
+    # The refresh is --ppo_epochs steps after an episode was collected.
+    ("tau", "at least --ppo_epochs with --decay limit",
+     lambda c: c.decay != "limit" or c.tau >= c.ppo_epochs),
+    ("capacity", "at least the episodes of an iteration and of an update",
+     lambda c: not c.replay_ratio or c.capacity >= max(c.batch_size, c.rollout_batch_size)),
+]  # fmt: skip
+# Flags without effect: their names, with what, and as a condition
+NO_EFFECT: list[tuple[str, str, Callable[[Config], object]]] = [
+    ("batch_size capacity eviction alpha epsilon base_priority decay tau beta", "--replay_ratio 0",
+     lambda c: c.replay_ratio == 0),
+    ("tau", "--decay none", lambda c: c.decay == "none"),
+    ("epsilon base_priority", "--alpha 0", lambda c: c.alpha == 0),
+    ("zero_stage", "a --backend without deepspeed", lambda c: c.trainer != "deepspeed"),
+    ("engine_memory", "a --backend without vllm", lambda c: c.engine != "vllm"),
+    *((name, "this --env", lambda c, name=name: name not in ENVS[c.env].settings)
+      for name in ("slippery", "data", "search_url")),
+]  # fmt: skip
 
 # The groups of --help: the first setting of each, and its title
 GROUPS = {
@@ -49,165 +79,34 @@ GROUPS = {
     "iterations": "optimization",
     "temperature": "sampling",
     "backend": "backends",
-    "preset": "the run",
+    "seed": "the run",
 }
 
 
-class CommandLine(NamedTuple):
-    """Hold the settings of a command line, checked."""
-
-    config: Config
-    flags_given: tuple[str, ...]  # the names of its flags
-    notes: tuple[str, ...]  # what the run says of its settings
+def is_tiny(model: str) -> bool:
+    """Return whether a model is one that freshper/tiny.py builds, or a checkpoint of one."""
+    path = Path(model, "config.json")
+    return model == "tiny" or (path.is_file() and '"freshper_tiny": true' in path.read_text())
 
 
-def validate(config: Config, flags_given: tuple[str, ...] = ()) -> None:
+def validate(config: Config, given: tuple[str, ...] = ()) -> None:
     """Raise ValueError with one sentence if a setting's value is not allowed, or if one of the
-    `flags_given` has no effect."""
+    flags `given` has no effect."""
+    values = vars(config)
+    wrong = [
+        (name, allowed)
+        for allowed, holds, names in RANGES
+        for name in names.split()
+        if not holds(values[name])
+    ]
+    wrong += [(name, allowed) for name, allowed, holds in RULES if not holds(config)]
+    for name, allowed in wrong:
+        raise ValueError(f"--{name} is {values[name]}, but must be {allowed}")
 
-    def require(condition: object, flag: str, allowed: str) -> None:
-        if not condition:
-            raise ValueError(f"--{flag} is {getattr(config, flag)}, but must be {allowed}")
-
-    def refuse_given(*flags: str, because: str) -> None:
-        for flag in flags_given:
-            if flag in flags:
-                raise ValueError(
-                    f"--{flag} is {getattr(config, flag)}, but has no effect with {because}"
-                )
-
-    check_numbers(config, require)
-    check_model_and_preset(config, require)
-    check_replay(config, require)
-    check_training(config, require)
-    check_effects(config, refuse_given)
-
-
-def check_numbers(config: Config, require: Callable) -> None:
-    """Check the range of each number. float32 must be able to compute with it."""
-    for name, value in vars(config).items():
-        if isinstance(value, str):
-            continue
-        if isinstance(value, int):
-            largest = EVAL_SEEDS - 1 if name == "seed" else 10**7
-            require(value <= largest, name, f"at most {largest}")
-        elif value != 0:
-            allowed = "a finite number: 0, or from 1e-30 to 1e30"
-            require(1e-30 <= abs(value) <= 1e30, name, allowed)
-
-        if name in ABOVE_0:
-            require(value > 0, name, "above 0")
-        elif name in ("alpha", "beta"):
-            require(0 <= value <= 1, name, "between 0 and 1")
-        elif name not in OTHER_RANGE:
-            require(value >= 0, name, "0 or more")
-
-
-def check_model_and_preset(config: Config, require: Callable) -> None:
-    """Check where the model, its numbers and its questions come from, and where the run goes."""
-    if config.preset == "small":
-        tasks = PRESETS["small"]
-        allowed = f"tiny or paper; small is for --env {' '.join(tasks)} without --data"
-        require(config.env in tasks and not config.data, "preset", allowed)
-
-    # The model that an earlier run started from may be gone.
-    if not config.resume or "auto" in (config.model, config.preset):
-        folder = os.path.isfile(f"{config.model}/config.json")
-        hub_id = re.fullmatch(r"[^./~][^/]*/[^/]+", config.model)
-        allowed = "tiny, a folder with a config.json, or a hub id"
-        require(config.model == "tiny" or folder or hub_id, "model", allowed)
-
-        presets = fitting_presets(config.model, config.env)
-        allowed = f"{' or '.join(presets)} with --env {config.env} and --model {config.model}"
-        require(config.preset in presets, "preset", allowed)
-
-    if not config.resume:
-        require(not os.path.exists(config.out), "out", "a folder that does not exist yet")
-    if config.tiny and "data" in config.env_settings():
-        allowed = f"empty with --model {config.model}, which reads generated questions"
-        require(not config.data, "data", allowed)
-
-
-def check_replay(config: Config, require: Callable) -> None:
-    """Check the settings of method and replay buffer."""
-    if config.method == "on_policy":
-        require(config.replay_ratio == 0, "replay_ratio", "0 with --method on_policy")
-    if config.method == "per":
-        require(config.decay == "none", "decay", "none with --method per")
-    if config.replay_ratio == 0:
-        require(config.baseline != "recompute", "baseline", "batch or turn without replay")
-
-    if config.tau == "auto":
-        require(config.decay in ("exponential", "none"), "tau", "a number with this --decay")
-    else:
-        require(config.tau >= 1, "tau", "at least 1, or auto")
-        # The refresh is --ppo_epochs steps after an episode was collected.
-        drawable = config.decay != "limit" or config.tau >= config.ppo_epochs
-        require(drawable, "tau", "at least --ppo_epochs with --decay limit")
-    if config.replay_ratio:
-        batch = max(config.batch_size, config.rollout_batch_size)
-        require(config.capacity >= batch, "capacity", "at least a batch")
-
-
-def check_training(config: Config, require: Callable) -> None:
-    """Check the settings of optimization, sampling and backends."""
-    rest = config.rollout_batch_size % config.group_size
-    require(rest == 0, "group_size", "a divisor of rollout_batch_size")
-    require(config.dual_clip == 0.0 or config.dual_clip > 1.0, "dual_clip", "0 or above 1")
-
-    longest = config.max_tokens
-    require(0.0 < config.top_p <= 1.0, "top_p", "above 0 and at most 1")
-    require(config.max_new_tokens < longest, "max_new_tokens", f"below max_tokens {longest}")
-    require(config.max_turns <= longest, "max_turns", f"at most max_tokens {longest}")
-
-    require(0.0 < config.engine_memory < 1.0, "engine_memory", "above 0 and below 1")
-
-
-def check_effects(config: Config, refuse_given: Callable) -> None:
-    """Refuse the flags that have no effect with the others."""
-    of_other_tasks = {"slippery", "data", "search_url"} - config.env_settings().keys()
-    refuse_given(*of_other_tasks, because=f"--env {config.env}")
-    if config.resume:
-        refuse_given("out", because="--resume")
-
-    if config.replay_ratio == 0:
-        refuse_given(*REPLAY_FLAGS, because=f"--method {config.method} and --replay_ratio 0")
-        # The policy that is updated is the one that acted, so all ratios are 1.
-        if config.ppo_epochs == 1:
-            because = "--replay_ratio 0 and --ppo_epochs 1"
-            refuse_given("ratio_clip", "dual_clip", because=because)
-    if config.decay == "none":
-        refuse_given("tau", because=f"--method {config.method} and --decay none")
-
-    # All entries are equally likely, unless an age limit excludes some. A flag may repeat "off".
-    if config.alpha == 0:
-        refuse_given("epsilon", "base_priority", because="--alpha 0")
-        if config.decay in ("exponential", "polynomial"):
-            refuse_given("decay", "tau", because="--alpha 0")
-        if config.beta > 0:
-            refuse_given("beta", because="--alpha 0")
-        if config.eviction == "lowest_priority":
-            refuse_given("eviction", because="--alpha 0")
-    episodes = config.iterations * config.rollout_batch_size
-    if config.eviction == "lowest_priority" and episodes <= config.capacity:
-        refuse_given("eviction", because=f"--capacity {config.capacity} for {episodes} episodes")
-
-    if config.trainer == "torch":
-        refuse_given("zero_stage", because=f"--backend {config.backend}")
-    if config.engine == "hf":
-        refuse_given("engine_memory", because=f"--backend {config.backend}")
-
-
-def check_unchanged(earlier: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise ValueError if a setting differs that --resume may not change."""
-    for name, value in earlier.items():
-        if name not in MAY_CHANGE and now[name] != value:
-            raise ValueError(f"--{name} is {now[name]}, but must be {value} as in the earlier run")
-
-
-def tau(text: str) -> float | str:
-    """Read the value of --tau."""
-    return text if text == "auto" else float(text)
+    for names, others, applies in NO_EFFECT:
+        for name in set(names.split()) & set(given):
+            if applies(config):
+                raise ValueError(f"--{name} is {values[name]}, but has no effect with {others}")
 
 
 def boolean(text: str) -> bool:
@@ -215,107 +114,70 @@ def boolean(text: str) -> bool:
     return ("false", "true").index(text.lower()) == 1
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser(shown: Config, **options: Any) -> argparse.ArgumentParser:
     """Make a parser of all flags. It returns only those that were given, and raises ArgumentError
-    if it cannot read the value of one."""
+    if it cannot read the value of one. --help shows the settings `shown`."""
     parser = argparse.ArgumentParser(
-        description="FreshPER (Algorithm 1). Defaults are the paper's where it names one, except"
-        " for --format_penalty and --slippery; --preset changes them.",
+        description="FreshPER (Algorithm 1). In brackets: what runs with the other flags given.",
         usage=argparse.SUPPRESS,
         allow_abbrev=False,
         exit_on_error=False,
+        **options,
     )
-    types = {"tau": tau, "slippery": boolean}
     for field in dataclasses.fields(Config):
         if field.name in GROUPS:
             group = parser.add_argument_group(GROUPS[field.name])
 
-        options: dict[str, Any] = {"type": types.get(field.name, type(field.default))}
+        options = {"type": type(field.default), "metavar": ""}
         if field.name == "env":
-            options["choices"] = ENVS
+            options = {"choices": ENVS}
         elif get_origin(field.type) is Literal:
-            options["choices"] = get_args(field.type)
-        else:
-            options["metavar"] = ""
-        if field.type is bool:
-            options |= {"nargs": "?", "const": True}
-        text = f"{field.metadata['help']} [{field.default}]"
+            options = {"type": type(field.default), "choices": get_args(field.type)}
+        elif field.type is bool:
+            options |= {"type": boolean, "nargs": "?", "const": True}
+        text = f"{field.metadata['help']} [{getattr(shown, field.name)}]".replace("%", "%%")
         group.add_argument(f"--{field.name}", default=argparse.SUPPRESS, help=text, **options)
     return parser
 
 
-def fitting_presets(model: str, env: str) -> list[Any]:
-    """Return the presets that fit, the default first: tiny for a tiny model, else paper and, if the
-    task has one, small."""
-    path = Path(model, "config.json")
-    built = path.is_file() and '"freshper_tiny": true' in path.read_text()
-    if built or model == "tiny":
-        return ["tiny"]
-    return ["paper", "small"] if env in PRESETS["small"] else ["paper"]
-
-
-def is_here(model: str) -> bool:
-    """Return whether this machine has a GPU, and the Hugging Face cache the model's weights."""
-    if not glob("/dev/nvidia[0-9]*"):
-        return False
-    from huggingface_hub import try_to_load_from_cache
-
-    return isinstance(try_to_load_from_cache(model, "config.json"), str)
-
-
-def first_run(flags: dict[str, Any]) -> CommandLine:
-    """Return the settings of a new run, from the preset of the model, then the method, then the
-    flags, with a note on the model if the flags leave it open."""
+def new_run(flags: dict[str, Any]) -> Config:
+    """Return the settings of a new run: those of preset and method, and the flags over them."""
     config = Config(**flags)
-    model, preset = config.model, config.preset
-    notes = []
-    if model == "auto":
-        source = "paper" if preset == "auto" else preset
-        model = defaults(source, config.env, config.method).get("model", "tiny")
-        if preset == "auto":
-            state = "and the paper's model are on"
-            if not is_here(model):
-                model, state = "tiny", "or the paper's model is missing on"
-            notes = [f"model {model}: a GPU {state} this machine"]
-    if preset == "auto":
-        preset = fitting_presets(model, config.env)[0]
-
-    settings = defaults(preset, config.env, config.method) | flags
-    config = Config(**settings | {"model": model, "preset": preset})
-    return CommandLine(config, tuple(flags), tuple(notes))
+    return Config(**defaults(config.preset, config.env, config.method) | flags)
 
 
-def resumed_run(flags: dict[str, Any]) -> CommandLine:
-    """Return the settings of an earlier run, checked as flags are, with the flags over them, and
-    notes on what has changed."""
+def resumed_run(flags: dict[str, Any]) -> Config:
+    """Return the settings of an earlier run, with the flags over them. Raises ValueError if there
+    is no such run, or if a flag may not change."""
     folder = flags["resume"]
     try:
         stored = json.loads(Path(folder, "config.json").read_bytes())
-        if not isinstance(stored, dict) or stored.keys() != vars(Config()).keys():
+        if stored.keys() != vars(Config()).keys():
             raise ValueError("its config.json is not that of a run of this version")
-        words = [f"--{name}={value}" for name, value in stored.items()]
-        stored = vars(make_parser().parse_args(words))
-        stored["resume"] = folder
-        validate(Config(**stored))
-    except (OSError, ValueError, RecursionError, argparse.ArgumentError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise ValueError(
             f"--resume is {folder}, but must be the folder of a run: {error}"
         ) from error
 
-    settings = stored | flags
-    check_unchanged(stored, settings)
-    changed = [name for name in flags if flags[name] != stored[name]]
-    notes = tuple(f"{name} is {flags[name]}, was {stored[name]}" for name in changed)
-    return CommandLine(Config(**settings), tuple(flags), notes)
+    for name, value in flags.items():
+        if name not in MAY_CHANGE and value != stored[name]:
+            raise ValueError(f"--{name} is {value}, but must be {stored[name]} as in {folder}")
+    return Config(**stored | flags)
 
 
-def parse_args(argv: list[str] | None = None) -> CommandLine:
-    """Return a checked command line. A wrong flag prints one sentence and exits with status 2."""
-    parser = make_parser()
+def parse_args(argv: list[str] | None = None) -> Config:
+    """Return the checked settings of a command line. A wrong flag prints one sentence and exits
+    with status 2."""
+    parser = make_parser(Config(), add_help=False)
+    parser.add_argument("-h", "--help", action="store_true", default=argparse.SUPPRESS)
     try:
         flags = vars(parser.parse_args(argv))
-        command_line = resumed_run(flags) if "resume" in flags else first_run(flags)
-        validate(command_line.config, command_line.flags_given)
-    except (ValueError, argparse.ArgumentError) as error:
+        wants_help = flags.pop("help", False)
+        config = resumed_run(flags) if "resume" in flags else new_run(flags)
+        if wants_help:
+            make_parser(config).print_help()
+            parser.exit()
+        validate(config, tuple(flags))
+    except (ValueError, TypeError, argparse.ArgumentError) as error:
         parser.error(str(error))
-    return command_line
+    return config

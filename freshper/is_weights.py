@@ -17,13 +17,12 @@ import numpy as np
 
 
 def importance_weights(
-    probabilities: np.ndarray, size: int, beta: float, smallest: float | None = None
+    probabilities: np.ndarray, beta: float, smallest: float | None = None
 ) -> np.ndarray:
-    """Return w_i in (0, 1], float64 [B] (eq. 3), from P(i) of drawn entries [B], N = `size`, beta.
+    """Return w_i in (0, 1], float64 [B] (eq. 3), from P(i) of drawn entries [B].
 
-    `size` cancels; it is an argument so that the call reads like eq. 3. `smallest` is the
-    probability whose weight is 1 (None: the batch's smallest). Raises ValueError unless
-    0 < smallest <= P(i) <= 1 and 0 <= beta <= 1."""
+    N cancels. `smallest` is the probability whose weight is 1 (None: the batch's smallest). Raises
+    ValueError unless 0 < smallest <= P(i) <= 1 and 0 <= beta <= 1."""
     probabilities = np.asarray(probabilities)
     least = probabilities.min()
     most = probabilities.max()

@@ -1,12 +1,12 @@
 """A policy pi_theta: a transformers model with its tokenizer, chat template and image processor.
 
-Paper: appendix D (Qwen2.5 for text, Qwen2.5-VL for images). Any chat model with a ChatML-like
-template works, from a hub id or a folder. freshper/tiny.py builds small ones of the same classes.
-Two things are easy to get wrong:
+Paper: appendix D (Qwen2.5 for text, Qwen2.5-VL for images). A chat model of one of FAMILIES works,
+from a hub id or a folder. freshper/tiny.py builds small ones of the same classes. Two things are
+easy to get wrong:
 
 - Token in, token out. A conversation grows by appending ids. Only the environment's new text is
   tokenized, wrapped in a "bridge": what closes the assistant turn, the user turn, and the next
-  assistant header.
+  assistant header. That text never becomes a special token, whatever it spells.
 - Images. Each takes rows x columns placeholder tokens (`grid`). Their embeddings are replaced by
   the output of the vision tower, and their positions follow m-rope (rows and columns instead of a
   count).
@@ -15,6 +15,7 @@ Two things are easy to get wrong:
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,15 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from envs.base import Observation
 from freshper.episode import AnyImage, Batch, image_key
 
-# Allowed difference of equal logits or log-probs that are computed in two ways.
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
+# The `model_type` of models that are computed right here: with the engine's cache and its holes, in
+# a padded batch, saved and loaded again. tests/test_families.py compares each with the model's own
+# forward pass. Add a family there first.
+VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+FAMILIES = (
+    "qwen2", "qwen3", "llama", "mistral", "smollm3", "granite", "phi3", "olmo2", *VISION_FAMILIES,
+)  # fmt: skip
+# Types of rope whose angles do not depend on the length of the text
+ROPES = ("default", "linear", "llama3", "yarn")
 # These replace a user's text and a reply when the chat template is split.
 TEXT = "\ue000"
 REPLY = "\ue001"
@@ -44,6 +52,8 @@ class Policy:
     image_processor: Any = None  # transformers', if the model reads images
     freeze_vision: bool = False  # the vision tower is not trained, and features are reused
     mixed: bool = False  # autocast to bfloat16, with float32 weights
+    # Some chat templates show the date. It is that of the run's first start.
+    today: date = field(default_factory=date.today)
     features: dict[bytes, Tensor] = field(default_factory=dict)  # by `image_key`
 
     def __post_init__(self) -> None:
@@ -54,8 +64,9 @@ class Policy:
         self.template = functools.cache(self.split_template)
 
         # The end of a reply is the template's, which is not always the tokenizer's eos.
-        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        closing = self.template(0, first=False)[0]
+        added = tokenizer.added_tokens_decoder
+        special = {i for i, token in added.items() if token.special}
+        closing, opening = self.template(0, first=False)
         # `encode` also switches off a truncation that tokenizer.json may ask for.
         ends = [i for i in tokenizer.encode(closing, add_special_tokens=False) if i in special]
         if not ends:
@@ -63,10 +74,17 @@ class Policy:
                 "its chat template closes a reply with no special token, so no reply could end"
             )
         self.eos_id = ends[0]
+        # Whether a reply begins inside a thought
+        self.opens_thought = opening.rstrip().endswith("<think>")
 
-        # Never sampled: other special tokens (a sampled placeholder has no image), and the model's
-        # list.
+        # Never sampled: other special tokens (a sampled placeholder has no image), the model's
+        # list, and rows of the output layer without a token.
+        self.special_tokens = [added[i].content for i in special]
+        for token in self.special_tokens:
+            if "think" in token.lower():
+                raise ValueError(f"it thinks with {token}, a special token, which is never sampled")
         suppressed = special.union(self.model.generation_config.suppress_tokens or ())
+        suppressed |= {*range(len(tokenizer), self.model.get_output_embeddings().out_features)}
         self.suppressed_ids = sorted(suppressed - {self.eos_id})
 
         self.image_token_id = getattr(self.model.config, "image_token_id", -1)
@@ -91,7 +109,12 @@ class Policy:
         if first:
             del turns[:2]
 
-        text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        text = self.tokenizer.apply_chat_template(
+            turns,
+            tokenize=False,
+            add_generation_prompt=True,
+            strftime_now=self.today.strftime,
+        )
         replies = 0 if first else 1
         if text.count(TEXT) != 1 or text.count(REPLY) != replies:
             raise ValueError("its chat template does not show a user's text exactly once per turn")
@@ -103,8 +126,11 @@ class Policy:
         """Return the tokens of a user turn and the assistant header, from the start of the
         conversation if it is the first."""
         before, after = self.template(len(observation.images), first)
-        text = before + observation.text + after
-        tokens = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        text = observation.text
+        if any(token in text for token in self.special_tokens):
+            tokens = self.encode(before) + self.encode(text, plain=True) + self.encode(after)
+        else:
+            tokens = self.encode(before + text + after)
 
         # The template has one placeholder per image, and the model needs rows x columns of them.
         end = 0
@@ -114,6 +140,14 @@ class Policy:
             size = rows * columns
             end = start + size
             tokens[start : start + 1] = [self.image_token_id] * size
+        return tokens
+
+    def encode(self, text: str, plain: bool = False) -> list[int]:
+        """Return the tokens of a text. `plain`: a special token that it spells is text, too."""
+        tokenizer = self.tokenizer.backend_tokenizer
+        tokenizer.encode_special_tokens = plain
+        tokens = tokenizer.encode(text, add_special_tokens=False).ids
+        tokenizer.encode_special_tokens = False
         return tokens
 
     def bridge(self, observation: Observation, closed: bool) -> list[int]:
@@ -206,15 +240,9 @@ class Policy:
         """Return next-token logits, float32 [n, V], from hidden states [n, hidden]. Ids that are
         never sampled get -inf, in the trainer too: no reward would reach them there, and
         probability would drift to them."""
-        # Some families scale logits or cap them (Cohere, Granite, Gemma 2).
-        config = self.model.config.get_text_config()
-        scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
-        cap = getattr(config, "final_logit_softcapping", None)
-
+        scaling = getattr(self.model.config.get_text_config(), "logits_scaling", 1.0)  # Granite's
         with self.precision():
-            logits = self.model.lm_head(hidden).float() * scale
-        if cap:
-            logits = cap * torch.tanh(logits / cap)
+            logits = self.model.lm_head(hidden).float() / scaling
         logits[:, self.suppressed_ids] = -torch.inf
         return logits
 
@@ -246,19 +274,43 @@ def embed_patches(convolution: torch.nn.Conv3d, patches: Tensor) -> Tensor:
     return torch.nn.functional.linear(patches.flatten(1), convolution.weight.flatten(1))
 
 
-def load_policy(name: str, device: str, dtype: torch.dtype, freeze_vision: bool = False) -> Policy:
-    """Load a policy from a hub id or a folder. Pickled weights are not read. Raises OSError if
-    there is no model there, ValueError if weights are missing (transformers would make random ones)
-    or have no place, or if it reads images in another way than Qwen2-VL and Qwen2.5-VL."""
+def check_family(config: transformers.PretrainedConfig, max_tokens: int) -> None:
+    """Raise ValueError unless a model is computed right for conversations of `max_tokens`."""
+    kind = config.model_type
+    if kind not in FAMILIES:
+        raise ValueError(
+            f"it is a {kind}, but must be one of {', '.join(FAMILIES)}: freshper/models.py says "
+            "where to add a family, and which test it must pass"
+        )
+    text = config.get_text_config()
+    rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in ROPES and "mrope_section" not in text.rope_parameters:
+        raise ValueError(f"its rope is of the type {rope}, but must be one of {', '.join(ROPES)}")
+    # The engine's cache knows no sliding windows.
+    window = getattr(text, "sliding_window", None) or text.max_position_embeddings
+    longest = min(window, text.max_position_embeddings)
+    if max_tokens > longest:
+        raise ValueError(
+            f"--max_tokens is {max_tokens}, but must be at most {longest}, its window of attention"
+        )
+
+
+def load_policy(
+    name: str,
+    device: str,
+    dtype: torch.dtype,
+    freeze_vision: bool = False,
+    max_tokens: int = 0,
+    **fields: Any,
+) -> Policy:
+    """Load a policy from a hub id or a folder. Pickled weights are not read. `fields` are those of
+    `Policy`. Raises OSError if there is no model there, ValueError if it is of another family, or
+    if weights are missing (transformers would make random ones) or have no place."""
     config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+    check_family(config, max_tokens)
     auto_class = transformers.AutoModelForCausalLM
     image_processor = None
-    if hasattr(config, "vision_config"):
-        if config.model_type not in ("qwen2_vl", "qwen2_5_vl"):
-            raise ValueError(
-                f"it is a {config.model_type}; of models that read images, qwen2_vl and "
-                "qwen2_5_vl are known"
-            )
+    if config.model_type in VISION_FAMILIES:
         auto_class = transformers.AutoModelForImageTextToText
         image_processor = transformers.AutoImageProcessor.from_pretrained(
             name, trust_remote_code=False
@@ -285,4 +337,4 @@ def load_policy(name: str, device: str, dtype: torch.dtype, freeze_vision: bool 
         embedding.forward = functools.partial(embed_patches, embedding)
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    return Policy(model.to(device), tokenizer, image_processor, freeze_vision)
+    return Policy(model.to(device), tokenizer, image_processor, freeze_vision, **fields)

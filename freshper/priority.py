@@ -14,21 +14,27 @@ The paper gives no epsilon (the authors' code: 1e-6). With 0/1 rewards it decide
 are replayed: P(success) / P(failure) = ((1 + epsilon) / epsilon)^alpha, about 4,000 at 1e-6 and 4
 at the tiny preset's 0.1.
 
-A decay has two verbs: `factors = decay(ages)`, and `decay.observe(ages, kl)`, with which
-`--tau auto` (freshper/auto_tau.py) learns how fast the policy drifts.
-
 Exercise: plot `exponential_decay` and `polynomial_decay` at equal half-life over ages 0 to 10 tau.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-# Only for the annotations: the settings import this module, and --help must not wait for torch.
 if TYPE_CHECKING:
     from freshper.episode import Episode
-    from freshper.reinforce import Baseline
+    from freshper.reinforce import ReturnNorm
+
+
+def priorities(
+    base_priorities: np.ndarray, ages: np.ndarray, decay: Callable[[np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """Return p_i = p_i^base * w_age(Delta_i), float64 [n] (eq. 14).
+
+    `ages` are Delta_i [n] in optimizer steps, `decay` is one of the forms below."""
+    return base_priorities * decay(ages)
 
 
 def reward_priority(rewards: np.ndarray, epsilon: float) -> np.ndarray:
@@ -42,7 +48,7 @@ advantage_priority = td_error_priority = reward_priority
 
 
 def base_priorities(
-    episodes: "list[Episode]", baseline: "Baseline", kind: str, epsilon: float
+    episodes: "list[Episode]", norm: "ReturnNorm", kind: str, epsilon: float
 ) -> np.ndarray:
     """Return p_i^base of episodes, float64 [n] (section 3.4). `kind` is --base_priority.
 
@@ -54,7 +60,7 @@ def base_priorities(
         return reward_priority(returns, epsilon)
 
     action_tokens = np.array([episode.action_mask.sum() for episode in episodes])
-    totals = baseline.collected_advantages(episodes).double().sum(-1).numpy()
+    totals = norm.collected_advantages(episodes).double().sum(-1).numpy()
     return advantage_priority(totals / action_tokens, epsilon)
 
 
@@ -76,19 +82,15 @@ def polynomial_decay(age: np.ndarray, tau: float, power: float) -> np.ndarray:
     return (1.0 + np.asarray(age) / _positive(tau)) ** -_positive(power)
 
 
-class FixedDecay(partial):
-    """One of these forms with its parameters: `decay = FixedDecay(exponential_decay, tau=500.0)`.
-
-    It is called with ages, as every `partial`. It does not change, so it has no state."""
-
-    def observe(self, ages: np.ndarray, kl: np.ndarray) -> None:
-        """Ignore the drift of a replayed batch: tau is given."""
-
-    def state_dict(self) -> dict:
-        return {}
-
-    def load_state_dict(self, state: dict) -> None:
-        """There is nothing to restore."""
+def age_decay(kind: str, tau: float) -> Callable[[np.ndarray], np.ndarray]:
+    """Return the decay of age that --decay names; 1 everywhere for Standard PER."""
+    forms = {
+        "exponential": partial(exponential_decay, tau=tau),
+        "polynomial": partial(polynomial_decay, tau=tau, power=1.0),
+        "limit": partial(age_limit, tau=tau),
+        "none": partial(exponential_decay, tau=np.inf),
+    }
+    return forms[kind]
 
 
 def _positive(x: float) -> float:

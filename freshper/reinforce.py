@@ -3,10 +3,9 @@
 Paper: the clipped ratios of section 3.1, eq. 4 (rho), eq. 16 (weighted loss), appendix E (Config
 A). REINFORCE++ itself: Hu et al., arXiv 2501.03262, as in OpenRLHF.
 
-    Baseline         r_t   the turn's reward, on its last action token, - kl_reward_coef * k1_t
+    ReturnNorm       r_t   the turn's reward, on its last action token, - kl_reward_coef * k1_t
                      G_t   = sum_{s >= t} r_s     undiscounted (gamma = 1), to the episode's end
-                     A_t   = (G_t - mean) / std
-    training_batch   A_t   clipped to +-eps_clip of Table 3
+                     A_t   = (G_t - mean) / std, clipped by the trainer to +-eps_clip of Table 3
     policy_loss      rho_t = pi_theta(a_t | s_t) / pi_mu(a_t | s_t)
                      l_i   = -sum_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t) / C
                              + sum_t (kl_loss_coef * k3_t - entropy_coef * H_t) / C
@@ -36,7 +35,6 @@ Exercise: compare `--baseline recompute` with `turn`, both at `--epsilon 1e-6 --
 and watch `replay_grad_norm` (docs/exercises.md).
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,18 +83,6 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return k3.clamp(max=10.0)
 
 
-def advantages(
-    rewards: Tensor, action_mask: Tensor, clip: float, moments: Moments | None = None
-) -> Tensor:
-    """Return A_t from token rewards. [B, T], [B, T] -> [B, T], 0 off the mask.
-
-    Training measures with `Baseline` instead; this is REINFORCE++'s whitening of one batch.
-    `clip` is eps_clip of Table 3. `moments` are the mean [B, T] and the std of G_t (None: those of
-    this batch over its action tokens)."""
-    returns = returns_to_go(rewards)
-    return whiten(returns, action_mask, moments).clamp(-clip, clip)
-
-
 def penalized_rewards(batch: Batch, kl_reward_coef: float) -> Tensor:
     """Return r_t - kl_reward_coef * k1_t of the policy that acted, float32 [B, T]."""
     if not kl_reward_coef:
@@ -114,8 +100,8 @@ def turn_numbers(action_mask: Tensor) -> Tensor:
     return turns.clamp(min=0)
 
 
-class Baseline:
-    """Mean and std of collected returns, and the advantages of fresh or replayed episodes.
+class ReturnNorm:
+    """What returns are measured against: mean and std of the collected ones.
 
     `kind` is --baseline. The mean is one for all turns, or one per turn."""
 
@@ -126,73 +112,60 @@ class Baseline:
         self.means = torch.zeros(1)  # [M]: one per turn, or M = 1
         self.std = torch.tensor(1.0)
 
-    def observe(self, episodes: list[Episode]) -> None:
+    def returns(self, batch: Batch) -> Tensor:
+        """Return G_t of a batch, after the KL term, float32 [B, T]."""
+        return returns_to_go(penalized_rewards(batch, self.kl_reward_coef))
+
+    def observe(self, episodes: list[Episode] | Batch) -> None:
         """Take mean and std of freshly collected episodes; with `turn`, of the last WINDOW."""
         batch = collate(episodes)
-        returns = returns_to_go(penalized_rewards(batch, self.kl_reward_coef))
-        turn_and_return = torch.stack([turn_numbers(batch.action_mask), returns]).double()
-
+        turns = turn_numbers(batch.action_mask)
+        turn_and_return = torch.stack([turns, self.returns(batch)]).double()  # [2, B, T]
         if self.kind != "turn":
             self.window = []
         for row, mask in enumerate(batch.action_mask):
             self.window.append(turn_and_return[:, row, mask])  # [2, n]
-        del self.window[: -max(WINDOW, len(episodes))]
+        del self.window[: -max(WINDOW, len(batch.tokens))]
 
         turns, returns = torch.cat(self.window, dim=1)  # of all action tokens
         turns = turns.long()
-
-        # Equal up to rounding: G_0 of all episodes, or all G_t of a single one.
-        compared = torch.stack([returns_of_one[0] for _, returns_of_one in self.window])
-        if len(self.window) == 1:
-            compared = returns
-        equal = torch.allclose(compared, compared[0])
-        if self.kind != "turn" and not equal:
+        spread = self.spread()
+        if spread and self.kind != "turn":
             turns.zero_()  # one mean for all turns
         self.means = torch.bincount(turns, returns) / torch.bincount(turns)
-        if not equal:
+        if spread:
             self.std = (returns - self.means[turns]).square().mean().sqrt().float()
 
-    def collected_advantages(self, episodes: list[Episode]) -> Tensor:
+    def spread(self) -> bool:
+        """Return whether returns differ: G_0 of the episodes, or G_t of a single one."""
+        first = torch.stack([returns[0] for _, returns in self.window])
+        if len(first) == 1:
+            first = self.window[0][1]
+        return not torch.allclose(first, first[0])  # up to rounding
+
+    def collected_advantages(self, episodes: list[Episode] | Batch) -> Tensor:
         """Return A_t against the collected episodes, before any clip, float32 [B, T]."""
         batch = collate(episodes)
-        returns = returns_to_go(penalized_rewards(batch, self.kl_reward_coef))
         # The mean of the last turn also counts for later ones.
         turns = turn_numbers(batch.action_mask).clamp(max=len(self.means) - 1)
         moments = self.means[turns], self.std
-        return whiten(returns, batch.action_mask, moments)
+        return whiten(self.returns(batch), batch.action_mask, moments)
 
-    def advantages(self, episodes: list[Episode]) -> Tensor:
+    def advantages(self, episodes: list[Episode] | Batch) -> Tensor:
         """Return A_t of line 5 or 10, before any clip, float32 [B, T].
 
         With `recompute` they are measured against these very episodes."""
-        baseline = self
+        norm = self
         if self.kind == "recompute":
-            baseline = Baseline("batch", self.kl_reward_coef)
-            baseline.observe(episodes)
-        return baseline.collected_advantages(episodes)
+            norm = ReturnNorm("batch", self.kl_reward_coef)
+            norm.observe(episodes)
+        return norm.collected_advantages(episodes)
 
     def state_dict(self) -> dict:
         return {"window": self.window, "means": self.means, "std": self.std}
 
     def load_state_dict(self, state: dict) -> None:
         vars(self).update(state, window=list(state["window"]))
-
-
-def training_batch(
-    episodes: list[Episode], advantages: Tensor, weights: np.ndarray | None, clip: float
-) -> Batch:
-    """Return the padded batch with A_t and w_i: all that the loss needs but log pi_theta.
-
-    `advantages` [B, T] are those of `Baseline`, clipped here to +-`clip`. `weights` [B] are the IS
-    weights (None: all 1)."""
-    batch = collate(episodes)
-    advantages = advantages.clamp(-clip, clip)
-    if batch.engine_correction is not None:
-        # A token's objective is proportional to A_t, so this weighs its policy gradient.
-        advantages = advantages * batch.engine_correction
-    if weights is None:
-        weights = np.ones(len(episodes))
-    return batch._replace(advantages=advantages, weights=torch.tensor(weights).float())
 
 
 def policy_loss(

@@ -1,4 +1,4 @@
-"""What a run prints and writes: header, progress bar, and tables. Not in the paper.
+"""What a run prints and writes: header, progress bar, tables and pages. Not in the paper.
 
     config.json        every setting
     metrics.csv        one row per iteration
@@ -6,8 +6,6 @@
     curve.png          success against episodes, as in Fig. 3
     diagnostics.png    staleness by age (freshper/diagnostics.py)
     episodes.html      held-out episodes of the last evaluation
-
-freshper/evaluation.py plays held-out episodes, freshper/pages.py draws curve.png and episodes.html.
 
 Columns of metrics.csv: means over the updates of an iteration; row 0 is the evaluation before
 training. `train_*` is of the policy before the updates of its row, `eval_*` (held-out seeds) after
@@ -17,10 +15,11 @@ with quantiles of the ratio. `kl`: k3 of pi_mu against pi_theta, 0 in the first 
 `clip_fraction`. `nonzero_advantages`: share of action tokens whose advantage is not 0. `replay_*`,
 `max_age` (steps), `ess` and `ess_token` (ESS / n of trajectories and of tokens, eq. 5): replayed
 batches as drawn, not weighted by 1 / P(i). A batch has an ESS / n of at least 1 / B, so compare
-`ess` between runs of one --batch_size only. `tau`: that of --tau auto, for the next draws.
-`rollout_s`: the iteration's remaining time. `wall_s` has evaluations and checkpoints, too.
+`ess` between runs of one --batch_size only. `rollout_s`: the iteration's remaining time. `wall_s`
+has evaluations and checkpoints, too.
 """
 
+import base64
 import csv
 import fcntl
 import io
@@ -29,66 +28,65 @@ import os
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import jinja2
+import matplotlib.figure
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from envs.base import TextEnv
+from envs import ENVS
+from envs.base import EVAL_SEEDS, TextEnv
 from freshper import diagnostics
 from freshper.buffer import Replay, ReplayBuffer
 from freshper.config import Config
-from freshper.episode import Episode
-from freshper.evaluation import Row, baselines, evaluate, means, summarize
+from freshper.episode import Episode, compressed
+from freshper.errors import Ending
 from freshper.models import Policy
-from freshper.pages import write_pages
-from freshper.rollout import Engine
+from freshper.rollout import Engine, evaluate
 from freshper.trainer import TorchTrainer, Update
 
+if TYPE_CHECKING:
+    from freshper.backends import Loaded
+
+Row = dict[str, Any]  # numbers by the name of their column
 COLUMNS = """iteration step episodes wall_s train_success train_reward eval_success eval_reward
-turns invalid cut truncated mismatch mismatch_p01 mismatch_p99 sync_error loss grad_norm
-clip_fraction kl nonzero_advantages replay_loss replay_grad_norm replay_clip_fraction replay_kl
-replay_nonzero_advantages replay_success replay_age max_age ess ess_token tau buffer_size lr
-rollout_s logprobs_s update_s replay_s sync_s""".split()
+turns invalid cut truncated mismatch mismatch_p01 mismatch_p99 loss grad_norm clip_fraction kl
+nonzero_advantages replay_loss replay_grad_norm replay_clip_fraction replay_kl
+replay_nonzero_advantages replay_success replay_age max_age ess ess_token buffer_size lr rollout_s
+logprobs_s update_s replay_s sync_s""".split()
 # Every run whose mean of ten iterations fell below it failed. None that stayed above 0.45 did
 # (docs/log.md).
 LEAST_ESS = 0.3
+SLOW = 4.0  # times the first iterations' seconds
 
 
-@dataclass
 class Report:
     """A context manager around a run. When it closes, everything is on disk.
 
-    It makes or takes the run's folder, locks it and writes config.json. Raises ValueError if that
-    fails."""
-
-    config: Config
-    policy: Policy
-    env: TextEnv  # one of the run's, for its baselines, data and metrics
-    notes: tuple[str, ...] = ()  # what else to print at the start
+    It makes or takes the run's folder and locks it. Raises ValueError if that fails."""
 
     say = staticmethod(tqdm.write)  # print a line above the progress bar
 
-    def __post_init__(self) -> None:
-        self.folder = self.config.folder()
+    def __init__(self, config: Config, loaded: "Loaded", ending: Ending):
+        self.config = config
+        self.policy, self.envs, self.saved = loaded
+        self.ending = ending
+        self.folder = folder_of(config)
         self.done = 0  # completed iterations
         self.rows: list[Row] = []  # of metrics.csv
-        # The next row.
-        self.row: Row = {"iteration": 0, "step": 0, "episodes": 0, "wall_s": 0.0}
         self.replayed = 0  # bytes of replay.csv
-        self.held_out: list[Episode] = []  # of the last evaluation
         self.features: dict = {}  # of held-out images, by key
-
-        settings = vars(self.config) | {"resume": ""}
         try:
-            self.folder.mkdir(parents=True, exist_ok=bool(self.config.resume))
+            self.folder.mkdir(parents=True, exist_ok=bool(config.resume))
             # The system holds the lock, so that a crash leaves none behind.
             self.lock = os.open(self.folder, os.O_RDONLY)
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._write("config.json", json.dumps(settings, indent=1) + "\n")
-
+            if not config.resume:
+                self.write_config()
         except OSError as error:
             busy = "another process is writing to it"
             reason = busy if isinstance(error, BlockingIOError) else error
@@ -96,17 +94,17 @@ class Report:
             raise ValueError(f"the run's folder is {self.folder}, but must be {allowed}") from error
 
     def __enter__(self) -> "Report":
-        self.baselines = baselines(self.env, self.config.eval_episodes)
+        self.baselines = baselines(self.envs[0], self.config.eval_episodes)
         self.baseline_text = ", ".join(
             f"{name} policy {value:.2f}" for name, value in self.baselines.items()
         )
-
         model = self.policy.model
         lines = [
-            self.config.title(),
+            title(self.config),
             f"{type(model).__name__}, {model.num_parameters():,} parameters",
-            *self.notes,
-            self.env.data_summary(),
+            f"backend {self.config.backend} on {self.config.device}, "
+            f"threads {torch.get_num_threads()}",
+            self.envs[0].data_summary(),
             f"success on held-out seeds: {self.baseline_text}",
         ]
         self.say("\n".join(filter(None, lines)))
@@ -117,25 +115,21 @@ class Report:
             self.say(f"stopped after iteration {self.done}: {reason_of(error)}")
         if self.done:
             # The line is printed again, because it is easily missed beside the progress bar.
-            self._warn_if_unread()
+            self.warn_if_unread()
 
         last = [success for done, success in self.evaluations().items() if done][-3:]
         if last:
             mean = f"{np.mean(last):.2f} ({self.baseline_text})"
             self.say(f"held-out success, mean of the last {len(last)} evaluations: {mean}")
+        if self.rows:
+            try:
+                self.draw()
+            # The tables may have been damaged since they were written.
+            except (OSError, ValueError) as failure:
+                self.say(f"plots could not be written to {self.folder}: {failure}")
+        os.close(self.lock)
 
-        try:
-            if self.rows:
-                title = self.config.title()
-                write_pages(self.folder, title, self.baselines, self.held_out, self.policy)
-        except OSError as failure:
-            self.say(f"plots and pages could not be written to {self.folder}: {failure}")
-            raise
-        finally:
-            os.close(self.lock)
-
-        names = sorted(os.listdir(self.folder))
-        self.say(f"written to {self.folder}: {', '.join(names)}")
+        self.say(f"written to {self.folder}: {', '.join(sorted(os.listdir(self.folder)))}")
         if self.done < self.config.iterations:
             self.say(f"continue with: python train.py --resume {self.folder}")
 
@@ -149,28 +143,26 @@ class Report:
         return {"rows": self.rows, "replayed": self.replayed, "features": self.features}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state. Raises OSError if replay.csv lacks rows of it."""
         self.replayed = state["replayed"]
-        path = self.folder / "replay.csv"
-        if self.replayed and (size := path.stat().st_size) < self.replayed:
-            raise OSError(f"{path} has {size} bytes, but must have at least {self.replayed}")
-
         self.features = state["features"]
         self.rows = state["rows"]
         self.done = self.rows[-1]["iteration"]
-        self.row = {}  # the checkpoint was saved after its row was written
 
     # -- an iteration
 
-    def iterations(self) -> Iterator[int]:
-        """Yield the numbers of the iterations to come, with a progress bar."""
-        # The tables have the rows of the checkpoint, no more: a killed run may have written others.
-        self._write_metrics()
+    def iterations(self, engine: Engine) -> Iterator[int]:
+        """Yield the numbers of the iterations to come, with a progress bar. The policy is evaluated
+        before the first."""
         path = self.folder / "replay.csv"
-        if self.replayed:
-            os.truncate(path, self.replayed)
+        if self.replayed and path.exists():
+            # It has the rows of the checkpoint, no more: a killed run may have written others.
+            os.truncate(path, min(self.replayed, path.stat().st_size))
         else:
             path.unlink(missing_ok=True)
+        if not self.rows:
+            first = {"iteration": 0, "step": 0, "episodes": 0, "wall_s": 0.0}
+            self.write(first | self.evaluate_if_due(0, engine))
+        self.write_metrics()
 
         self.began = time.perf_counter() - self.rows[-1]["wall_s"]
         total = self.config.iterations
@@ -179,44 +171,40 @@ class Report:
             self.began_iteration = time.perf_counter()
             yield iteration
 
-    def log(
+    def row(
         self,
         episodes: list[Episode],
-        mismatch: Row,
         fresh: list[Update],
         replays: list[tuple[Replay, Update]],
-        sync: Row,
         trainer: TorchTrainer,
         buffer: ReplayBuffer,
-    ) -> None:
-        """Gather the row of an iteration after line 12 of Algorithm 1.
+        measured: Row,
+    ) -> Row:
+        """Return the row of metrics.csv of an iteration, and write its rows of replay.csv.
 
-        `evaluate_if_due` completes and writes it."""
+        `measured` has the columns of lines 3 and 12."""
         row = {
             "iteration": self.done + 1,
             "step": trainer.step,
             "episodes": self.rows[-1]["episodes"] + len(episodes),
             "lr": trainer.lr,
             "buffer_size": len(buffer),
-            "tau": getattr(buffer.decay, "tau", np.nan),
             "update_s": sum(update.stats["seconds"] for update in fresh),
             "replay_s": sum(update.stats["seconds"] for _, update in replays),
-            **mismatch,
-            **sync,
+            **measured,
             **means([update.stats for update in fresh]),
         }
-
         if replays:
-            row.update(means([self._log_replay(*replay) for replay in replays]))
-            row["max_age"] = max(drawn.ages.max() for drawn, _ in replays)
+            row.update(means([self.replay_row(*replay) for replay in replays]))
+            row["max_age"] = float(max(drawn.ages.max() for drawn, _ in replays))
         for name, mean in summarize(episodes).items():
             row[name if name in COLUMNS else f"train_{name}"] = mean
 
-        measured = sum(seconds for name, seconds in row.items() if name.endswith("_s"))
-        row["rollout_s"] = time.perf_counter() - self.began_iteration - measured
-        self.row = row
+        others = sum(seconds for name, seconds in row.items() if name.endswith("_s"))
+        row["rollout_s"] = time.perf_counter() - self.began_iteration - others
+        return row
 
-    def _log_replay(self, drawn: Replay, update: Update) -> Row:
+    def replay_row(self, drawn: Replay, update: Update) -> Row:
         """Append a replay update to replay.csv, and return its columns of metrics.csv."""
         ones = np.ones(len(drawn.episodes))
         # This is the order of the columns of replay.csv.
@@ -227,7 +215,6 @@ class Report:
             "reward": np.array([episode.reward for episode in drawn.episodes]),
             **update.drift,
         }
-
         with open(self.folder / "replay.csv", "a") as file:
             if not file.tell():
                 file.write(",".join(rows) + "\n")
@@ -243,50 +230,68 @@ class Report:
             **{f"replay_{name}": value for name, value in update.stats.items()},
         }
 
-    def evaluate_if_due(self, engine: Engine, envs: list[TextEnv]) -> None:
-        """Evaluate on the held-out seeds if it is due, and write the row of this iteration."""
-        row = self.row
-        if not row:
-            return
+    def evaluate_if_due(self, done: int, engine: Engine) -> Row:
+        """Return the columns of an evaluation on the held-out seeds, {} if none is due after `done`
+        iterations, and write its episodes."""
+        config = self.config
+        if done % config.eval_every and done != config.iterations:
+            return {}
+        lengths = config.max_tokens, config.max_new_tokens
+        episodes = evaluate(engine, self.envs, config.eval_episodes, *lengths, self.features)
+        self.write_file("episodes.html", episodes_page(episodes, self.policy, title(config)))
+        return {f"eval_{name}": mean for name, mean in summarize(episodes).items()}
 
-        done = row["iteration"]
-        if done % self.config.eval_every == 0 or done == self.config.iterations:
-            self.held_out = evaluate(engine, self.policy, envs, self.config, self.features)
-            for name, mean in summarize(self.held_out).items():
-                row[f"eval_{name}"] = mean
-
+    def write(self, row: Row) -> None:
+        """Write the row of an iteration to metrics.csv, and say what a user should know of it."""
         self.rows.append(row)
-        self.done = done
+        self.done = done = row["iteration"]
         if done:
             row["wall_s"] = time.perf_counter() - self.began
             *_, held_out = self.evaluations().values()
             self.bar.set_postfix(success=row["train_success"], held_out=held_out)
-        self._write_metrics()
+        self.write_metrics()
         if done == 1:
-            self._warn_if_unread()
-        if done % 10 == 0:
-            self._warn_if_stale()
+            self.warn_if_unread()
+        if done and done % 10 == 0:
+            self.warn_if_stale()
+            self.warn_if_slow()
 
     # -- lines and files
 
-    def _warn_if_unread(self) -> None:
+    def warn_if_unread(self) -> None:
         """Print a line if no reply of the first iteration could be read."""
         first = self.rows[1]
         if first["invalid"] == 1:
             cut = f"{first['cut']:.0%} were cut by --max_new_tokens"
             self.say(f"no reply of the first batch could be read, {cut}")
 
-    def _warn_if_stale(self) -> None:
+    def warn_if_stale(self) -> None:
         """Print a line if ESS / n of replayed tokens was low over the last ten iterations."""
         ess = np.mean([row.get("ess_token", np.nan) for row in self.rows[-10:]])
         if ess < LEAST_ESS:
             mean = f"ESS / n of replayed tokens is {ess:.2f}, mean of ten iterations"
             self.say(f"{mean}; lower --lr or --replay_ratio")
 
-    def _write_metrics(self) -> None:
+    def warn_if_slow(self) -> None:
+        """Print a line if the last ten iterations took much longer than the fastest ten did."""
+        times = np.array([row["wall_s"] for row in self.rows[::10]])
+        seconds = np.diff(times) / 10
+        if len(seconds) > 1 and seconds[-1] > SLOW * seconds.min() and torch.get_num_threads() > 1:
+            self.say(
+                f"an iteration takes {seconds[-1]:.1f} s, before {seconds.min():.1f} s: if other "
+                f"programs run, stop (Ctrl-C) and go on with OMP_NUM_THREADS=1 python train.py "
+                f"--resume {self.folder}"
+            )
+
+    def write_config(self) -> None:
+        """Write config.json, the settings of the newest checkpoint, or of a run's beginning."""
+        settings = vars(self.config) | {"resume": ""}
+        self.write_file("config.json", json.dumps(settings, indent=1) + "\n")
+
+    def write_metrics(self) -> None:
         """Write metrics.csv anew."""
         columns = [*COLUMNS]
-        for name in self.env.metrics:
+        for name in self.envs[0].metrics:
             columns += [f"train_{name}", f"eval_{name}"]
         text = io.StringIO()
         table = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
@@ -294,13 +299,57 @@ class Report:
         for row in self.rows:
             cells = {name: f"{value:.8g}" for name, value in row.items() if not np.isnan(value)}
             table.writerow(cells)
-        self._write("metrics.csv", text.getvalue())
+        self.write_file("metrics.csv", text.getvalue())
 
-    def _write(self, name: str, text: str) -> None:
+    def write_file(self, name: str, text: str) -> None:
         """Write a file such that a kill leaves all of it or what was there before."""
         new = self.folder / f".{name}.new"
-        new.write_text(text)
+        new.write_text(text, encoding="utf-8")
         new.replace(self.folder / name)
+
+    def draw(self) -> None:
+        """Draw curve.png and diagnostics.png from the tables."""
+        metrics = diagnostics.read(self.folder, "metrics.csv")
+        training = {"label": "training, each iteration", "alpha": 0.4}
+        held_out = {"label": "held-out seeds", "marker": "o"}
+        lines = [
+            (metrics["episodes"], metrics["train_success"], training),
+            (metrics["episodes"], metrics["eval_success"], held_out),
+        ]
+        path = self.folder / "curve.png"
+        plot(path, title(self.config), "success", lines, self.baselines)
+        if (self.folder / "replay.csv").exists():
+            rows = diagnostics.read(self.folder)
+            diagnostics.plot(self.folder, diagnostics.by_age(rows))
+
+
+def folder_of(config: Config) -> Path:
+    """Return --resume, --out, or the first out/<env>-<method>-<seed>[-n] that is new."""
+    name = config.resume or config.out or f"out/{config.env}-{config.method}-{config.seed}"
+    path, number = Path(name), 1
+    while path.exists() and not (config.resume or config.out):
+        number += 1
+        path = Path(f"{name}-{number}")
+    return path
+
+
+def task(config: Config) -> str:
+    """Return the task as plots name it: whose questions it asks, and if the ice slips."""
+    notes = {
+        "data": config.data or "generated questions",
+        "slippery": "slippery" if config.slippery else "not slippery",
+    }
+    if config.preset == "tiny":
+        notes["search_url"] = "one passage per search"
+        notes["longest"] = "solutions of at most 5 turns"
+        notes["along_the_way"] = "training starts along the way"
+    settings = ENVS[config.env].settings
+    return " ".join([config.env, *(f"({notes[name]})" for name in notes if name in settings)])
+
+
+def title(config: Config) -> str:
+    """Return the title of a run's plots and pages."""
+    return f"{task(config)}, {config.method}, preset {config.preset}, seed {config.seed}"
 
 
 def reason_of(error: BaseException) -> object:
@@ -311,3 +360,145 @@ def reason_of(error: BaseException) -> object:
     if any(frame.name == "rollout" for frame in traceback.extract_tb(error.__traceback__)):
         place = "rollout; lower --rollout_batch_size"
     return f"the GPU's memory ran out in {place}, --max_tokens or --max_new_tokens"
+
+
+# -- means
+
+
+def means(rows: list[Row]) -> Row:
+    """Return the mean of each column over the rows of a table."""
+    return {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+
+
+def summarize(episodes: list[Episode]) -> Row:
+    """Return means over episodes, with the environment's own metrics.
+
+    `turns`: replies per episode. `invalid` and `cut`: shares of all replies."""
+    rows = []
+    for episode in episodes:
+        row = {
+            "success": episode.success,
+            "reward": episode.reward,
+            "truncated": episode.truncated,
+            "turns": len(episode.turn_rewards),
+            "invalid": episode.invalid,
+            "cut": episode.cut,
+        }
+        rows.append(row | episode.metrics)
+
+    summary = means(rows)
+    summary["invalid"] /= summary["turns"]
+    summary["cut"] /= summary["turns"]
+    return summary
+
+
+def baselines(env: TextEnv, episodes: int) -> Row:
+    """Return mean success on the held-out seeds: of the `random` policy, and of the `optimal` one
+    if it is known."""
+    return means([env.baselines(EVAL_SEEDS + k) for k in range(episodes)])
+
+
+# -- pages
+
+
+def plot(
+    path: Path, title: str, ylabel: str, lines: list[tuple], baselines: dict[str, float]
+) -> None:
+    """Draw lines against episodes, and the baselines across. The legend is below.
+
+    A line has x [n], y [n], NaN if not measured, and a style for `Axes.plot`."""
+    figure = matplotlib.figure.Figure(figsize=(8, 6), layout="constrained")
+    axes = figure.subplots()
+    plain_title = title.replace("$", r"\$")  # the name of a file is no mathematics
+    axes.set(xlabel="episodes", ylabel=ylabel, title=plain_title)
+
+    for episodes, values, style in lines:
+        measured = ~np.isnan(values)
+        axes.plot(episodes[measured], values[measured], **style)
+    for name, value in baselines.items():
+        style = "--" if name == "optimal" else ":"
+        axes.axhline(value, color="black", linestyle=style, label=f"{name} policy: {value:.3f}")
+
+    figure.legend(loc="outside lower center", frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+PAGE = """<!doctype html><html lang=en><meta charset=utf-8>
+<meta name=viewport content="width=device-width, initial-scale=1"><style>
+body {font: 16px/1.4 system-ui, sans-serif; max-width: 60em; margin: auto; padding: 0 1em}
+table {border-collapse: collapse; width: 100%}
+td {border-top: 1px solid #ccc; padding: .6em; vertical-align: top}
+td:first-child {width: 40%}
+img {width: 128px; image-rendering: pixelated}
+pre {white-space: pre-wrap; margin: 0}
+ruby {white-space: pre-wrap; background: #fff3d6; padding: 0 3px; line-height: 2.2}
+.won {color: #0072b2}
+.lost {color: #d55e00}
+</style><title>{{ title }}</title><h1>{{ title }}</h1>
+<p>Held-out episodes, one row per turn. Left: what the policy read. Right: the tokens that it
+sampled. Above each token stands its log-prob, which is 0 for a token that was certain.
+{% if "frozenlake" in title and "preset tiny" in title %}
+<p>The fifth row is no part of the lake. It shows the four cells beside the player: left, below,
+right and above (dark or #: outside the lake). The shaded edges in an image mark its rows and
+columns.
+{% endif %}
+{% for episode in episodes %}
+<h2 class={{ "won" if episode.success else "lost" }}>seed {{ episode.seed }}:
+{{ "success" if episode.success else "no success" }}, return {{ "%g" % episode.reward }}</h2><table>
+{% for turn in turns_of(episode, policy) %}
+<tr><td>
+{% for image in turn.images %}
+<img src="data:image/png;base64,{{ b64encode(image).decode() }}">
+{% endfor %}
+<pre>{{ turn.prompt }}</pre><td>
+{% for token, logprob in turn.reply %}
+<ruby>{{ policy.tokenizer.decode([token]) }}<rt>{{ "{:z.2f}".format(logprob) }}</rt></ruby>
+{%- endfor %}
+<p>reward {{ "%g" % episode.turn_rewards[loop.index0] }}
+{% endfor %}
+</table>
+{% endfor %}
+"""
+
+
+def episodes_page(episodes: list[Episode], policy: Policy, title: str) -> str:
+    """Return a static page of the first eight episodes, turn by turn.
+
+    It shows what the policy read and, beside it, the sampled reply with the engine's log-prob above
+    each token."""
+    template = jinja2.Template(PAGE, autoescape=True, trim_blocks=True)
+    return template.render(
+        title=title,
+        episodes=episodes[:8],
+        turns_of=turns_of,
+        policy=policy,
+        b64encode=base64.b64encode,
+    )
+
+
+def turns_of(episode: Episode, policy: Policy) -> Iterator[dict[str, Any]]:
+    """Yield the turns of an episode: images (PNG) and text that the policy read, and its reply as
+    pairs of a token and its log-prob."""
+    decode = partial(policy.tokenizer.decode, skip_special_tokens=True)
+    images = iter(episode.images)
+    start = 0
+    for end in episode.turn_ends() + 1:
+        tokens = episode.tokens[start:end]
+        sampled = episode.action_mask[start:end]
+        logprobs = episode.behavior_logprobs[start:end]
+
+        # An image stands where its placeholders begin.
+        is_image = tokens == policy.image_token_id
+        begins = is_image & np.diff(is_image, prepend=False)
+        shown = [compressed(next(images)).png for _ in range(begins.sum())]
+
+        # The chat template puts the names of the roles around the text.
+        roles = policy.template(len(shown), first=start == 0)
+        before, after = map(decode, map(policy.tokenizer.encode, roles))
+        prompt = decode(tokens[~sampled]).removeprefix(before).removesuffix(after)
+        start = end
+        yield {
+            "images": shown,
+            "prompt": prompt,
+            "reply": zip(tokens[sampled], logprobs[sampled]),
+        }

@@ -1,7 +1,7 @@
 r"""The multi-turn rollout: policy and environments take turns until every episode has ended.
 
 Paper: Algorithm 1 line 2 ("roll out pi_mu in E to collect episodes"); section 3.1
-(s_{t+1} = s_t + a_t + o_t).
+(s_{t+1} = s_t + a_t + o_t); held-out play for Table 1 and Fig. 3 to 7.
 
     conversation   <prompt> | <reply a_0> | <bridge o_0> | <reply a_1> | ...
                              \_ sampled _/                \_ sampled _/
@@ -14,32 +14,17 @@ environment says so, or when its next turn would not fit `max_tokens` (truncated
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from envs.base import EVAL_SEEDS, Observation, TextEnv
 from freshper.episode import AnyImage, Episode
 from freshper.errors import NonFiniteError
-from freshper.models import Policy
-from freshper.trainer import TorchTrainer
 
-# 0.618 EVAL_SEEDS. The two share no divisor, so seeds below EVAL_SEEDS start apart.
-GOLDEN_RATIO = 618_033_989
-
-
-def training_seeds(
-    seed: int, iteration: int, rollout_batch_size: int, group_size: int
-) -> list[int]:
-    """Return the environment seeds of an iteration, [rollout_batch_size], each `group_size` times.
-
-    A run counts upwards from a start that follows from its `seed`, so that it goes through all rows
-    of a data set. The golden ratio keeps the starts of runs with neighbouring seeds apart: those of
-    N consecutive seeds are at least 0.38 EVAL_SEEDS / N apart.
-    """
-    groups = rollout_batch_size // group_size
-    first = seed * GOLDEN_RATIO + iteration * groups
-    return [(first + k // group_size) % EVAL_SEEDS for k in range(rollout_batch_size)]
+if TYPE_CHECKING:
+    from freshper.models import Policy
+    from freshper.trainer import TorchTrainer
 
 
 @dataclass(eq=False)
@@ -69,7 +54,9 @@ class ReplyGenerator(Protocol):
 class Engine(ReplyGenerator, Protocol):
     """What training needs of an engine: freshper/engine_hf.py, freshper/engine_vllm.py."""
 
-    def sync(self, trainer: TorchTrainer) -> dict[str, float]:
+    policy: "Policy"
+
+    def sync(self, trainer: "TorchTrainer") -> dict[str, float]:
         """Use the trainer's parameters from now on (line 12). Returns numbers for metrics.csv."""
 
     def state_dict(self) -> dict:
@@ -82,7 +69,7 @@ class Engine(ReplyGenerator, Protocol):
 class LiveEpisode:
     """An episode while it is played. `len` counts the tokens of its conversation."""
 
-    def __init__(self, policy: Policy, env: TextEnv, seed: int):
+    def __init__(self, policy: "Policy", env: TextEnv, seed: int):
         observation, _ = env.reset(seed=seed)
         prompt = policy.user_turn(observation)
         self.policy = policy
@@ -101,8 +88,11 @@ class LiveEpisode:
         return len(self.conversation.tokens)
 
     def text_of(self, reply: Reply) -> str:
-        """Return the reply as the environment reads it, with "…" at the end if the limit cut it."""
+        """Return the reply as the environment reads it, with "…" at the end if the limit cut it,
+        and with the <think> that the chat template has opened for it."""
         text = self.policy.tokenizer.decode(reply.tokens, skip_special_tokens=True)
+        if self.policy.opens_thought:
+            text = "<think>" + text
         return text if reply.tokens[-1] == self.policy.eos_id else text + "…"
 
     def append_reply(self, reply: Reply, reward: float, info: dict) -> None:
@@ -151,17 +141,17 @@ class LiveEpisode:
             turn_rewards=turn_rewards,
             images=self.conversation.images,
             seed=self.conversation.seed,
-            success=self.info["success"],
+            success=bool(self.info["success"]),
             invalid=self.invalid,
             cut=self.cut,
             truncated=self.truncated,
-            metrics=self.info.get("metrics", {}),
+            metrics={name: float(x) for name, x in self.info.get("metrics", {}).items()},
         )
 
 
 def rollout(
     engine: ReplyGenerator,
-    policy: Policy,
+    policy: "Policy",
     envs: list[TextEnv],
     seeds: list[int],
     max_tokens: int,
@@ -201,3 +191,42 @@ def rollout(
         live = still_live
 
     return [episode.finish() for episode in episodes]
+
+
+def evaluate(
+    engine: Engine,
+    envs: list[TextEnv],
+    n_episodes: int,
+    max_tokens: int,
+    max_new_tokens: int,
+    features: dict,
+) -> list[Episode]:
+    """Play one episode on each of the first held-out seeds and return them.
+
+    Training stays as it is: the engine's random numbers are restored, and image features are those
+    of `features`, by key, which is completed."""
+    policy = engine.policy
+    seeds = [EVAL_SEEDS + k for k in range(n_episodes)]
+    engine_state = engine.state_dict()
+    training_features = policy.features
+
+    policy.features = features
+    episodes = rollout(engine, policy, envs, seeds, max_tokens, max_new_tokens)
+
+    policy.features = training_features
+    engine.load_state_dict(engine_state)
+    return episodes
+
+
+# 0.618 EVAL_SEEDS. The two share no divisor, so seeds below EVAL_SEEDS start apart.
+GOLDEN_RATIO = 618_033_989
+
+
+def training_seeds(seed: int, iteration: int, n_episodes: int) -> list[int]:
+    """Return the environment seeds of an iteration, [n_episodes].
+
+    A run counts upwards from a start that follows from its `seed`, so that it goes through all rows
+    of a data set. The golden ratio keeps the starts of runs with neighbouring seeds apart: those of
+    N consecutive seeds are at least 0.38 EVAL_SEEDS / N apart."""
+    first = seed * GOLDEN_RATIO + iteration * n_episodes
+    return [(first + k) % EVAL_SEEDS for k in range(n_episodes)]

@@ -22,6 +22,7 @@ import hashlib
 import inspect
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,27 @@ def keep_freed_memory() -> None:
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
         mallopt(-2, 2**28)  # M_TOP_PAD
         mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
+
+
+def choose_threads() -> None:
+    """Compute with two threads, or with one if that is faster at this moment.
+
+    A tiny model gains little from more. Beside a busy process, two threads can be fifty times
+    slower than one: each waits in a loop for the other, which has no core. OMP_NUM_THREADS=1
+    chooses one."""
+    if torch.get_num_threads() == 1:
+        return
+    x, weight = torch.ones(16, 64, 64), torch.ones(64, 64)  # as in a small update
+
+    def seconds(threads: int) -> float:
+        torch.set_num_threads(threads)
+        began = time.perf_counter()
+        for _ in range(500):
+            (x @ weight).relu()
+        return time.perf_counter() - began
+
+    one, two = seconds(1), seconds(2)
+    torch.set_num_threads(2 if two < one else 1)
 
 
 def build_tokenizer(words: tuple[str, ...]) -> transformers.PreTrainedTokenizerFast:
@@ -276,14 +298,14 @@ def warm_start(policy: Policy, make_env: Callable[[], TextEnv]) -> None:
 def tiny_model(name: str) -> Path:
     """Return the folder of the warm-started model of a task. It is the repository's, or one of the
     cache (FRESHPER_CACHE, or ~/.cache/freshper), built if missing, whose name ends with a hash over
-    the sources of this file, the task and envs/."""
+    the sources of this file and of the task's classes."""
     if (SHIPPED / name).is_dir():
         return SHIPPED / name
 
     env = ENVS[name]()
-    sources = sorted(Path(__file__).parents[1].glob("envs/*.py"))
-    sources += [Path(__file__), Path(inspect.getfile(type(env)))]
-    code = b"".join(source.read_bytes() for source in sources)
+    classes = [kind for kind in type(env).__mro__ if issubclass(kind, TextEnv)]
+    sources = [__file__, *map(inspect.getfile, classes)]
+    code = b"".join(Path(source).read_bytes() for source in sources)
 
     cache = Path(os.environ.get("FRESHPER_CACHE") or "~/.cache/freshper").expanduser()
     folder = cache / f"{name}-{hashlib.sha256(code).hexdigest()[:8]}"

@@ -8,8 +8,8 @@ optimizer. Ours is AdamW without weight decay.
 the softmax at the sampling temperature, before top-k and top-p. Logits are computed for action
 tokens only. If they are more than LOGITS_AT_ONCE numbers, they are computed in chunks, and again in
 the backward pass. The gradients of micro-batches add up to that of the whole batch. `mismatch` is
-the difference between trainer and engine, which `truncated_is` corrects for (Yao et al. 2025, not
-in the paper).
+the difference between trainer and engine. No forward pass has dropout: with weights unchanged, all
+ratios are 1.
 
 `OneProcess` computes an update in this process, `DeepSpeedRanks` (freshper/trainer_deepspeed.py) in
 several. The trainer is the same for both.
@@ -27,12 +27,13 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from freshper.config import Config
 from freshper.episode import Batch, Episode, collate
 from freshper.errors import NonFiniteError
 from freshper.models import Policy
-from freshper.reinforce import Baseline, policy_loss, training_batch
+from freshper.reinforce import ReturnNorm, policy_loss
 
 DRIFT = ("log_ratio", "ratio", "ratio_sq", "kl", "clipped")  # sums of each row from `policy_loss`
 # Numbers: 0.5 GB in float32, or 883 tokens with Qwen2.5's vocabulary of 151,936.
@@ -52,121 +53,18 @@ class Update(NamedTuple):
     drift: dict[str, np.ndarray]
 
 
-def token_scores(
-    policy: Policy, temperature: float, entropy: bool, hidden: Tensor, tokens: Tensor
-) -> Tensor:
-    """Return each token's log-prob, and the entropy of its distribution, float32 [n, 2].
-
-    Tokens are [n], the hidden states before them [n, H]. Without `entropy` entropies are 0."""
-    distribution = (policy.logits(hidden) / temperature).log_softmax(-1)  # [n, V]
-    logprobs = distribution.gather(1, tokens[:, None])  # [n, 1]
-    entropies = torch.zeros_like(logprobs)
-    if entropy:
-        # 0 log 0 is 0. Ids that are never sampled have the log-prob -inf.
-        finite = distribution.clamp_min(-1e9)
-        entropies = -(distribution.exp() * finite).sum(-1, keepdim=True)  # [n, 1]
-    return torch.cat([logprobs, entropies], dim=1)
-
-
-def action_logprobs(
-    policy: Policy, batch: Batch, temperature: float, entropy: bool = False, most_tokens: int = 1
-) -> Tensor:
-    """Return log pi(token | all before it) of the action tokens, and entropies, [2, B, T].
-
-    They are float32 on the CPU, and 0 off the mask. Without `entropy` all entropies are 0.
-    `most_tokens` is the largest number of action tokens on any rank: all ranks compute as many
-    chunks."""
-    mask = batch.action_mask  # [B, T]
-    tokens = batch.tokens[mask].to(policy.device)  # [n]
-    before_each_token = policy.batch_hidden(batch)[:, :-1]  # [B, T - 1, H]
-    hidden = before_each_token[mask[:, 1:]]  # [n, H]
-
-    vocabulary = policy.model.config.get_text_config().vocab_size
-    chunks = math.ceil(vocabulary * max(most_tokens, len(tokens)) / LOGITS_AT_ONCE)
-    score = partial(token_scores, policy, temperature, entropy)
-    if chunks > 1:
-        # The backward pass computes the logits of a chunk again.
-        score = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
-    scores = map(score, hidden.tensor_split(chunks), tokens.tensor_split(chunks))
-
-    columns = torch.cat(list(scores)).cpu().T  # [2, n]
-    return torch.zeros(2, *mask.shape).masked_scatter(mask, columns)
-
-
-def share_of(rank: int, folder: str) -> Path:
-    """Return the file that holds a rank's share of the optimizer's state."""
-    return Path(folder, f"optimizer-{rank}.pt")
-
-
-class OneProcess:
-    """The computation of an update in one process, on one device."""
-
-    rank = 0
-
-    def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, config: Config):
-        self.policy = policy
-        self.optimizer = optimizer
-        self.micro_batch_size = config.micro_batch_size
-
-    def shard(self, batch: Batch) -> Iterator[tuple[list[int], Batch]]:
-        """Yield the micro-batches of this process: (row numbers, batch of these rows)."""
-        return batch.micro_batches(self.micro_batch_size)
-
-    def forward(self, micro_batch: Batch, temperature: float, entropy: bool = False) -> Tensor:
-        """Return `action_logprobs` of a micro-batch."""
-        return action_logprobs(self.policy, micro_batch, temperature, entropy)
-
-    def reduce(self, values: Tensor) -> Tensor:
-        """Return the sum over all processes."""
-        return values
-
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of the loss to that of the batch, summed over processes."""
-        loss.backward()
-
-    def step(self) -> float:
-        """Clip the gradient and step, unless its norm is not finite. Returns the norm."""
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), MAX_GRAD_NORM).item()
-        if math.isfinite(norm):
-            self.optimizer.step()
-        return norm
-
-    def parameters(self) -> Parameters:
-        """Yield (name, tensor) of every whole parameter, also of an output layer that is tied."""
-        return self.policy.model.named_parameters(remove_duplicate=False)
-
-    def optimizer_state(self) -> State:
-        """Return this process's share of the optimizer's state."""
-        return self.optimizer.state_dict()
-
-    def load_optimizer_state(self, state: State) -> None:
-        # A resumed run may be on another device, which decides the settings (fused).
-        settings = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict(state | {"param_groups": settings})
-
-    def save_optimizer(self, folder: str) -> None:
-        """Write this process's share of the optimizer's state."""
-        with open(share_of(self.rank, folder), "wb") as file:
-            torch.save(self.optimizer_state(), file)
-
-    def load_optimizer(self, folder: str) -> None:
-        """Restore this process's share of the optimizer's state."""
-        path = share_of(self.rank, folder)
-        self.load_optimizer_state(torch.load(path, map_location="cpu", weights_only=True))
-
-
 class TorchTrainer:
     """The trainer of Algorithm 1.
 
     `total_updates` is the length of the learning rate schedule. `strategy` is the class that
-    computes an update: in this process, or in several."""
+    computes an update: in this process (None), or in several."""
 
     def __init__(
         self,
         policy: Policy,
         config: Config,
         total_updates: int,
-        strategy: type[OneProcess] = OneProcess,
+        strategy: "type[OneProcess] | None" = None,
     ):
         self.policy = policy
         self.config = config
@@ -181,7 +79,7 @@ class TorchTrainer:
         # Fused, a step needs no further memory. On a CPU it would round in another way.
         fused = config.device != "cpu"
         self.optimizer = torch.optim.AdamW(trainable, lr=config.lr, weight_decay=0.0, fused=fused)
-        self.strategy = strategy(policy, self.optimizer, config)
+        self.strategy = (strategy or OneProcess)(policy, self.optimizer, config)
 
     def record_behavior_logprobs(self, episodes: list[Episode]) -> dict[str, float]:
         """Line 3: write log pi_mu of the action tokens into the episodes, and log pi_ref if needed.
@@ -200,8 +98,6 @@ class TorchTrainer:
         per_token = {"behavior_logprobs": logprobs}
         if self.reference:
             per_token["ref_logprobs"] = self.logprobs(batch, reference=True).numpy()
-        if cap := self.config.truncated_is:
-            per_token["engine_correction"] = np.minimum(np.exp(difference), cap)
         for name, values in per_token.items():
             for episode, row in zip(episodes, values):
                 # A view would keep the whole batch.
@@ -233,23 +129,29 @@ class TorchTrainer:
 
     def update(
         self,
-        episodes: list[Episode],
+        episodes: list[Episode] | Batch,
         advantages: Tensor | None = None,
         weights: np.ndarray | None = None,
     ) -> Update:
-        """Make an optimizer step: line 5, or line 10 with the IS weights w_i [B].
+        """Make an optimizer step: line 5, or line 10 with the IS weights w_i [B] (None: all 1).
 
-        `advantages` [B, T] are those of `Baseline` (None: of these episodes against themselves).
-        Raises NonFiniteError, without a step, if the loss or the gradient is not finite."""
+        `advantages` [B, T] are those of `ReturnNorm` (None: of these episodes against themselves),
+        clipped here. Raises NonFiniteError, without a step, if loss or gradient is not finite."""
         began = time.perf_counter()
         config = self.config
+        batch = collate(episodes)
         if advantages is None:
-            advantages = Baseline("recompute", config.kl_reward_coef).advantages(episodes)
-        batch = training_batch(episodes, advantages, weights, config.advantage_clip)
+            advantages = ReturnNorm("recompute", config.kl_reward_coef).advantages(batch)
+        batch = batch._replace(
+            advantages=advantages.clamp(-config.advantage_clip, config.advantage_clip),
+            weights=torch.ones(len(batch.tokens))
+            if weights is None
+            else torch.tensor(weights).float(),
+        )
         action_tokens = batch.action_mask.sum(-1).double()  # [B]: their number
 
-        self.policy.model.train()
         self.optimizer.zero_grad()
+        recompute_layers(self.policy.model)
         loss, sums = self._accumulate_gradient(batch, scale=action_tokens.mean().item())
         drift = {"tokens": action_tokens.numpy(), **sums}
 
@@ -259,7 +161,7 @@ class TorchTrainer:
         if not math.isfinite(norm):
             phase = "the on-policy update" if weights is None else "the replay update"
             finite = np.isfinite(drift["log_ratio"])
-            seeds = [episodes[row].seed for row in np.flatnonzero(~finite)]
+            seeds = [batch.seeds[row] for row in np.flatnonzero(~finite)]
             raise NonFiniteError(
                 f"{phase} met numbers that are not finite: loss {loss}, gradient norm {norm}, "
                 f"and such log-probs in episode seeds {seeds or 'none'}"
@@ -349,3 +251,121 @@ class TorchTrainer:
 
     def close(self) -> None:
         """Do nothing: in one process nothing is left open."""
+
+
+def recompute_layers(model: torch.nn.Module) -> None:
+    """Let layers with gradient checkpointing compute their activations again in the backward pass.
+
+    They do so in training mode alone. All parts within them stay in evaluation mode: no dropout."""
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
+
+
+# -- log-probs
+
+
+def token_scores(
+    policy: Policy, temperature: float, entropy: bool, hidden: Tensor, tokens: Tensor
+) -> Tensor:
+    """Return each token's log-prob, and the entropy of its distribution, float32 [n, 2].
+
+    Tokens are [n], the hidden states before them [n, H]. Without `entropy` entropies are 0."""
+    distribution = (policy.logits(hidden) / temperature).log_softmax(-1)  # [n, V]
+    logprobs = distribution.gather(1, tokens[:, None])  # [n, 1]
+    entropies = torch.zeros_like(logprobs)
+    if entropy:
+        # 0 log 0 is 0. Ids that are never sampled have the log-prob -inf.
+        finite = distribution.clamp_min(-1e9)
+        entropies = -(distribution.exp() * finite).sum(-1, keepdim=True)  # [n, 1]
+    return torch.cat([logprobs, entropies], dim=1)
+
+
+def action_logprobs(
+    policy: Policy, batch: Batch, temperature: float, entropy: bool = False, most_tokens: int = 1
+) -> Tensor:
+    """Return log pi(token | all before it) of the action tokens, and entropies, [2, B, T].
+
+    They are float32 on the CPU, and 0 off the mask. Without `entropy` all entropies are 0.
+    `most_tokens` is the largest number of action tokens on any rank: all ranks compute as many
+    chunks."""
+    mask = batch.action_mask  # [B, T]
+    tokens = batch.tokens[mask].to(policy.device)  # [n]
+    before_each_token = policy.batch_hidden(batch)[:, :-1]  # [B, T - 1, H]
+    hidden = before_each_token[mask[:, 1:]]  # [n, H]
+
+    vocabulary = policy.model.config.get_text_config().vocab_size
+    chunks = math.ceil(vocabulary * max(most_tokens, len(tokens)) / LOGITS_AT_ONCE)
+    score = partial(token_scores, policy, temperature, entropy)
+    if chunks > 1:
+        # The backward pass computes the logits of a chunk again.
+        score = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
+    scores = map(score, hidden.tensor_split(chunks), tokens.tensor_split(chunks))
+
+    columns = torch.cat(list(scores)).cpu().T  # [2, n]
+    return torch.zeros(2, *mask.shape).masked_scatter(mask, columns)
+
+
+# -- one process
+
+
+def share_of(rank: int, folder: str) -> Path:
+    """Return the file that holds a rank's share of the optimizer's state."""
+    return Path(folder, f"optimizer-{rank}.pt")
+
+
+class OneProcess:
+    """The computation of an update in one process, on one device."""
+
+    rank = 0
+
+    def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, config: Config):
+        self.policy = policy
+        self.optimizer = optimizer
+        self.micro_batch_size = config.micro_batch_size
+
+    def shard(self, batch: Batch) -> Iterator[tuple[list[int], Batch]]:
+        """Yield the micro-batches of this process: (row numbers, batch of these rows)."""
+        return batch.micro_batches(self.micro_batch_size)
+
+    def forward(self, micro_batch: Batch, temperature: float, entropy: bool = False) -> Tensor:
+        """Return `action_logprobs` of a micro-batch."""
+        return action_logprobs(self.policy, micro_batch, temperature, entropy)
+
+    def reduce(self, values: Tensor) -> Tensor:
+        """Return the sum over all processes."""
+        return values
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of the loss to that of the batch, summed over processes."""
+        loss.backward()
+
+    def step(self) -> float:
+        """Clip the gradient and step, unless its norm is not finite. Returns the norm."""
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), MAX_GRAD_NORM).item()
+        if math.isfinite(norm):
+            self.optimizer.step()
+        return norm
+
+    def parameters(self) -> Parameters:
+        """Yield (name, tensor) of every whole parameter, also of an output layer that is tied."""
+        return self.policy.model.named_parameters(remove_duplicate=False)
+
+    def optimizer_state(self) -> State:
+        """Return this process's share of the optimizer's state."""
+        return self.optimizer.state_dict()
+
+    def load_optimizer_state(self, state: State) -> None:
+        # A resumed run may be on another device, which decides the settings (fused).
+        settings = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict(state | {"param_groups": settings})
+
+    def save_optimizer(self, folder: str) -> None:
+        """Write this process's share of the optimizer's state."""
+        with open(share_of(self.rank, folder), "wb") as file:
+            torch.save(self.optimizer_state(), file)
+
+    def load_optimizer(self, folder: str) -> None:
+        """Restore this process's share of the optimizer's state."""
+        path = share_of(self.rank, folder)
+        self.load_optimizer_state(torch.load(path, map_location="cpu", weights_only=True))
