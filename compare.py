@@ -6,7 +6,7 @@
 
 Paper: Table 1, Fig. 3 to 7, Table 3. An arm is a method and flags of train.py. Flags that are not
 compare.py's go to every run. --out gets a folder per run, results.csv, table.md and figure.png.
-Finished runs are not repeated, and interrupted ones go on.
+Finished runs are not repeated, and interrupted ones go on. A line a minute says where the runs are.
 
 The table has the mean of the last three held-out evaluations beside the paper's peak: of success,
 or with `--metric score` of what the paper reports for Sokoban and CliffWalking. 95 % intervals:
@@ -20,11 +20,11 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from itertools import product
 from pathlib import Path
 
@@ -32,12 +32,11 @@ import numpy as np
 from scipy import stats
 
 from envs import ENVS
-from freshper.config import Config
-from freshper.diagnostics import read
-from freshper.evaluation import Row, baselines
+from freshper.backends import make_env
+from freshper.config import CONFIG_A, CONFIG_DEFAULT, PRESETS, Config
+from freshper.diagnostics import Table, read
 from freshper.flags import parse_args
-from freshper.pages import plot
-from freshper.presets import CONFIG_A, CONFIG_DEFAULT, PRESETS, defaults
+from freshper.report import Row, baselines, plot, task
 
 A = " ".join(f"--{name} {value}" for name, value in CONFIG_A.items())
 DEFAULT = " ".join(f"--{name} {value}" for name, value in CONFIG_DEFAULT.items())
@@ -52,76 +51,31 @@ PHRASES = {
 }
 # These flags of train.py are set here for every run.
 RUN_FLAGS = ("--env", "--method", "--seed", "--out", "--resume")
-# The paper's colors (Fig. 3), and those of RESULTS.md for arms of --exhibit matched.
-METHOD_COLORS = {
-    "on_policy": "#4285F4",
-    "per": "#FBBC04",
-    "freshper": "#EA4335",
-    "per --beta 0": "#9C6500",
-    "per --beta 0 --alpha 0": "#34A853",
-    "on_policy --ppo_epochs 3": "#1A3E8C",
-}
-# The arms of ready-made comparisons. `exhibits` fills in the numbers.
+# The paper's colors (Fig. 3)
+METHOD_COLORS = {"on_policy": "#4285F4", "per": "#FBBC04", "freshper": "#EA4335"}
 EXHIBITS = {
     # Table 1, Fig. 3, 4 and 6
     "main": ["on_policy", "per", "freshper"],
-    # Fig. 5; the fixed values of tau come before its last two arms
-    "tau": ["on_policy", "freshper --decay none", "freshper --tau auto"],
+    # Fig. 5; `TAUS` come after the first arm
+    "tau": ["on_policy", "freshper --decay none", "per"],
     # Fig. 7
     "is": ["on_policy", "freshper", "freshper --beta 0.4", "per --beta 0", "per"],
     # Table 3, and Config A with the clip of Default
     "config": [f"freshper {A}", f"freshper {DEFAULT}", f"freshper {A} --advantage_clip 20"],
-    # What follows is not in the paper. `epochs` makes as many updates as replay does.
-    "matched": [
-        "freshper",
-        "per",
-        "per --beta 0",
-        "per --beta 0 --alpha 0",
-        "on_policy --ppo_epochs {epochs}",
-        "on_policy",
-    ],
-    # The limit `oldest`, and the queue of "neighbours", draw episodes of the same mean age.
-    "decay": [
-        "freshper",
-        "freshper --decay polynomial",
-        "freshper --decay limit --tau {oldest:.0f}",
-        "freshper --decay none",
-    ],
-    "ratio": [
-        "on_policy",
-        "freshper --replay_ratio 1",
-        "freshper --replay_ratio 2",
-        "freshper --replay_ratio 4",
-        "freshper --replay_ratio 8",
-    ],
-    "neighbours": [
-        "freshper",
-        "per --beta 0 --alpha 0 --capacity {queue:.0f}",
-        "freshper --base_priority advantage --decay limit --tau {oldest:.0f}",
-        "per --beta 0 --epsilon 1e-6 --alpha 1",
-        "on_policy",
-    ],
 }
+TAUS = {"tiny": (5, 20, 80, 320), "small": (5, 20, 80, 320), "paper": (500, 1000, 1500)}
+NOT_FINITE = 3  # the exit status of a run that met such numbers
+PERIOD = 60.0  # seconds between two lines on what is under way
 
 Results = dict[str, list[Row]]  # the rows of results.csv, by arm
+under_way: dict[Path, subprocess.Popen] = {}  # by the folder of a run
 
 
-def exhibits(preset: str, env: str, flags: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Return the arms of all ready-made comparisons by name, with the numbers of a preset, or of
-    the flags of all runs."""
-    config = parse_args([f"--preset={preset}", f"--env={env}", *flags]).config
-    of_preset = Config(**defaults(preset, env, "freshper"))
-    epochs = config.updates_per_iteration
-    tau = of_preset.tau if config.tau == "auto" else config.tau
-    oldest = 2 * float(tau) / (config.alpha or of_preset.alpha)  # steps
-    queue = oldest * config.rollout_batch_size / epochs  # episodes
-
-    arms = {}
-    for name, forms in EXHIBITS.items():
-        arms[name] = [form.format(epochs=epochs, oldest=oldest, queue=queue) for form in forms]
-    taus = (500, 1000, 1500) if preset == "paper" else (5, 20, 80, 320)
-    arms["tau"][1:1] = [f"freshper --tau {tau}" for tau in taus]
-    return arms
+def exhibit(name: str, preset: str) -> list[str]:
+    """Return the arms of a ready-made comparison."""
+    first, *others = EXHIBITS[name]
+    taus = [f"freshper --tau {tau}" for tau in TAUS[preset]] if name == "tau" else []
+    return [first, *taus, *others]
 
 
 def label(arm: str) -> str:
@@ -132,109 +86,126 @@ def label(arm: str) -> str:
 
 def folder_of(out: Path, arm: str, seed: int) -> Path:
     """Return the folder of the run of an arm with a seed."""
-    name = re.sub(r"[^A-Za-z0-9_.]+", "-", arm).strip("-")
+    name = re.sub(r"[^A-Za-z0-9_.+]+", "-", arm).strip("-")
     return out / f"{name}-seed{seed}"
-
-
-def config_of(folder: Path) -> Config:
-    """Read the settings of a run."""
-    return Config(**json.loads((folder / "config.json").read_text()))
 
 
 # -- runs
 
 
-def checked(env: str, arm: str, seed: int, folder: Path, flags: list[str]) -> list[str]:
+def flags_of(args: argparse.Namespace, arm: str, seed: int) -> list[str]:
     """Return the checked flags of a run. Raises ValueError if one of them is compare.py's to set,
-    or if the folder has a run with other settings."""
-    method, *arm_flags = arm.split() or [arm]
-    for word in flags + arm_flags:
-        name = word.partition("=")[0]
-        if name in RUN_FLAGS:
+    or if its folder has a run with other settings."""
+    method, *others = [*arm.split(), f"--preset={args.preset}", *args.flags]
+    for name in RUN_FLAGS:
+        if name in [word.partition("=")[0] for word in others]:
             raise ValueError(f"{name} is in the flags of {arm}, but must be left to compare.py")
 
-    flags = [f"--env={env}", f"--method={method}", *flags, *arm_flags, f"--seed={seed}"]
-    check_folder(folder, parse_args(flags).config)
+    flags = [f"--env={args.env}", f"--method={method}", *others, f"--seed={seed}"]
+    now = vars(parse_args(flags))
+    folder = folder_of(args.out, arm, seed)
+    if folder.exists():
+        for name, value in vars(read_run(folder)[0]).items():
+            if name != "out" and value != now[name]:
+                allowed = f"{value} as in {folder}, or use another --out"
+                raise ValueError(f"--{name} is {now[name]}, but must be {allowed}")
     return flags
 
 
-def check_folder(folder: Path, config: Config) -> None:
-    """Raise ValueError if a folder has a run with other settings."""
-    if not folder.exists():
-        return
+def read_run(folder: Path) -> tuple[Config, Table]:
+    """Return the settings of a run, and its metrics so far, {} if there are none yet.
+
+    Raises ValueError if they are damaged, or not those of a run."""
     try:
-        before = vars(config_of(folder))
-    except (OSError, ValueError, TypeError) as error:
+        config = Config(**json.loads((folder / "config.json").read_text()))
+        if not (folder / "metrics.csv").exists():
+            return config, {}
+        metrics = read(folder, "metrics.csv")
+        if np.isnan(metrics["iteration"]).any():
+            raise ValueError("metrics.csv has a row without an iteration")
+        return config, metrics
+    # A folder of something else may hold anything.
+    except Exception as error:
         raise ValueError(f"{folder} is no run of this version, remove it: {error}") from error
-    for name, value in before.items():
-        now = getattr(config, name)
-        if name not in ("out", "backend") and value != now:
-            allowed = f"{value} as in {folder}, or use another --out"
-            raise ValueError(f"--{name} is {now}, but must be {allowed}")
 
 
-def finished(folder: Path) -> bool:
-    """Return whether a run has made its last iteration, or met numbers that are not finite."""
-    if (folder / "stopped.txt").exists():
-        return True
-    if not (folder / "metrics.csv").exists():
-        return False
-    done = read(folder, "metrics.csv")["iteration"][-1]
-    return bool(done == config_of(folder).iterations)
+def train(folder: Path, flags: list[str]) -> None:
+    """Train one run in a process of its own with one thread, or the rest of an interrupted one.
 
-
-def run(env: str, arm: str, seed: int, folder: Path, flags: list[str], threads: int = 1) -> None:
-    """Train one run in a process of its own, or the rest of an interrupted one.
-
-    Numbers that are not finite end a run, but not the comparison: stopped.txt says so. Exits with a
-    sentence if a run fails in another way."""
-    flags = checked(env, arm, seed, folder, flags)
-    if finished(folder):
-        return
+    Numbers that are not finite end a run, but not the comparison: stopped.txt says so. Raises
+    RuntimeError if a run fails in another way."""
+    if folder.exists():
+        config, metrics = read_run(folder)
+        complete = metrics and metrics["iteration"][-1] == config.iterations
+        if complete or (folder / "stopped.txt").exists():
+            return
 
     path = folder.resolve()
     flags = [f"--resume={path}"] if folder.exists() else [*flags, f"--out={path}"]
     command = [sys.executable, str(Path(__file__).with_name("train.py")), *flags]
-
-    process = subprocess.run(
+    under_way[folder] = process = subprocess.Popen(
         command,
-        env=os.environ | {"OMP_NUM_THREADS": str(threads)},
-        capture_output=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
+        errors="replace",
     )
+    output, _ = process.communicate()
+    del under_way[folder]
 
-    # A defect ends in a traceback, whatever its message says. Without metrics.csv there is nothing
-    # to summarize.
-    known = process.returncode == 1 and "Traceback" not in process.stderr
-    evaluated = (folder / "metrics.csv").exists()
-    if known and evaluated and re.search("(?m)^stopped after .*finite", process.stdout):
-        (folder / "stopped.txt").write_text(process.stdout)
+    if process.returncode == NOT_FINITE and (folder / "metrics.csv").exists():
+        (folder / "stopped.txt").write_text(output)
     elif process.returncode:
-        output = (process.stdout + process.stderr)[-2000:]
-        sys.exit(f"{' '.join(command)} ended with {process.returncode}: {output}")
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}: {output[-2000:]}")
 
 
-def run_all(args: argparse.Namespace, arms: list[str], flags: list[str]) -> Results:
+def progress() -> str:
+    """Return a line on the runs under way: how far they are, and their last evaluation."""
+    parts = []
+    for folder in [*under_way]:
+        config, metrics = read_run(folder) if folder.exists() else (None, {})
+        if config and metrics:
+            success = metrics["eval_success"]
+            now = f"{success[~np.isnan(success)][-1]:.2f} on held-out seeds"
+            done = f"{metrics['iteration'][-1]:.0f} of {config.iterations} iterations"
+            parts.append(f"{folder.name}: {done}, {now}")
+    return "; ".join(parts) or "starting"
+
+
+def run_all(args: argparse.Namespace, arms: list[str]) -> Results:
     """Train all runs, --jobs at a time. Returns a row of results.csv per run, by arm."""
 
-    def train(job: tuple[str, int]) -> Row:
-        arm, seed = job
+    def run(arm: str, seed: int) -> Row:
         folder = folder_of(args.out, arm, seed)
-        run(args.env, arm, seed, folder, flags)
-
+        train(folder, flags_of(args, arm, seed))
         row = {"arm": arm, "seed": seed, **summary(folder, args.metric)}
         score = f"{args.metric} {row['last']:.3f} in {row['wall_s']:.0f} s"
-        stopped = folder / "stopped.txt"
-        where = stopped if stopped.exists() else folder
-        print(f"{label(arm)}, seed {seed}: {score}, {where}", flush=True)
+        print(f"{label(arm)}, seed {seed}: {score}, {folder}", flush=True)
         return row
 
     jobs = dict.fromkeys(product(arms, args.seeds))
     print(f"{len(jobs)} runs, {args.jobs} at a time, written to {args.out}", flush=True)
+    pool = ThreadPoolExecutor(args.jobs)
+    futures = [pool.submit(run, *job) for job in jobs]
+    waiting = {*futures}
+    try:
+        while waiting:
+            done, waiting = wait(waiting, PERIOD, FIRST_COMPLETED)
+            for future in done:
+                future.result()
+            if not done:
+                print(progress(), flush=True)
+    finally:
+        # After an error or a signal, those under way save and end.
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in [*under_way.values()]:
+            process.terminate()
+
     results: Results = {arm: [] for arm in arms}
-    with ThreadPoolExecutor(args.jobs) as pool:
-        for row in pool.map(train, jobs):
-            results[row["arm"]].append(row)
+    for future in futures:
+        row = future.result()
+        results[row["arm"]].append(row)
     return results
 
 
@@ -249,8 +220,7 @@ def value_of_missed(metric: str, values: np.ndarray) -> float:
 
 def summary(folder: Path, metric: str = "success") -> Row:
     """Return the columns of results.csv, of the evaluations after training began."""
-    metrics = read(folder, "metrics.csv")
-    config = config_of(folder)
+    config, metrics = read_run(folder)
     values = metrics[f"eval_{metric}"][1:]
     values = values[~np.isnan(values)]
 
@@ -323,7 +293,7 @@ def figure(out: Path, results: Results, metric: str, title: str, levels: Row) ->
     for number, (arm, runs) in enumerate(results.items(), 4):
         # C4, C5, ... are matplotlib's, unlike METHOD_COLORS
         color = METHOD_COLORS.get(arm, f"C{number}")
-        tables = [read(folder_of(out, arm, run["seed"]), "metrics.csv") for run in runs]
+        tables = [read_run(folder_of(out, arm, run["seed"]))[1] for run in runs]
         longest = max((table["episodes"] for table in tables), key=len)
 
         curves = []
@@ -353,85 +323,60 @@ def write_results(args: argparse.Namespace, results: Results) -> None:
     (args.out / "table.md").write_text(text)
     print(text)
 
-    config = config_of(folder_of(args.out, rows[0]["arm"], rows[0]["seed"]))
+    config, _ = read_run(folder_of(args.out, rows[0]["arm"], rows[0]["seed"]))
     seeds = " ".join(map(str, dict.fromkeys(args.seeds)))
     word = "seeds" if " " in seeds else "seed"
-    title = f"{config.task()}, preset {args.preset}\n{word} {seeds}"
+    title = f"{task(config)}, preset {args.preset}\n{word} {seeds}"
     levels = {}
     if args.metric == "success":
-        levels = baselines(config.make_env(), config.eval_episodes)
+        levels = baselines(make_env(config), config.eval_episodes)
     figure(args.out, results, args.metric, title, levels)
 
 
 # -- the command line
 
 
-def make_parser() -> argparse.ArgumentParser:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Return the arguments; `flags` are those of all runs."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--env", default="frozenlake", choices=ENVS)
-    parser.add_argument("--exhibit", choices=EXHIBITS, help="default: main")
-    parser.add_argument("--arm", action="append", help="a method and flags; may be repeated")
+    arms = parser.add_mutually_exclusive_group()
+    arms.add_argument("--exhibit", default="main", choices=EXHIBITS)
+    arms.add_argument("--arm", action="append", help="a method and flags; may be repeated")
     parser.add_argument("--metric", default="success", help="or one of the task's own: score")
     parser.add_argument("--preset", default="tiny", choices=PRESETS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--out", type=Path, help="default: out/compare-<env>-<exhibit>")
-    return parser
-
-
-def check(args: argparse.Namespace, arms: list[str], flags: list[str]) -> None:
-    """Check all arguments before hours of runs, and make --out. Raises ValueError."""
-    if args.jobs < 1:
-        raise ValueError(f"--jobs is {args.jobs}, but must be 1 or more")
-    for word in flags[1:]:  # after --preset, which has a default
-        name = word.partition("=")[0]
-        if name.startswith("--") and all(name in re.split("[ =]", arm) for arm in arms):
-            raise ValueError(f"{word} has no effect, because every arm sets {name}")
-    arm_of: dict[Path, str] = {}
-    for arm, seed in product(arms, args.seeds):
-        folder = folder_of(args.out, arm, seed)
-        checked(args.env, arm, seed, folder, flags)
-        other = arm_of.setdefault(folder, arm)
-        if other != arm:
-            raise ValueError(f"--arm is {arm}, but must not have the folder of {other}, {folder}")
-
-    metrics = ("success", *ENVS[args.env]().metrics)
-    if args.metric not in metrics:
-        allowed = f"one of {', '.join(metrics)} with --env {args.env}"
-        raise ValueError(f"--metric is {args.metric}, but must be {allowed}")
-
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        allowed = f"a folder that can be made: {error.strerror}"
-        raise ValueError(f"--out is {args.out}, but must be {allowed}") from error
+    args, args.flags = parser.parse_known_args(argv)
+    args.out = args.out or Path(f"out/compare-{args.env}-{'own' if args.arm else args.exhibit}")
+    return args
 
 
 def main() -> None:
-    parser = make_parser()
-    args, flags = parser.parse_known_args()
-    flags = [f"--preset={args.preset}", *flags]
-    if args.arm and args.exhibit:
-        parser.error(f"--exhibit is {args.exhibit}, but has no effect with --arm")
-    name = "own" if args.arm else args.exhibit or "main"
-    arms = args.arm or exhibits(args.preset, args.env, flags)[name]
-    args.out = args.out or Path(f"out/compare-{args.env}-{name}")
-
+    args = parse()
+    # As Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        check(args, arms, flags)
-    except ValueError as error:
-        parser.error(str(error))
-
-    try:
-        results = run_all(args, arms, flags)
+        metrics = ("success", *ENVS[args.env]().metrics)
+        if args.metric not in metrics:
+            allowed = f"one of {', '.join(metrics)} with --env {args.env}"
+            raise ValueError(f"--metric is {args.metric}, but must be {allowed}")
+        arms = args.arm or exhibit(args.exhibit, args.preset)
+        for arm, seed in product(arms, args.seeds):
+            flags_of(args, arm, seed)  # before hours of runs
+        args.out.mkdir(parents=True, exist_ok=True)
+        results = run_all(args, arms)
+        write_results(args, results)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on", file=sys.stderr)
         sys.exit(130)
-    write_results(args, results)
+    except (ValueError, OSError, RuntimeError) as error:
+        sys.exit(f"compare.py: error: {error}")
 
 
 if __name__ == "__main__":
