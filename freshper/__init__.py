@@ -1,1 +1,12 @@
-"""FreshPER: freshness-aware prioritized experience replay, one idea of the paper per module."""
+"""FreshPER: a module per idea of the paper. README.md says in which order to read them."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[1]
+_found = find_spec("envs")
+if _found is None or str(_ROOT / "envs") not in (_found.submodule_search_locations or ()):
+    raise ImportError(
+        f"the package envs must be the one in {_ROOT}, but another folder or package of this name "
+        "comes first: rename it, or start Python elsewhere"
+    )
