@@ -8,6 +8,7 @@ differ.
 """
 
 import sys
+from functools import partial
 
 from freshper.config import Config
 from freshper.flags import parse_args
@@ -39,6 +40,9 @@ def train(
     decay = age_decay(config.decay, config.tau)
     buffer = ReplayBuffer(config.capacity, config.alpha, decay, config.eviction, config.seed)
     norm = ReturnNorm(config.baseline, config.kl_reward_coef)
+    priority = partial(
+        base_priorities, norm=norm, kind=config.base_priority, epsilon=config.epsilon
+    )
     checkpoints = Checkpoints(report, trainer=trainer, engine=engine, buffer=buffer, norm=norm)
 
     for iteration in report.iterations(engine):  # Algorithm 1, line 1
@@ -54,8 +58,7 @@ def train(
 
         # 4: store each e_j into B with base priority p_j^base and log pi_mu
         if config.replay_ratio:  # on-policy training keeps no episodes
-            priorities = base_priorities(episodes, norm, config.base_priority, config.epsilon)
-            buffer.add(episodes, priorities, trainer.step)
+            buffer.add(episodes, priority(episodes), trainer.step)
 
         # 6: refresh priorities p_i <- p_i^base * exp(-Delta_i / tau), on a CPU thread beside 5
         buffer.refresh_async(trainer.step + config.ppo_epochs)  # t at the end of 5
@@ -79,8 +82,7 @@ def train(
             replays.append((drawn, update))
 
             # section 3.5, "Priority Update": |A_i| depends on the newest returns
-            priorities = base_priorities(drawn.episodes, norm, config.base_priority, config.epsilon)
-            buffer.update_base_priorities(drawn.indices, priorities)
+            buffer.update_base_priorities(drawn.indices, priority(drawn.episodes))
 
         # 12: sync the inference engine, pi_mu <- pi_theta
         sync = engine.sync(trainer)

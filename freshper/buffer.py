@@ -11,7 +11,6 @@ wait for its end. A new entry gets its own base priority, not the largest so far
 first-in-first-out (Table 5), or takes the lowest leaf, of equal ones the oldest (appendix A.1).
 """
 
-import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -81,7 +80,6 @@ class ReplayBuffer:
         self.now = 0  # t of the last refresh or addition
         self.images = weakref.WeakValueDictionary[bytes, AnyImage]()  # by key, while in use
         self.thread = ThreadPoolExecutor(1)
-        self.refreshing = threading.Lock()
         # The last asynchronous refresh. Other methods wait for its end, and raise its error.
         self.pending: Future = Future()
         self.pending.set_result(None)
@@ -125,14 +123,17 @@ class ReplayBuffer:
         """Recompute p_i <- p_i^base * decay(step - t_i) for all i and rebuild the tree: O(N).
 
         This is line 6, and eq. 14."""
-        with self.refreshing:
-            self.now = max(self.now, step)  # never turns the clock back
-            self.tree.fill(self._leaves(slice(len(self))))
+        self.pending.result()
+        self._refresh(step)
+
+    def _refresh(self, step: int) -> None:
+        self.now = max(self.now, step)  # never turns the clock back
+        self.tree.fill(self._leaves(slice(len(self))))
 
     def refresh_async(self, step: int) -> Future:
         """Start `refresh` on the buffer's own thread ("async on CPU")."""
         self.pending.result()
-        self.pending = self.thread.submit(self.refresh, step)
+        self.pending = self.thread.submit(self._refresh, step)
         return self.pending
 
     def sample(self, batch_size: int, step: int = 0) -> Replay:

@@ -26,7 +26,6 @@ import io
 import json
 import os
 import time
-import traceback
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -61,7 +60,7 @@ logprobs_s update_s replay_s sync_s""".split()
 # Every run whose mean of ten iterations fell below it failed. None that stayed above 0.45 did
 # (docs/log.md).
 LEAST_ESS = 0.3
-SLOW = 4.0  # times the first iterations' seconds
+SLOW = 4.0  # times as long as the fastest ten iterations
 
 
 class Report:
@@ -112,11 +111,9 @@ class Report:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error:
-            self.say(f"stopped after iteration {self.done}: {reason_of(error)}")
-        if self.done:
-            # The line is printed again, because it is easily missed beside the progress bar.
-            self.warn_if_unread()
-
+            self.say(f"stopped after iteration {self.done}: {error}")
+            if isinstance(error, torch.OutOfMemoryError):
+                self.say("lower --micro_batch_size, --rollout_batch_size or --max_tokens")
         last = [success for done, success in self.evaluations().items() if done][-3:]
         if last:
             mean = f"{np.mean(last):.2f} ({self.baseline_text})"
@@ -250,37 +247,27 @@ class Report:
             *_, held_out = self.evaluations().values()
             self.bar.set_postfix(success=row["train_success"], held_out=held_out)
         self.write_metrics()
-        if done == 1:
-            self.warn_if_unread()
+        if done == 1 and row["invalid"] == 1:
+            cut = f"{row['cut']:.0%} were cut by --max_new_tokens"
+            self.say(f"no reply of the first batch could be read, {cut}")
         if done and done % 10 == 0:
-            self.warn_if_stale()
-            self.warn_if_slow()
+            self.warn()
 
     # -- lines and files
 
-    def warn_if_unread(self) -> None:
-        """Print a line if no reply of the first iteration could be read."""
-        first = self.rows[1]
-        if first["invalid"] == 1:
-            cut = f"{first['cut']:.0%} were cut by --max_new_tokens"
-            self.say(f"no reply of the first batch could be read, {cut}")
-
-    def warn_if_stale(self) -> None:
-        """Print a line if ESS / n of replayed tokens was low over the last ten iterations."""
+    def warn(self) -> None:
+        """Print what a user should know of the last ten iterations."""
         ess = np.mean([row.get("ess_token", np.nan) for row in self.rows[-10:]])
         if ess < LEAST_ESS:
             mean = f"ESS / n of replayed tokens is {ess:.2f}, mean of ten iterations"
             self.say(f"{mean}; lower --lr or --replay_ratio")
 
-    def warn_if_slow(self) -> None:
-        """Print a line if the last ten iterations took much longer than the fastest ten did."""
-        times = np.array([row["wall_s"] for row in self.rows[::10]])
-        seconds = np.diff(times) / 10
-        if len(seconds) > 1 and seconds[-1] > SLOW * seconds.min() and torch.get_num_threads() > 1:
+        *before, now = np.diff([row["wall_s"] for row in self.rows[::10]])
+        if before and now > SLOW * min(before):
+            again = f"OMP_NUM_THREADS=1 python train.py --resume {self.folder}"
             self.say(
-                f"an iteration takes {seconds[-1]:.1f} s, before {seconds.min():.1f} s: if other "
-                f"programs run, stop (Ctrl-C) and go on with OMP_NUM_THREADS=1 python train.py "
-                f"--resume {self.folder}"
+                f"ten iterations took {now:.0f} s, the fastest {min(before):.0f} s: if other "
+                f"programs run, stop with Ctrl-C and go on with {again}"
             )
 
     def write_config(self) -> None:
@@ -350,16 +337,6 @@ def task(config: Config) -> str:
 def title(config: Config) -> str:
     """Return the title of a run's plots and pages."""
     return f"{task(config)}, {config.method}, preset {config.preset}, seed {config.seed}"
-
-
-def reason_of(error: BaseException) -> object:
-    """Return the error that ended a run, or which flags to lower if the GPU's memory ran out."""
-    if not isinstance(error, torch.OutOfMemoryError):
-        return error
-    place = "training; lower --micro_batch_size"
-    if any(frame.name == "rollout" for frame in traceback.extract_tb(error.__traceback__)):
-        place = "rollout; lower --rollout_batch_size"
-    return f"the GPU's memory ran out in {place}, --max_tokens or --max_new_tokens"
 
 
 # -- means
