@@ -53,6 +53,7 @@ def load(config: Config) -> Loaded:
     keep_freed_memory()
     # transformers lists every weight that does not fit; `load_policy` raises one sentence instead.
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     torch.manual_seed(config.seed)
     env = make_env(config)
     if config.search_url:

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-import transformers
 
 from freshper.config import Config
 from freshper.episode import Episode, StoredImage
@@ -120,8 +119,6 @@ class Checkpoints:
     def save(self, best: bool) -> None:
         """Write the newest checkpoint and, if it is the best, the model alone."""
         out = self.report.folder
-        # It would be drawn across the progress bar of the run.
-        transformers.utils.logging.disable_progress_bar()
         try:
             # The best comes first: a run that is killed between the two evaluates it again.
             if best:

@@ -8,10 +8,9 @@ import argparse
 import dataclasses
 import json
 import math
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, NoReturn, get_args
 
 from envs import ENVS
 from envs.base import EVAL_SEEDS
@@ -49,14 +48,9 @@ RULES: list[tuple[str, str, Callable[[Config], object]]] = [
      "take pretrained models)", lambda c: c.resume or is_tiny(c.model) == (c.preset == "tiny")),
     ("data", "empty with --preset tiny, whose models read generated questions only",
      lambda c: c.preset != "tiny" or not c.data),
-    ("out", "a folder that does not exist yet",
-     lambda c: c.resume or not c.out or not os.path.exists(c.out)),
     ("replay_ratio", "0 with --method on_policy",
      lambda c: c.method != "on_policy" or c.replay_ratio == 0),
     ("decay", "none with --method per", lambda c: c.method != "per" or c.decay == "none"),
-    # The refresh is --ppo_epochs steps after an episode was collected.
-    ("tau", "at least --ppo_epochs with --decay limit",
-     lambda c: c.decay != "limit" or c.tau >= c.ppo_epochs),
     ("capacity", "at least the episodes of an iteration and of an update",
      lambda c: not c.replay_ratio or c.capacity >= max(c.batch_size, c.rollout_batch_size)),
 ]  # fmt: skip
@@ -66,8 +60,6 @@ NO_EFFECT: list[tuple[str, str, Callable[[Config], object]]] = [
      lambda c: c.replay_ratio == 0),
     ("tau", "--decay none", lambda c: c.decay == "none"),
     ("epsilon base_priority", "--alpha 0", lambda c: c.alpha == 0),
-    ("zero_stage", "a --backend without deepspeed", lambda c: c.trainer != "deepspeed"),
-    ("engine_memory", "a --backend without vllm", lambda c: c.engine != "vllm"),
     *((name, "this --env", lambda c, name=name: name not in ENVS[c.env].settings)
       for name in ("slippery", "data", "search_url")),
 ]  # fmt: skip
@@ -89,29 +81,24 @@ def is_tiny(model: str) -> bool:
     return model == "tiny" or (path.is_file() and '"freshper_tiny": true' in path.read_text())
 
 
-def validate(config: Config, given: tuple[str, ...] = ()) -> None:
+def validate(config: Config, given: Iterable[str] = ()) -> None:
     """Raise ValueError with one sentence if a setting's value is not allowed, or if one of the
     flags `given` has no effect."""
-    values = vars(config)
-    wrong = [
-        (name, allowed)
-        for allowed, holds, names in RANGES
-        for name in names.split()
-        if not holds(values[name])
-    ]
-    wrong += [(name, allowed) for name, allowed, holds in RULES if not holds(config)]
-    for name, allowed in wrong:
-        raise ValueError(f"--{name} is {values[name]}, but must be {allowed}")
 
+    def refuse(name: str, reason: str) -> NoReturn:
+        raise ValueError(f"--{name} is {getattr(config, name)}, but {reason}")
+
+    for allowed, holds, names in RANGES:
+        for name in names.split():
+            if not holds(getattr(config, name)):
+                refuse(name, f"must be {allowed}")
+    for name, allowed, is_met in RULES:
+        if not is_met(config):
+            refuse(name, f"must be {allowed}")
     for names, others, applies in NO_EFFECT:
-        for name in set(names.split()) & set(given):
-            if applies(config):
-                raise ValueError(f"--{name} is {values[name]}, but has no effect with {others}")
-
-
-def boolean(text: str) -> bool:
-    """Read true or false, in any case. Raises ValueError for another text."""
-    return ("false", "true").index(text.lower()) == 1
+        for name in given:
+            if name in names.split() and applies(config):
+                refuse(name, f"has no effect with {others}")
 
 
 def make_parser(shown: Config, **options: Any) -> argparse.ArgumentParser:
@@ -128,22 +115,14 @@ def make_parser(shown: Config, **options: Any) -> argparse.ArgumentParser:
         if field.name in GROUPS:
             group = parser.add_argument_group(GROUPS[field.name])
 
-        options = {"type": type(field.default), "metavar": ""}
-        if field.name == "env":
-            options = {"choices": ENVS}
-        elif get_origin(field.type) is Literal:
-            options = {"type": type(field.default), "choices": get_args(field.type)}
-        elif field.type is bool:
-            options |= {"type": boolean, "nargs": "?", "const": True}
+        choices = ENVS if field.name == "env" else get_args(field.type)
+        options = {"type": type(field.default)}
+        options |= {"choices": choices} if choices else {"metavar": ""}
+        if field.type is bool:
+            options = {"action": argparse.BooleanOptionalAction}
         text = f"{field.metadata['help']} [{getattr(shown, field.name)}]".replace("%", "%%")
         group.add_argument(f"--{field.name}", default=argparse.SUPPRESS, help=text, **options)
     return parser
-
-
-def new_run(flags: dict[str, Any]) -> Config:
-    """Return the settings of a new run: those of preset and method, and the flags over them."""
-    config = Config(**flags)
-    return Config(**defaults(config.preset, config.env, config.method) | flags)
 
 
 def resumed_run(flags: dict[str, Any]) -> Config:
@@ -152,32 +131,36 @@ def resumed_run(flags: dict[str, Any]) -> Config:
     folder = flags["resume"]
     try:
         stored = json.loads(Path(folder, "config.json").read_bytes())
-        if stored.keys() != vars(Config()).keys():
-            raise ValueError("its config.json is not that of a run of this version")
-    except (OSError, ValueError, AttributeError) as error:
+        earlier = Config(**stored)
+    except (OSError, ValueError, TypeError) as error:
         raise ValueError(
-            f"--resume is {folder}, but must be the folder of a run: {error}"
+            f"--resume is {folder}, but must be the folder of a run of this version: {error}"
         ) from error
-
     for name, value in flags.items():
         if name not in MAY_CHANGE and value != stored[name]:
             raise ValueError(f"--{name} is {value}, but must be {stored[name]} as in {folder}")
-    return Config(**stored | flags)
+    return dataclasses.replace(earlier, **flags)
 
 
 def parse_args(argv: list[str] | None = None) -> Config:
-    """Return the checked settings of a command line. A wrong flag prints one sentence and exits
-    with status 2."""
+    """Return the checked settings of a command line: those of the preset, the method, the flags. A
+    wrong flag prints one sentence and exits with status 2."""
     parser = make_parser(Config(), add_help=False)
     parser.add_argument("-h", "--help", action="store_true", default=argparse.SUPPRESS)
     try:
         flags = vars(parser.parse_args(argv))
         wants_help = flags.pop("help", False)
-        config = resumed_run(flags) if "resume" in flags else new_run(flags)
+        if empty := [name for name, value in flags.items() if value == []]:  # `--tau=--`
+            raise ValueError(f"--{empty[0]} needs a value")
+        if "resume" in flags:
+            config = resumed_run(flags)
+        else:
+            named = Config(**flags)
+            config = Config(**defaults(named.preset, named.env, named.method) | flags)
         if wants_help:
             make_parser(config).print_help()
             parser.exit()
-        validate(config, tuple(flags))
-    except (ValueError, TypeError, argparse.ArgumentError) as error:
+        validate(config, flags)
+    except (OSError, ValueError, argparse.ArgumentError) as error:
         parser.error(str(error))
     return config
