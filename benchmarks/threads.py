@@ -1,4 +1,4 @@
-"""How long an iteration of a tiny model takes with one thread, two, and those that train.py chooses,
+"""How long an iteration of a tiny model takes: with one thread, two, those that train.py chooses,
 alone and beside a busy process. Needs two idle cores and two minutes.
 
     python benchmarks/threads.py
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 
-import common  # noqa: F401
+import common
 import numpy as np
 
 from freshper.diagnostics import read
