@@ -1,21 +1,10 @@
 """The errors that end a run with one sentence. Anything else is a defect, with its traceback."""
 
 import contextlib
-import os
 import signal
-import sys
-import threading
-import time
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
-
-# The longest wait for vLLM or another rank, in seconds
-timeout = os.environ.get("FRESHPER_TIMEOUT", "1800")
-if not timeout.isdecimal() or int(timeout) == 0:
-    sys.exit(f"FRESHPER_TIMEOUT is {timeout}, but must be a whole number of seconds above 0")
-TIMEOUT = int(timeout)
 
 
 class NonFiniteError(ArithmeticError):
@@ -24,7 +13,7 @@ class NonFiniteError(ArithmeticError):
 
 
 class BackendError(RuntimeError):
-    """vLLM or DeepSpeed failed, or did not answer in time. Names the phase."""
+    """vLLM or DeepSpeed failed, or vLLM has other weights than the trainer. Names the phase."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -36,59 +25,14 @@ class Interrupted(KeyboardInterrupt):
 
 
 @contextlib.contextmanager
-def watched(
-    phase: str, processes: Mapping[int, str] = {}, errors: type[Exception] = RuntimeError
-) -> Iterator[None]:
-    """Raise BackendError, naming the phase, if the block raises one of `errors`, if it takes longer
-    than TIMEOUT, or if one of `processes` (id -> name) dies.
-
-    A thread watches, and signals the main thread. If that does not react within ten seconds, as
-    inside NCCL, the process prints the sentence and exits."""
-    deadline = time.monotonic() + TIMEOUT
-    over = threading.Event()
-    main = threading.get_ident()
-
-    def problem() -> str:
-        for pid, name in processes.items():
-            if not alive(pid):
-                return f"{name} (process {pid}) died in {phase}"
-        if time.monotonic() > deadline:
-            return f"{phase} took longer than FRESHPER_TIMEOUT, {TIMEOUT:g} s"
-        return ""
-
-    def watch() -> None:
-        while not over.wait(0.5):
-            if problem():
-                signal.pthread_kill(main, signal.SIGUSR1)
-                if not over.wait(10.0):
-                    print(f"\nstopped: {problem()}", file=sys.stderr, flush=True)
-                    os._exit(1)
-
-    def interrupt(*_: object) -> None:
-        if not over.is_set():
-            raise BackendError(problem())
-
-    # The handler stays, and does nothing after the block.
-    signal.signal(signal.SIGUSR1, interrupt)
-    threading.Thread(target=watch, daemon=True).start()
+def phase(name: str) -> Iterator[None]:
+    """Raise BackendError, with the phase's name, for whatever vLLM or torch.distributed raises in
+    the block."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        # The report says which flags to lower.
+    except (BackendError, NonFiniteError, torch.OutOfMemoryError):
+        # The report has a sentence for each.
         raise
-    except errors as error:
-        # A process that ends closes its connections first.
-        time.sleep(1.0)
+    except Exception as error:
         reason = " ".join(str(error).split())[:300]
-        failed = f"{phase} failed: {type(error).__name__}: {reason}"
-        raise BackendError(problem() or failed) from error
-    finally:
-        over.set()
-
-
-def alive(pid: int) -> bool:
-    """Return whether the process exists and is not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+        raise BackendError(f"{name} failed: {type(error).__name__}: {reason}") from error
