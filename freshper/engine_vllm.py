@@ -179,12 +179,13 @@ class VLLMEngine:
 
         size = sum(parameter.nbytes for _, parameter in trainer.parameters())
         self.folder = folder_of_weights(size, policy.model.config)
-        room = "a KV cache (--engine_memory, VLLM_CPU_KVCACHE_SPACE)"
+        room = "with a KV cache (--engine_memory, VLLM_CPU_KVCACHE_SPACE)"
+        start = f"the start of vLLM {room} for --max_tokens {config.max_tokens}"
         try:
             trainer.save(self.folder)
             # vLLM starts only if its share of the GPU is free.
             torch.cuda.empty_cache()
-            with phase(f"the start of vLLM with {room} for --max_tokens {config.max_tokens}"):
+            with phase(start, Exception):
                 self._start(env)
         except BaseException:
             self.close()
@@ -230,7 +231,7 @@ class VLLMEngine:
         seeds = self.rng.integers(2**31, size=len(conversations)).tolist()
         params = [SamplingParams(**sampling, seed=seed) for seed in seeds]
         requests = [self._request(conversation) for conversation in conversations]
-        with phase("the rollout with vLLM"):
+        with phase("the rollout with vLLM", Exception):
             outputs = self.llm.generate(requests, params, use_tqdm=False)
 
         replies = []
@@ -266,7 +267,7 @@ class VLLMEngine:
         began = time.perf_counter()
         parameters = gather(trainer)
 
-        with phase("handing the weights to vLLM"):
+        with phase("handing the weights to vLLM", Exception):
             save_file(parameters, f"{self.folder}/model.safetensors")
             self.llm.collective_rpc("reload_weights", kwargs={"weights_path": self.folder})
             # Keys, values and image features that older weights computed.

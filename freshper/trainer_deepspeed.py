@@ -73,7 +73,7 @@ def join_ranks(config: Config) -> int:
     # DeepSpeed itself causes these warnings, in every call.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     backend = "nccl" if on_gpu else "gloo"
-    with phase(MEETING):
+    with phase(MEETING, RuntimeError):
         deepspeed.init_distributed(backend, verbose=False)
     return dist.get_rank()
 
@@ -114,7 +114,7 @@ class DeepSpeedRanks(OneProcess):
 
         # Messages go beside NCCL. Ranks other than 0 wait a day for the next, or until rank 0 ends.
         patience = default_pg_timeout if self.rank == 0 else timedelta(days=1)
-        with phase(MEETING):
+        with phase(MEETING, RuntimeError):
             self.messages = dist.new_group(backend="gloo", timeout=patience)
             self.engine, *_ = deepspeed.initialize(
                 model=_ActionLogprobs(policy), optimizer=optimizer, config=settings
@@ -265,7 +265,7 @@ class RankZero:
     def _on_all_ranks(self, name: str, *arguments: Any) -> Iterator[None]:
         """Make the other ranks run a method of their trainer while rank 0 runs it in the block."""
         self.broken = True  # until the block has ended
-        with phase(f"`{name}` on {self.strategy.ranks} ranks of DeepSpeed"):
+        with phase(f"`{name}` on {self.strategy.ranks} ranks of DeepSpeed", RuntimeError):
             self.strategy.broadcast((name, arguments))
             yield
         self.broken = False
