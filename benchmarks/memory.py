@@ -1,23 +1,20 @@
 """Bytes per parameter that a trainer holds, and at the peak of an update: the table of
 docs/gpus.md.
 
-    python benchmarks/memory.py              plain torch, ZeRO 0 to 3, three kinds of AdamW
+    python benchmarks/memory.py              plain torch, ZeRO 0 to 3
     python benchmarks/memory.py --only torch
     python benchmarks/memory.py --only ZeRO --ranks 2      of rank 0
 
 Each line is a process of its own, or one per rank, on the CPU: a model of 68 million parameters in
 bfloat16 as --dtype means it, and two micro-batches so small that activations do not count. `held`
 is the resident memory between two updates, `peak` the highest during one, both above what the
-process had before the model. `seconds` are of an update, most of them its optimizer step.
-
-The kinds: `loop` and `foreach` are torch's, without and with lists of tensors, and a GPU's default
-is `foreach`; `fused` is what the trainer asks for on a GPU. The lines with ZeRO need DeepSpeed.
+process had before the model. AdamW is torch's fused one, which the trainer asks for on a GPU. The
+lines with ZeRO need DeepSpeed.
 """
 
 import multiprocessing
 import os
 import socket
-import time
 from pathlib import Path
 
 import common
@@ -29,17 +26,12 @@ from freshper.flags import parse_args
 from freshper.models import Policy
 from freshper.tiny import build_tokenizer
 
-KINDS = {
-    "loop": {"foreach": False, "fused": False},
-    "foreach": {"foreach": True, "fused": False},
-    "fused": {"foreach": None, "fused": True},
-}
 TRAINERS = {
     "torch": "--backend hf+torch",
-    "ZeRO-0": "--backend vllm+deepspeed --zero_stage 0",
-    "ZeRO-1": "--backend vllm+deepspeed --zero_stage 1",
-    "ZeRO-2": "--backend vllm+deepspeed --zero_stage 2",
-    "ZeRO-3": "--backend vllm+deepspeed --zero_stage 3",
+    "ZeRO-0": "--backend hf+deepspeed --zero_stage 0",
+    "ZeRO-1": "--backend hf+deepspeed --zero_stage 1",
+    "ZeRO-2": "--backend hf+deepspeed --zero_stage 2",
+    "ZeRO-3": "--backend hf+deepspeed --zero_stage 3",
 }
 # Without KL terms there is no copy of the policy.
 SETTINGS = "--micro_batch_size 1 --kl_loss_coef 0 --kl_reward_coef 0"
@@ -69,20 +61,14 @@ def build_policy(dtype: torch.dtype) -> Policy:
     return Policy(Qwen2ForCausalLM(config).to(dtype), build_tokenizer(()))
 
 
-def measure(
-    rank: int, variables: dict[str, str], flags: str, kind: str, queue: multiprocessing.Queue
-) -> None:
-    """Put bytes held per parameter, bytes at the peak, and seconds of an update, on rank 0."""
+def measure(rank: int, variables: dict[str, str], flags: str, queue: multiprocessing.Queue) -> None:
+    """Put bytes held per parameter, and bytes at the peak, on rank 0."""
     torch.set_num_threads(1)
     os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
-    config = parse_args(f"{flags} --model tiny --dtype bfloat16 {SETTINGS}".split()).config
+    config = parse_args(f"{flags} --preset tiny --dtype bfloat16 {SETTINGS}".split())
     join_ranks(config)
-    initialize = torch.optim.AdamW.__init__
-
-    def chosen(self, parameters, **settings):
-        initialize(self, parameters, **(settings | KINDS[kind]))
-
-    torch.optim.AdamW.__init__ = chosen
+    adamw = torch.optim.AdamW
+    torch.optim.AdamW = lambda *given, **named: adamw(*given, **named | {"fused": True})
     before = resident("VmRSS")
 
     policy = build_policy(torch.float32 if config.trainer == "torch" else torch.bfloat16)
@@ -96,16 +82,14 @@ def measure(
     for _ in range(UPDATES):
         held = resident("VmRSS") - before
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-        began = time.perf_counter()
         trainer.update(episodes)
-        seconds = time.perf_counter() - began
 
     peak = resident("VmHWM") - before
-    queue.put((held / parameters, peak / parameters, seconds))
+    queue.put((held / parameters, peak / parameters))
     trainer.close()
 
 
-def run(flags: str, kind: str, ranks: int) -> tuple[float, float, float]:
+def run(flags: str, ranks: int) -> tuple[float, float]:
     """Start a process per rank. Returns what `measure` puts."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -116,14 +100,14 @@ def run(flags: str, kind: str, ranks: int) -> tuple[float, float, float]:
     queue = context.Queue()
     processes = []
     for rank in range(ranks):
-        arguments = (rank, world, flags, kind, queue)
+        arguments = (rank, world, flags, queue)
         processes.append(context.Process(target=measure, args=arguments))
         processes[-1].start()
 
     for process in processes:
         process.join()
         if process.exitcode:
-            raise SystemExit(f"{flags} with {kind} failed")
+            raise SystemExit(f"{flags} failed")
     return queue.get()
 
 
@@ -135,13 +119,11 @@ def main() -> None:
     # Freed memory goes back to the system at once.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
 
-    print("trainer  AdamW    held  peak  bytes per parameter, seconds", flush=True)
+    print("trainer   held  peak  bytes per parameter", flush=True)
     for name, flags in TRAINERS.items():
-        if args.only not in name:
-            continue
-        for kind in KINDS:
-            held, peak, seconds = run(flags, kind, args.ranks)
-            print(f"{name:8s} {kind:8s} {held:4.1f}  {peak:4.1f}   {seconds:.2f}", flush=True)
+        if args.only in name:
+            held, peak = run(flags, args.ranks)
+            print(f"{name:8s}  {held:4.1f}  {peak:4.1f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import GenerationConfig
@@ -118,7 +118,8 @@ def load_model(config: Config, saved: Saved | None) -> Policy:
     """Load the policy of a run, or of its checkpoint. Raises ValueError if that fails, or if model
     and tokenizer do not belong together."""
     name = config.model
-    fields = {"freeze_vision": config.preset == "tiny", "max_tokens": config.max_tokens}
+    fields: dict[str, Any] = {"freeze_vision": config.preset == "tiny"}
+    fields["max_tokens"] = config.max_tokens
     if saved:
         name = str(saved.folder)
         fields["today"] = saved.today

@@ -33,15 +33,15 @@ class Interrupted(KeyboardInterrupt):
 
 
 @contextlib.contextmanager
-def phase(name: str) -> Iterator[None]:
-    """Raise BackendError, with the phase's name, for whatever vLLM or torch.distributed raises in
-    the block."""
+def phase(name: str, errors: type[Exception]) -> Iterator[None]:
+    """Raise BackendError, with the phase's name, for `errors` of vLLM or torch.distributed in the
+    block."""
     try:
         yield
     except (BackendError, NonFiniteError, torch.OutOfMemoryError):
         # The report has a sentence for each.
         raise
-    except Exception as error:
+    except errors as error:
         reason = " ".join(str(error).split())[:300]
         raise BackendError(f"{name} failed: {type(error).__name__}: {reason}") from error
 

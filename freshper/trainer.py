@@ -31,7 +31,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from freshper.config import Config
 from freshper.episode import Batch, Episode, collate
-from freshper.errors import NonFiniteError
+from freshper.errors import BackendError, NonFiniteError
 from freshper.models import Policy
 from freshper.reinforce import ReturnNorm, policy_loss
 
@@ -40,6 +40,8 @@ DRIFT = ("log_ratio", "ratio", "ratio_sq", "kl", "clipped")  # sums of each row 
 LOGITS_AT_ONCE = 2**27
 WARMUP_STEPS = 10  # appendix F
 MAX_GRAD_NORM = 1.0  # Table 3
+# Bounds of `mismatch` at temperature 1.
+MOST_MISMATCH = {"float32": 1e-4, "bfloat16": 0.2}
 
 Parameters = Iterator[tuple[str, Tensor]]  # names, and whole parameters of a model
 State = dict[str, Any]  # what a checkpoint holds
@@ -85,7 +87,9 @@ class TorchTrainer:
         """Line 3: write log pi_mu of the action tokens into the episodes, and log pi_ref if needed.
 
         Returns the mismatch (mean |trainer - engine log-prob|, quantiles of pi_trainer / pi_engine)
-        and the seconds. Raises NonFiniteError if a log-prob is not finite."""
+        and the seconds. Raises NonFiniteError if a log-prob is not finite, BackendError if another
+        model generated (vLLM's, or the embedded engine's copy) and its weights are not the
+        trainer's."""
         began = time.perf_counter()
         batch = collate(episodes)
         logprobs = self.logprobs(batch).numpy()  # [B, T]
@@ -95,6 +99,16 @@ class TorchTrainer:
             seed = episodes[finite.argmin()].seed
             raise NonFiniteError(f"line 3 met a log-prob that is not finite; episode seed {seed}")
 
+        of_actions = difference[batch.action_mask.numpy()]
+        mismatch = float(np.abs(of_actions).mean())
+        low, high = np.exp(np.quantile(of_actions, (0.01, 0.99))).tolist()
+        most = MOST_MISMATCH[self.config.dtype] / self.config.temperature
+        if self.config.backend != "hf+torch" and mismatch > most:
+            raise BackendError(
+                "the engine does not generate with the trainer's weights: log-probs of the same "
+                f"tokens differ by {mismatch:.2g} in the mean (at most {most:.2g})"
+            )
+
         per_token = {"behavior_logprobs": logprobs}
         if self.reference:
             per_token["ref_logprobs"] = self.logprobs(batch, reference=True).numpy()
@@ -102,11 +116,8 @@ class TorchTrainer:
             for episode, row in zip(episodes, values):
                 # A view would keep the whole batch.
                 setattr(episode, name, row[: len(episode.tokens)].copy())
-
-        of_actions = difference[batch.action_mask.numpy()]
-        low, high = np.exp(np.quantile(of_actions, (0.01, 0.99))).tolist()
         return {
-            "mismatch": float(np.abs(of_actions).mean()),
+            "mismatch": mismatch,
             "mismatch_p01": low,
             "mismatch_p99": high,
             "logprobs_s": time.perf_counter() - began,

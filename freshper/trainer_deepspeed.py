@@ -21,7 +21,6 @@ also runs on the other ranks, which wait for it in `serve`.
 import contextlib
 import os
 import signal
-import socket
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -32,11 +31,12 @@ from typing import Any, cast
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.constants import default_pg_timeout
 from torch import Tensor
 
 from freshper.config import Config
 from freshper.episode import Batch, Episode, group_by_length
-from freshper.errors import TIMEOUT, BackendError, NonFiniteError, watched
+from freshper.errors import BackendError, NonFiniteError, phase
 from freshper.models import Policy
 from freshper.trainer import (
     MAX_GRAD_NORM,
@@ -46,7 +46,6 @@ from freshper.trainer import (
     TorchTrainer,
     Update,
     action_logprobs,
-    share_of,
 )
 
 # GPUs also need NCCL_SOCKET_IFNAME.
@@ -56,7 +55,8 @@ MEETING = "the meeting of all ranks (GLOO_SOCKET_IFNAME: the network between the
 def join_ranks(config: Config) -> int:
     """Meet the other ranks that torchrun started, or be the only one. Returns the rank's number.
 
-    Raises BackendError if one is not there in time, or cannot be reached."""
+    Raises BackendError if one is not there in time, or cannot be reached. Each wait for a rank ends
+    after ten minutes, or DEEPSPEED_TIMEOUT minutes."""
     if "RANK" not in os.environ:
         os.environ.update(
             RANK="0",
@@ -73,8 +73,8 @@ def join_ranks(config: Config) -> int:
     # DeepSpeed itself causes these warnings, in every call.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     backend = "nccl" if on_gpu else "gloo"
-    with watched(MEETING):
-        deepspeed.init_distributed(backend, verbose=False, timeout=timedelta(seconds=TIMEOUT))
+    with phase(MEETING, RuntimeError):
+        deepspeed.init_distributed(backend, verbose=False)
     return dist.get_rank()
 
 
@@ -113,10 +113,9 @@ class DeepSpeedRanks(OneProcess):
             settings["data_types"] = {"grad_accum_dtype": "fp32"}
 
         # Messages go beside NCCL. Ranks other than 0 wait a day for the next, or until rank 0 ends.
-        patience = timedelta(seconds=TIMEOUT) if self.rank == 0 else timedelta(days=1)
-        with watched(MEETING):
+        patience = default_pg_timeout if self.rank == 0 else timedelta(days=1)
+        with phase(MEETING, RuntimeError):
             self.messages = dist.new_group(backend="gloo", timeout=patience)
-            self.processes = self._processes_of_this_machine()
             self.engine, *_ = deepspeed.initialize(
                 model=_ActionLogprobs(policy), optimizer=optimizer, config=settings
             )
@@ -184,35 +183,15 @@ class DeepSpeedRanks(OneProcess):
             self.optimizer.state[tensor] = {name: x.to(tensor.device) for name, x in saved.items()}
 
     def save_optimizer(self, folder: str) -> None:
-        """Write the shares of all ranks. Those that rank 0 does not see, of another machine, are
-        sent to it, one after the other."""
-        if os.path.isdir(folder):
-            super().save_optimizer(folder)
+        """Write this rank's share, when all ranks have written theirs."""
+        super().save_optimizer(folder)
         dist.barrier(group=self.messages)
-
-        unseen = [rank for rank in range(self.ranks) if not share_of(rank, folder).exists()]
-        for rank in self.broadcast(unseen):
-            if self.rank == rank:
-                dist.send_object_list([self.optimizer_state()], dst=0, group=self.messages)
-            elif self.rank == 0:
-                received: list[Any] = [None]
-                dist.recv_object_list(received, src=rank, group=self.messages)
-                with open(share_of(rank, folder), "wb") as file:
-                    torch.save(received[0], file)
-            dist.barrier(group=self.messages)
 
     def _stepped_tensors(self) -> list[Tensor]:
         """Return what AdamW steps on: the parameters, or this rank's flat float32 share of them."""
         if self.zero_stage == 3:
             return self.engine.optimizer.fp32_partitioned_groups_flat
         return [tensor for group in self.optimizer.param_groups for tensor in group["params"]]
-
-    def _processes_of_this_machine(self) -> dict[int, str]:
-        """Return the ranks on this machine, process id -> name."""
-        this_host = socket.gethostname()
-        addresses: list[Any] = [None] * self.ranks
-        dist.all_gather_object(addresses, (this_host, os.getpid()), group=self.messages)
-        return {pid: f"rank {k}" for k, (host, pid) in enumerate(addresses) if host == this_host}
 
 
 class RankZero:
@@ -286,28 +265,10 @@ class RankZero:
     def _on_all_ranks(self, name: str, *arguments: Any) -> Iterator[None]:
         """Make the other ranks run a method of their trainer while rank 0 runs it in the block."""
         self.broken = True  # until the block has ended
-        phase = f"`{name}` on {self.strategy.ranks} ranks of DeepSpeed"
-        with watched(phase, self.strategy.processes):
+        with phase(f"`{name}` on {self.strategy.ranks} ranks of DeepSpeed", RuntimeError):
             self.strategy.broadcast((name, arguments))
             yield
         self.broken = False
-
-
-def notice_lost_links() -> None:
-    """Let the system end each connection of this process whose other machine has not answered for
-    TIMEOUT. gloo does not ask, and would wait for a machine without power."""
-    seconds = min(int(TIMEOUT / 2) + 1, 32767)  # Linux allows no more
-    for path in filter(Path.is_socket, Path("/proc/self/fd").iterdir()):
-        fd = int(path.name)
-        # Not all of them are TCP connections.
-        with contextlib.suppress(OSError), socket.fromfd(fd, socket.AF_INET, 0) as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in (
-                (socket.TCP_KEEPIDLE, seconds),
-                (socket.TCP_KEEPINTVL, seconds),
-                (socket.TCP_USER_TIMEOUT, 2000 * seconds),
-            ):
-                connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def serve(trainer: TorchTrainer) -> int:
@@ -318,21 +279,20 @@ def serve(trainer: TorchTrainer) -> int:
     # These signals reach every rank, and rank 0 decides.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    notice_lost_links()
 
     while True:
         try:
             name, arguments = strategy.broadcast()
         except RuntimeError:
-            # Rank 0 has ended, and has printed why, or the link to its machine is down.
+            # Rank 0 has ended, and has printed why.
             return 1
         if name == "stop":
             # gloo's threads may abort the process if they are alive when Python ends.
             dist.destroy_process_group()
             return 0
 
-        # All ranks meet numbers that are not finite together, and rank 0 ends the run.
-        with contextlib.suppress(NonFiniteError):
+        # All ranks meet wrong numbers together, and rank 0 ends the run.
+        with contextlib.suppress(NonFiniteError, BackendError):
             if name == "parameters":
                 for _ in trainer.parameters():
                     pass

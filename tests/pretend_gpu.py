@@ -2,12 +2,12 @@
 
 A tensor of the device `pretend` is a `DeviceTensor`, whose numbers are in `host`. What CUDA refuses
 is refused: operators on tensors of both devices, except CPU numbers without dimensions in pointwise
-operators, and CPU indices; NumPy; a generator of the other device, or its state. Optimizers take
-their foreach path, autocast casts as torch's own header says for CUDA, and a file holds the tensors
-as those of `cuda:0`, so that they cannot be loaded here without `map_location`.
+operators, and CPU indices; NumPy. Optimizers take their foreach path, autocast casts as torch's own
+header says for CUDA, and a file holds the tensors as those of `cuda:0`, so that they cannot be
+loaded here without `map_location`.
 
-Not pretended are memory, speed, streams, and the rounding of a GPU's kernels. `install` is for a
-process of its own. It uses private functions of torch 2.13.
+Not pretended are memory, speed, streams, random numbers, and the rounding of a GPU's kernels.
+`install` is for a process of its own. It uses private functions of torch 2.13.
 """
 
 import functools
@@ -59,44 +59,6 @@ class DeviceTensor(torch.Tensor):
     def __reduce_ex__(self, protocol):
         self.host.untyped_storage().is_pretended = True  # for `location_of`
         return self.host.detach().__reduce_ex__(protocol)
-
-
-class Generator(torch._C.Generator):
-    """A generator of either device. On the pretended one its state has CUDA's form: 16 bytes, the
-    seed and the number of draws."""
-
-    of = {}  # noqa: RUF012  by address: an operator gets another object
-
-    def __new__(cls, device="cpu"):
-        generator = super().__new__(cls, "cpu")
-        generator.place = torch.device(device)
-        cls.of[generator._cdata] = generator
-        return generator
-
-    @property
-    def device(self):
-        return self.place
-
-    def manual_seed(self, seed):
-        self.cuda_state = torch.tensor([seed, 0]).view(torch.uint8)
-        return super().manual_seed(seed)
-
-    def get_state(self):
-        return super().get_state() if self.place.type == "cpu" else self.cuda_state.clone()
-
-    def set_state(self, state):
-        if self.place.type == "cpu":
-            return super().set_state(state)
-        if state.shape != (16,):
-            raise RuntimeError("RNG state is wrong size")
-        self.cuda_state = state.clone()
-        return self
-
-    def advance(self):
-        """Make the next draw one of the state, and count it."""
-        seed, draws = self.cuda_state.view(torch.int64).tolist()
-        self.cuda_state.view(torch.int64)[1] += 1
-        super().manual_seed(hash((seed, draws)) % 2**63)
 
 
 class Everywhere(TorchDispatchMode):
@@ -157,9 +119,6 @@ def compute(operator, args, kwargs):
         to_device = torch.device(kwargs["device"]).type == NAME
     elif operator.overloadpacket is aten.copy_:
         to_device = is_pretended(args[0])
-    for leaf in leaves:
-        if isinstance(leaf, torch._C.Generator):
-            check_generator(Generator.of.get(leaf._cdata, leaf), to_device)
 
     host_args = with_tensors(host_of, args)
     host_kwargs = {name: with_tensors(host_of, value) for name, value in kwargs.items()}
@@ -202,14 +161,6 @@ def check_devices(operator, args, kwargs, leaves):
                 "Expected all tensors to be on the same device, but found at least two devices, "
                 f"cuda:0 and cpu! ({operator})"
             )
-
-
-def check_generator(generator, to_device):
-    """Raise RuntimeError if the generator is not one of the device that draws."""
-    if (generator.device.type == NAME) != to_device:
-        raise RuntimeError(f"Expected another device for generator but found {generator.device}")
-    if to_device:
-        generator.advance()
 
 
 def autocast_lists():
@@ -271,7 +222,6 @@ def install():
     torch.__future__.set_swap_module_params_on_conversion(True)
     torch.serialization.register_package(1, location_of, lambda storage, location: None)
     _foreach_supported_types.append(DeviceTensor)
-    torch.Generator = Generator
 
     fallback = Library("_", "IMPL")
     fallback.fallback(fallthrough_kernel, "AutocastPrivateUse1")

@@ -4,11 +4,9 @@ The device computes what the CPU computes, so the oracle of a run is the same ru
 stopped.
 """
 
-import inspect
 import os
 import signal
 import sys
-import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -21,36 +19,23 @@ import train
 from freshper import trainer
 from freshper.config import Config
 from freshper.diagnostics import read
-from freshper.models import Policy
 from freshper.report import Report
 
-SHORT = """--model tiny --iterations 3 --rollout_batch_size 8 --eval_episodes 4 --eval_every 3
+SHORT = """--iterations 3 --rollout_batch_size 8 --eval_episodes 4 --eval_every 3
 --save_every 0 --max_turns 2 --micro_batch_size 8 --lr 0.01""".split()
-TEXT = "--env gsm8k"
 IMAGES = "--env geoqa --batch_size 4"
 CPU = "cpu"
 GPU = "pretend"
 # where a run starts, where it is resumed, its flags
 RUNS = {
-    "text": (GPU, GPU, f"{TEXT} --batch_size 4 --tau auto --entropy_coef 0.01 --truncated_is 2"),
+    "text": (GPU, GPU, "--env gsm8k --batch_size 4 --entropy_coef 0.01"),
     "images from the GPU": (GPU, CPU, f"{IMAGES} --kl_loss_coef 0.05 --base_priority advantage"),
     "images to the GPU": (CPU, GPU, f"{IMAGES} --kl_reward_coef 0.1 --micro_batch_size 2"),
-    "Standard PER": (CPU, GPU, f"{TEXT} --batch_size 4 --method per --baseline recompute"),
-    "on-policy": (GPU, CPU, f"{TEXT} --method on_policy --ppo_epochs 2"),
     "bfloat16": (GPU, GPU, f"{IMAGES} --dtype bfloat16"),
 }
 
 
-def replace_in(function, right, wrong):
-    """Replace a piece of a function's source."""
-    source = textwrap.dedent(inspect.getsource(function))
-    assert source.count(right) == 1
-    scope = {}
-    exec(source.replace(right, wrong), function.__globals__, scope)
-    function.__code__ = scope[function.__name__].__code__
-
-
-def child(first, second, out, flags, bug):
+def child(first, second, out, flags, bug=False):
     """Run train.py on the device `first` until it is stopped in the second of three iterations, and
     resume it on `second`."""
     with open(f"{out}.log", "w") as file:
@@ -60,7 +45,9 @@ def child(first, second, out, flags, bug):
 
     pretend_gpu.install()
     if bug:
-        replace_in(*bug)
+        # Sampled tokens stay on the CPU.
+        score = trainer.token_scores
+        trainer.token_scores = lambda *given: score(*given[:-1], given[-1].cpu())
     Figure.savefig = lambda *_, **__: None
     log_row = Report.log
 
@@ -78,7 +65,7 @@ def child(first, second, out, flags, bug):
     sys.exit(status)
 
 
-def run_and_resume(first, second, out, flags, bug=()):
+def run_and_resume(first, second, out, flags, bug=False):
     """Return the exit status of `child`, and what it printed."""
     arguments = (first, second, str(out), flags.split(), bug)
     process = SERVER.Process(target=child, args=arguments)
@@ -94,7 +81,6 @@ def rules():
     pretend_gpu.install()
     here = torch.ones(2, 2, device=GPU)
     there = torch.ones(2, 2)
-    generator = torch.Generator(GPU).manual_seed(0)
     refused = (
         lambda: here + there,
         lambda: there.copy_(here).add_(here),
@@ -104,10 +90,6 @@ def rules():
         lambda: here.gather(0, torch.zeros(1, 2).long()),
         lambda: here.numpy(),
         lambda: np.asarray(here),
-        lambda: torch.rand(2, device=GPU, generator=torch.Generator()),
-        lambda: torch.rand(2, generator=generator),
-        lambda: torch.Generator().set_state(generator.get_state()),
-        lambda: generator.set_state(torch.get_rng_state()),
     )
     for number, attempt in enumerate(refused):
         with pytest.raises(RuntimeError):
@@ -152,25 +134,8 @@ def test_a_run_on_a_gpu_is_the_run_on_a_cpu(name, tmp_path, monkeypatch):
             np.testing.assert_allclose(table[column], expected[column], **close)
 
 
-@pytest.mark.parametrize(
-    ("run", "bug"),
-    [
-        (
-            "text",
-            (
-                trainer.action_logprobs,
-                "batch.tokens[mask].to(policy.device)",
-                "batch.tokens[mask]",
-            ),
-        ),
-        (
-            "images to the GPU",
-            (Policy.image_features, "[key].to(self.device)", "[key]"),
-        ),
-    ],
-)
-def test_a_planted_bug_is_noticed(run, bug, tmp_path):
-    first, second, flags = RUNS[run]
-    status, output = run_and_resume(first, second, tmp_path / "gpu", flags, bug)
+def test_a_planted_bug_is_noticed(tmp_path):
+    first, second, flags = RUNS["text"]
+    status, output = run_and_resume(first, second, tmp_path / "gpu", flags, bug=True)
     assert status == 1
     assert "RuntimeError: Expected all tensors to be on the same device" in output

@@ -24,11 +24,11 @@ from conftest import speakable_episodes
 
 import freshper.backends
 import freshper.trainer
-from freshper.backends import join_ranks, make_trainer, serve
+from freshper.backends import join_ranks, make_env, make_trainer, serve
 from freshper.episode import collate
 from freshper.flags import parse_args
 from freshper.models import load_policy
-from freshper.reinforce import Baseline
+from freshper.reinforce import ReturnNorm
 from freshper.tiny import build_policy
 from freshper.trainer import TorchTrainer
 
@@ -59,14 +59,14 @@ def numbers(trainer, episodes, first=0, folder=None):
     batch = collate(episodes)
     results["before"] = trainer.logprobs(batch)
 
-    baseline = Baseline("turn", 0.0)
-    baseline.observe(episodes[2:])
+    norm = ReturnNorm("turn", 0.0)
+    norm.observe(episodes[2:])
     weights = np.linspace(0.2, 1.0, len(episodes))
     few = episodes[:3]
     calls = [
         (episodes,),
-        (few, baseline.advantages(few), weights[:3]),
-        (episodes, baseline.advantages(episodes), weights),
+        (few, norm.advantages(few), weights[:3]),
+        (episodes, norm.advantages(episodes), weights),
     ]
     results["updates"] = []
     for k in range(first, 3):
@@ -119,14 +119,14 @@ def initialize(partitioned, **arguments):
 
 def run(case, out, resume):
     """Make the updates of a case with torch and DeepSpeed, or the last one from the checkpoint."""
-    config = parse_args(f"{FLAGS} {CASES[case]}".split()).config
+    config = parse_args(f"{FLAGS} {CASES[case]}".split())
     folder = out / case
     rank = join_ranks(config)
     # DeepSpeed would keep parameters of this size whole on each rank.
     deepspeed.initialize = partial(initialize, config.zero_stage == 3)
     freshper.backends.ACTIVATIONS = 0 if config.zero_stage == 3 else 2**30
     if rank == 0 and not resume:
-        policy = build_policy(config.make_env())
+        policy = build_policy(make_env(config))
         if config.zero_stage == 3:
             for part in (policy.model.config, policy.model.config.get_text_config()):
                 part.tie_word_embeddings = True

@@ -1,14 +1,10 @@
-"""Real pretrained weights through all of train.py: SmolLM2-135M-Instruct, with the numbers and
-prompts of pretrained models.
+"""Real pretrained weights: SmolLM2-135M-Instruct, through train.py and in fixed conversations.
 
 Batches, replies and conversations are as small as the prompts allow. What is tested is that a real
 model is computed right, trained, saved and loaded, not that it learns.
 """
 
-import filecmp
-import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,142 +13,58 @@ import numpy as np
 import pytest
 import torch
 from pretrained import smollm2
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from envs.base import Observation
-from freshper.backends import backends, load
+from freshper.backends import load
 from freshper.diagnostics import read
 from freshper.engine_hf import HFEngine, Sampling
 from freshper.episode import Episode, collate
 from freshper.flags import parse_args
-from freshper.rollout import Conversation, rollout, training_seeds
+from freshper.models import load_policy
+from freshper.rollout import Conversation
+from freshper.trainer import TorchTrainer
 
-SHORT = """--dtype float32 --rollout_batch_size 2 --batch_size 2 --replay_ratio 1 --capacity 4
---micro_batch_size 2 --eval_episodes 1 --eval_every 2 --save_every 0 --max_new_tokens 8""".split()
-TORCH = "--backend hf+torch --iterations 2".split()
-ENGINES = "--backend vllm+deepspeed --iterations 1".split()
-TASKS = {
-    # entropy moves the weights also if all rewards are equal
-    "gsm8k": "--preset small --max_tokens 200 --entropy_coef 0.01".split(),
-    "frozenlake": "--max_turns 1 --max_tokens 240".split(),
-    "nq_search": "--max_turns 2 --max_tokens 400".split(),
-    "sokoban_simple": "--max_turns 1 --max_tokens 280".split(),
-    "aime": "--data= --max_turns 1 --max_tokens 240".split(),
-    "cliffwalking": "--max_turns 1 --max_tokens 280".split(),
-    "sokoban_hard": "--max_turns 1 --max_tokens 360".split(),
-}
+# Entropy moves the weights also if all rewards are equal.
+SHORT = """--rollout_batch_size 2 --batch_size 2 --replay_ratio 1 --capacity 4 --micro_batch_size 2
+--eval_episodes 1 --eval_every 2 --save_every 0 --max_new_tokens 8 --entropy_coef 0.01"""
+GSM8K = "--env gsm8k --preset small --max_tokens 200"
+NQ_SEARCH = "--env nq_search --preset paper --max_turns 2 --max_tokens 400"
+TORCH = "--backend hf+torch --dtype float32 --iterations 2"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """For runs. It is removed in the end: their checkpoints take gigabytes."""
-    folder = tmp_path_factory.mktemp("pretrained")
-    yield folder
-    shutil.rmtree(folder)
-
-
-def flags(env, out, *more, model=None):
-    paths = ["--out", str(out), "--model", str(model or smollm2())]
-    return ["--env", env, *paths, *SHORT, *TASKS[env], *more]
-
-
-def train_py(given):
-    """Run train.py in a process of its own, whose memory is free afterwards."""
+def train_py(out, flags, model):
+    """Return the table of a run. It is a process of its own, whose memory is free afterwards."""
     subprocess.run(
-        [sys.executable, "train.py", *given],
+        [sys.executable, "train.py", *f"{flags} {SHORT} --model {model} --out {out}".split()],
         check=True,
         cwd=Path(__file__).parents[2],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         timeout=600,
     )
+    return read(out, "metrics.csv")
 
 
 @pytest.fixture(scope="module")
-def run(folder):
-    """A function that returns the folder of a task's run, which is made at first use."""
-
-    def run(env):
-        if not (folder / env).exists():
-            train_py(flags(env, folder / env, *TORCH))
-        return folder / env
-
-    return run
+def trained(tmp_path_factory):
+    """The table and the folder of two iterations of GSM8K."""
+    out = tmp_path_factory.mktemp("pretrained") / "gsm8k"
+    return train_py(out, f"{GSM8K} {TORCH}", smollm2()), out
 
 
-@pytest.mark.parametrize("env", TASKS)
-def test_two_iterations_with_replay(env, run):
-    settings = json.loads((run(env) / "config.json").read_text())
-    assert (settings["preset"], settings["lr"]) == (
-        ("small", 3e-5) if env == "gsm8k" else ("paper", 1e-6)
-    )
-    table = read(run(env), "metrics.csv")
-    assert table["step"].tolist() == table["episodes"].tolist() == [0, 2, 4]
-    assert np.isfinite(table["eval_success"][[0, 2]]).all()
-    assert np.isfinite(table["replay_loss"][1:]).all()
-    assert not any(np.isinf(column).any() for column in table.values())
-    assert (table["mismatch"][1:] < 1e-4).all()
-    if env != "gsm8k":  # others go on from its checkpoint
-        shutil.rmtree(run(env))
+def test_two_iterations_with_replay_of_one_turn_and_of_several(trained, tmp_path):
+    for table in (trained[0], train_py(tmp_path / "nq", f"{NQ_SEARCH} {TORCH}", smollm2())):
+        assert table["step"].tolist() == table["episodes"].tolist() == [0, 2, 4]
+        assert np.isfinite(table["eval_success"][[0, 2]]).all()
+        assert np.isfinite(table["replay_loss"][1:]).all()
+        assert (table["mismatch"][1:] < 1e-4).all()
 
 
-def test_a_resumed_run_is_the_run_that_never_stopped(folder):
-    """In bfloat16, from the checkpoint after the first of two iterations."""
-    out, again = folder / "plain", folder / "again"
-    train_py(flags("gsm8k", out, *TORCH, "--dtype", "bfloat16", "--save_every", "1"))
-    shutil.copytree(out, again, ignore=shutil.ignore_patterns("checkpoint", "checkpoint-best"))
-    train_py(["--resume", str(again)])
-    assert filecmp.cmp(
-        *(path / "checkpoint/model.safetensors" for path in (out, again)), shallow=False
-    )
-    states = [torch.load(path / "checkpoint/state.pt", weights_only=True) for path in (out, again)]
-    for state in states:
-        del state["report"]  # with times
-    for one, two in zip(*map(tree_leaves, states), strict=True):
-        assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
-    shutil.rmtree(out)
-    shutil.rmtree(again)
-
-
-@pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-4), ("bfloat16", 0.15)])
-def test_vllm_and_deepspeed_train_the_checkpoint(dtype, error, run, folder):
-    """In bfloat16 a single token of a prompt differs by 0.7."""
-    given = [*ENGINES, "--dtype", dtype]
-    train_py(flags("gsm8k", folder / dtype, *given, model=run("gsm8k") / "checkpoint"))
-    last = {name: column[-1] for name, column in read(folder / dtype, "metrics.csv").items()}
-    assert last["mismatch"] < error
-    assert last["sync_error"] < error
-    assert last["grad_norm"] > 0
-
-
-def play(given):
-    """A policy, its trainer, and episodes of two turns, each with another return."""
-    config = parse_args([*given, "--max_turns", "2", "--max_tokens", "300"]).config
-    seeds = training_seeds(config.seed, 0, config.rollout_batch_size, config.group_size)
-    policy, make_env, _ = load(config)
-    with backends(policy, config, make_env()) as (trainer, engine):
-        envs = [make_env() for _ in seeds]
-        episodes = rollout(engine, policy, envs, seeds, config.max_tokens, config.max_new_tokens)
-    for reward, episode in enumerate(episodes):
-        episode.turn_rewards[-1] = reward
-    return policy, trainer, episodes
-
-
-def test_log_probs_are_those_of_the_checkpoint_in_plain_transformers(run, folder):
-    given = flags("gsm8k", folder / "none", *TORCH, model=run("gsm8k") / "checkpoint")
-    policy, trainer, episodes = play(given)
-    weights = [at / "model.safetensors" for at in (smollm2(), run("gsm8k") / "checkpoint")]
-    assert not filecmp.cmp(*weights, shallow=False)  # it has trained
-    model = AutoModelForCausalLM.from_pretrained(run("gsm8k") / "checkpoint", dtype=torch.float32)
-    for episode, trained in zip(episodes, trainer.logprobs(collate(episodes)), strict=True):
-        tokens, mask = torch.from_numpy(episode.tokens).long(), episode.action_mask
-        with torch.no_grad():
-            logits = model(input_ids=tokens[None]).logits[0, :-1] / trainer.config.temperature
-        logits[:, policy.suppressed_ids] = -torch.inf
-        expected = logits.log_softmax(-1).gather(1, tokens[1:, None])[mask[1:], 0]
-        assert len(episode.turn_rewards) == 2
-        np.testing.assert_allclose(episode.behavior_logprobs[mask], expected, atol=1e-4)
-        np.testing.assert_allclose(trained[: len(mask)][mask], expected, atol=1e-4)
+def test_vllm_and_deepspeed_train_the_checkpoint_in_bfloat16(trained, tmp_path):
+    flags = f"{GSM8K} --backend vllm+deepspeed --dtype bfloat16 --iterations 2"
+    table = train_py(tmp_path / "run", flags, trained[1] / "checkpoint")
+    assert (table["mismatch"][1:] < 0.1).all()
+    assert (table["grad_norm"][1:] > 0).all()
 
 
 class Reader(HFEngine):
@@ -164,22 +76,13 @@ class Reader(HFEngine):
         return [token], [logprobs[0, token].item()]
 
 
-def test_bfloat16_mixed_precision(folder):
-    """Two turns of fixed tokens, at learning rate 0 (warm-up). `rounding` is by how much bfloat16
-    moves a log-prob on this machine; the other bounds follow from it. No ratio is clipped: that
-    would be a jump."""
-    more = [*TORCH, "--dtype", "bfloat16", "--ratio_clip", "9"]
-    policy, trainer, _ = play(flags("gsm8k", folder / "none", *more))
-    assert policy.mixed
-    question = (
-        "Tom has 9 fish and loses 2. How many fish does Tom have left? "
-        "Answer in one short sentence."
-    )
-    first = Observation(question)
-    again = Observation("Wrong. " + question)
-    episodes = []
+def conversations(policy, temperature):
+    """Two episodes of two turns of fixed tokens, with the log-probs of the embedded engine."""
+    question = "Tom has 9 fish and loses 2. How many fish does Tom have left? Answer briefly."
+    first, again = Observation(question), Observation("Wrong. " + question)
     replies = ("Tom has 9 + 2 = 11 fish.", "I do not know."), ("He has 2 fish.", "9 - 2 = 7")
-    engine = Reader(policy, Sampling(trainer.config.temperature), seed=0)
+    engine = Reader(policy, Sampling(temperature), seed=0)
+    episodes = []
     for reward, texts in enumerate(replies):
         conversation, mask, logprobs = Conversation([]), [], []
         turns = policy.user_turn(first), policy.bridge(again, closed=True)
@@ -193,7 +96,39 @@ def test_bfloat16_mixed_precision(folder):
         tokens, logprobs = np.array(conversation.tokens, np.int32), np.array(logprobs, np.float32)
         rewards = np.array([0.0, reward], dtype=np.float32)
         episodes.append(Episode(tokens, np.array(mask), logprobs, float(reward), rewards))
+    return episodes
 
+
+def test_log_probs_are_those_of_the_checkpoint_in_plain_transformers(trained):
+    folder = trained[1] / "checkpoint"
+    flags = f"{GSM8K} {TORCH} {SHORT} --model {folder} --temperature 0.7"
+    config = parse_args(flags.split())
+    policy = load_policy(str(folder), "cpu", torch.float32)
+    episodes = conversations(policy, config.temperature)
+    computed = TorchTrainer(policy, config, 2).logprobs(collate(episodes))
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    start = AutoModelForCausalLM.from_pretrained(smollm2(), dtype=torch.float32)
+    assert not torch.equal(model.model.norm.weight, start.model.norm.weight)  # it has trained
+    for episode, row in zip(episodes, computed, strict=True):
+        tokens, mask = torch.from_numpy(episode.tokens).long(), episode.action_mask
+        with torch.no_grad():
+            logits = model(input_ids=tokens[None]).logits[0, :-1] / config.temperature
+        logits[:, policy.suppressed_ids] = -torch.inf
+        expected = logits.log_softmax(-1).gather(1, tokens[1:, None])[mask[1:], 0]
+        np.testing.assert_allclose(episode.behavior_logprobs[mask], expected, atol=1e-4)
+        np.testing.assert_allclose(row[: len(mask)][mask], expected, atol=1e-4)
+
+
+def test_bfloat16_mixed_precision():
+    """At learning rate 0 (warm-up). `rounding` is by how much bfloat16 moves a log-prob on this
+    machine; the other bounds follow from it. No ratio is clipped: that would be a jump."""
+    flags = f"{GSM8K} {TORCH} {SHORT} --model {smollm2()} --dtype bfloat16 --ratio_clip 9"
+    config = parse_args(flags.split())
+    policy, *_ = load(config)
+    assert policy.mixed
+    trainer = TorchTrainer(policy, config, 2)
+    episodes = conversations(policy, config.temperature)
     mismatch = trainer.record_behavior_logprobs(episodes)["mismatch"]
     batch = collate(episodes)
     passes = []

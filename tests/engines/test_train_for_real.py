@@ -1,14 +1,14 @@
 """train.py with real vLLM and DeepSpeed, without a GPU, on one rank and on two.
 
 Every run is a subprocess in a session of its own, so that what it leaves behind can be counted:
-nothing, also if a rank or vLLM is killed. Starting vLLM takes most of the time, so a run serves
-several purposes.
+nothing, also if vLLM or the trainer is killed. Starting vLLM takes most of the time, so a run
+serves several purposes.
 """
 
-import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,18 +16,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from envs import ENVS
 from freshper.diagnostics import read
-from freshper.models import load_policy
 from freshper.tiny import build_policy
 
 ROOT = Path(__file__).parents[2]
 # With the entropy bonus failures that are alike train, too.
 SHORT = """--rollout_batch_size 4 --batch_size 5 --micro_batch_size 2 --eval_episodes 4
 --eval_every 2 --max_turns 2 --max_tokens 1600 --max_new_tokens 16 --dtype float32 --lr 0.01
---save_every 1 --truncated_is 2 --entropy_coef 0.01""".split()
+--save_every 1 --entropy_coef 0.01""".split()
 FOREVER = ["--iterations", "100000"]
 
 
@@ -59,10 +57,10 @@ def nothing_stays():
             os.kill(pid, signal.SIGKILL)
 
 
-def start(out, ranks, *flags, script=("train.py",)):
+def start(out, ranks, *flags, script=("train.py",), nodes="--standalone"):
     command = [sys.executable]
-    if ranks > 1:
-        command += "-m torch.distributed.run --standalone --nproc_per_node".split() + [str(ranks)]
+    if ranks > 1 or nodes != "--standalone":
+        command += f"-m torch.distributed.run {nodes} --nproc_per_node {ranks}".split()
     with open(f"{out}.log", "a") as log:
         process = subprocess.Popen(
             [*command, *script, *flags],
@@ -134,7 +132,7 @@ def ends_in_one_sentence(process, out):
     """The sentence, from a run in which a process was just killed or stopped."""
     status, output = finish(process, out, timeout=60)
     assert status not in (0, 2)
-    (sentence,) = re.findall(r"stopped after iteration \d+: .*|\nstopped: .*", output)
+    (sentence,) = re.findall(r"stopped after iteration \d+: .*", output)
     return sentence
 
 
@@ -144,10 +142,10 @@ def trained_and_agreed(out):
     # One fresh, two replayed.
     assert table["step"].tolist() == [3 * k for k in range(len(table["step"]))]
     assert np.isfinite(table["replay_loss"][1:]).all()
-    assert (table["sync_error"][1:] < 1e-3).all()
-    assert (table["mismatch"][1:] < 1e-3).all()  # what vLLM sampled has the log-probs it said
-    assert (table["mismatch_p01"][1:] > 0.999).all()
-    assert (table["mismatch_p99"][1:] < 1.001).all()
+    # What vLLM sampled has the log-probs that it said.
+    assert (table["mismatch"][1:] < 1e-5).all()
+    assert (abs(table["mismatch_p01"][1:] - 1) < 1e-4).all()
+    assert (abs(table["mismatch_p99"][1:] - 1) < 1e-4).all()
     assert (table["grad_norm"][1:] > 0).all()
 
 
@@ -170,20 +168,19 @@ def test_text_on_two_ranks_resumed_until_vllm_is_killed(models, tmp_path):
     wait_for_rows(process, out, rows + 1)
     cores = [pid for pid, args in session(process).items() if args.startswith("VLLM::EngineCore")]
     os.kill(min(cores), signal.SIGKILL)
-    assert re.search(r"vLLM \(process \d+\) died in ", ends_in_one_sentence(process, out))
+    phase = r": (the rollout with vLLM|handing the weights to vLLM) failed: "
+    assert re.search(phase, ends_in_one_sentence(process, out))
     trained_and_agreed(out)
 
 
-def test_images_on_two_ranks_until_one_is_killed(models, tmp_path):
+def test_images_on_two_ranks_until_the_trainer_is_killed(models, tmp_path):
     out = tmp_path / "run"
     flags = "--backend vllm+deepspeed --zero_stage 3 --env frozenlake_vlm --model".split()
     flags += [models["frozenlake_vlm"], *SHORT, *FOREVER, "--out", str(out)]
     process = start(out, 2, *flags)
     wait_for_rows(process, out, 3)
-    os.kill(rank(1, process), signal.SIGKILL)
-    # torchrun ends vLLM as well, and rank 0 may see that first.
-    sentence = r"(rank 1|vLLM) \(process \d+\) died in "
-    assert re.search(sentence, ends_in_one_sentence(process, out))
+    os.kill(rank(0, process), signal.SIGKILL)
+    assert finish(process, out, timeout=60)[0] == 1
     trained_and_agreed(out)
 
 
@@ -200,29 +197,62 @@ def test_the_embedded_engine_follows_zero_3_with_a_copy_of_the_model(models, tmp
     assert (table["replay_kl"][2:] > 1e-3).all()
 
 
-def test_the_proof_finds_each_wrong_parameter(models, tmp_path):
-    """With a KV cache of a few prompts vLLM takes blocks away from conversations and computes them
-    again, which changes no log-prob. Then each parameter of the trainer in turn is changed behind
-    vLLM's back, all are, and vLLM gets a new embedding without the output layer that is tied to it.
-    In the end the trainer is killed in a rollout."""
+def test_a_skipped_sync_is_refused_in_the_next_iteration(models, tmp_path):
+    """Before, vLLM has a KV cache of seven blocks: it takes blocks away from conversations and
+    computes them again, which changes no log-prob."""
+    wrong = """import sys, vllm, train, freshper.engine_vllm as engine_vllm
+start = vllm.LLM
+small = {"num_gpu_blocks_override": 7, "disable_log_stats": False}
+vllm.LLM = lambda **options: start(**options | small)
+def skip(engine, trainer):
+    counts = {metric.name: metric for metric in engine.llm.get_metrics()}
+    print("preempted", counts["vllm:num_preemptions"].value)
+    return {}
+engine_vllm.VLLMEngine.sync = skip
+sys.exit(train.main())"""
     flags = """--env frozenlake_vlm --backend vllm+torch --rollout_batch_size 16 --batch_size 16
     --max_turns 4 --max_tokens 190 --max_new_tokens 32 --model""".split()
-    flags = [*SHORT, *flags, models["frozenlake_vlm"]]
-    process = start(tmp_path, 1, *flags, script=("tests/engines/proof_of_sync.py", "7"))
-    status, output = finish(process, tmp_path)
-    played, *proofs = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    assert status == -signal.SIGKILL, output
-    assert played["preempted"] > 0
-    assert played["mismatch"] < 1e-3
+    out = tmp_path / "run"
+    flags = [*SHORT, *flags, models["frozenlake_vlm"], "--out", str(out)]
+    process = start(out, 1, *flags, script=("-c", wrong))
+    status, output = finish(process, out)
+    assert status == 1, output
+    assert re.search(r"preempted [1-9]", output)
+    assert (read(out, "metrics.csv")["mismatch"][1:] < 1e-5).all()
+    (iteration, differ) = re.search(
+        r"stopped after iteration (\d): the engine does not .* differ by (\S+) ", output
+    ).groups()
+    assert (iteration, float(differ) > 1e-3) == ("1", True)
 
-    policy = load_policy(models["frozenlake_vlm"], "cpu", torch.float32)
-    names = [name for name, _ in policy.model.named_parameters()]
-    assert len(names) > 40
-    refused = [line for line in proofs if "refusal" in line]
-    assert [line["name"] for line in refused] == [*names, "all", "tied output layer"]
-    pattern = r"vLLM does not compute with the trainer's weights: .* differ by (\S+) in the mean .*"
-    for line in refused:
-        assert float(re.fullmatch(pattern, line["refusal"])[1]) > 1e-5, line
 
-    agreed = {line["name"]: line["error"] < 1e-5 for line in proofs if "error" in line}
-    assert agreed == dict.fromkeys(("the same", "all, synced", "tied output layer, synced"), True)
+def start_both(out, *flags):
+    """Launch as on two machines: rank 0 on the first, ranks 1 and 2 on the second."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = f"--nnodes 2 --master_addr 127.0.0.1 --master_port {free.getsockname()[1]}"
+    return [start(out, n + 1, *flags, nodes=f"{meeting} --node_rank {n}") for n in (0, 1)]
+
+
+def test_two_launchers_make_the_run_of_one_also_if_one_dies(models, tmp_path):
+    """Bit for bit, at ZeRO-3. Each rank writes its share of the optimizer into the folder that both
+    see."""
+    flags = "--backend hf+deepspeed --zero_stage 3 --iterations 4 --model".split()
+    flags += [models["frozenlake"], *SHORT]
+    one = tmp_path / "one"
+    status, output = finish(start(one, 3, *flags, "--out", str(one)), one)
+    assert status == 0, output
+
+    out = tmp_path / "two"
+    first, second = start_both(out, *flags, "--out", str(out))
+    wait_for_rows(first, out, 2)
+    for pid in session(second):
+        os.kill(pid, signal.SIGKILL)
+    assert " on 3 ranks of DeepSpeed failed: RuntimeError: " in ends_in_one_sentence(first, out)
+
+    for launcher in start_both(out, "--resume", str(out)):
+        status, output = finish(launcher, out)
+        assert status == 0, output
+    ours, expected = (read(folder, "metrics.csv") for folder in (out, one))
+    for name in expected:
+        if not name.endswith("_s"):
+            np.testing.assert_array_equal(ours[name], expected[name], name)
