@@ -9,7 +9,8 @@ import gymnasium
 from PIL import Image
 
 from envs import ENVS
-from envs.base import TextEnv, check_environment, play_out
+from envs.base import TextEnv, play_out
+from envs.check import check_environment
 
 
 def show(env: TextEnv) -> None:

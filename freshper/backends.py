@@ -20,8 +20,9 @@ from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import GenerationConfig
 
-from envs.base import EVAL_SEEDS, Observation, TextEnv, check_environment
-from envs.search_server import retrieve
+from envs.base import EVAL_SEEDS, Observation, TextEnv
+from envs.check import check_environment
+from envs.search import retrieve
 from freshper.checkpoint import Saved, find_saved
 from freshper.config import Config
 from freshper.engine_hf import HFEngine, Sampling
