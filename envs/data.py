@@ -112,10 +112,10 @@ def as_text(value: Any, name: str) -> str:
     """Return a text, or a number as a person writes it: 1969.0, which pandas makes of 1969 in a
     column with gaps, is 1969. Raises ValueError for anything else. `datasets` makes dates of a JSON
     column in which every text looks like one. A Parquet file keeps the text."""
-    if isinstance(value, float) and value.is_integer():
+    if type(value) is float and value.is_integer():
         value = int(value)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not isinstance(value, str) and not (is_number and np.isfinite(value)):
+    is_nan = value != value
+    if type(value) not in (str, int, float) or is_nan or not str(value).strip():
         raise ValueError(f"the field {name} is {value!r:.80}, but must be a text or a number")
     return str(value)
 
@@ -149,12 +149,9 @@ def read_splits(source: str) -> dict[str, list[dict]]:
     """Return all rows of a source by split. A lone file is the split "train". Raises ValueError if
     the source does not exist or `datasets` cannot read it."""
     path = Path(source).expanduser().absolute()
-    names_a_file = path.suffix in (".json", ".jsonl", ".csv", ".parquet")
-    if not path.exists() and (source.count("/") != 1 or names_a_file):
-        raise ValueError(
-            f"--data is {source}, but there is no such file or folder, "
-            "and hub ids look like owner/name"
-        )
+    if not path.exists() and source.count("/") != 1:
+        sentence = "but there is no such file or folder, and hub ids look like owner/name"
+        raise ValueError(f"--data is {source}, {sentence}")
 
     # The import takes a second, and generated questions do without.
     import datasets
@@ -172,9 +169,8 @@ def read_splits(source: str) -> dict[str, list[dict]]:
     # Its readers raise errors of a dozen libraries.
     except Exception as error:
         reason = textwrap.shorten(f"{type(error).__name__} {error}", 300)
-        raise ValueError(
-            f"--data is {source}, but `datasets` cannot read it (rows from 0): {reason}"
-        ) from error
+        sentence = f"but `datasets` cannot read it (rows from 0): {reason}"
+        raise ValueError(f"--data is {source}, {sentence}") from error
 
 
 def load_local(path: Path) -> Any:

@@ -83,11 +83,13 @@ def serving(retriever: Retriever, host: str = "127.0.0.1", port: int = 0) -> Ite
         thread.join()
 
 
-def build(path: Path, index: faiss.Index) -> None:
+def build(path: Path, corpus: list[str], encoder: search.Encoder) -> None:
     """Write an index beside its path, and rename it when it is whole."""
     unfinished = Path(f"{path}.{os.getpid()}.new")
+    # A file that cannot be written is refused before the corpus is encoded.
+    unfinished.touch()
     try:
-        faiss.write_index(index, str(unfinished))
+        faiss.write_index(search.build_index(corpus, encoder), str(unfinished))
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -123,7 +125,7 @@ def main(argv: list[str] | None = None) -> None:
         if not is_local:
             encoder = TransformerEncoder(args.encoder, args.prefixes == "e5")
         if args.build:
-            build(path, search.build_index(corpus, encoder))
+            build(path, corpus, encoder)
             return
 
         retriever = Retriever(corpus, encoder, faiss.read_index(str(path)))
