@@ -133,16 +133,22 @@ def divide(rows: list) -> dict[str, list]:
 
 
 def rows_of(table: Any) -> list[dict]:
-    """Return the rows of an Arrow table. `datasets` keeps a column of several types as JSON."""
-    encoded = []
-    for field in table.schema:
-        if getattr(field.type, "extension_name", "") == "arrow.json":
-            encoded.append(field.name)
-
+    """Return the rows of an Arrow table. `datasets` keeps values of several types as JSON, in a
+    column or in its lists."""
     rows = table.to_pylist()
-    for row in rows:
-        row |= {name: json.loads(row[name]) for name in encoded if row[name] is not None}
+    for field in table.schema:
+        kind = getattr(field.type, "value_type", field.type)
+        if getattr(kind, "extension_name", "") == "arrow.json":
+            for row in rows:
+                row[field.name] = from_json(row[field.name])
     return rows
+
+
+def from_json(value: str | list | None) -> Any:
+    """Return the value of a text of JSON, or those of a list of them."""
+    if isinstance(value, list):
+        return [from_json(part) for part in value]
+    return None if value is None else json.loads(value)
 
 
 def read_splits(source: str) -> dict[str, list[dict]]:

@@ -73,7 +73,8 @@ def serving(retriever: Retriever, host: str = "127.0.0.1", port: int = 0) -> Ite
     """Serve a retriever in a thread while the block runs. Yields the address. Port 0 takes a free
     one."""
     listener = socket.create_server((host, port), backlog=256)
-    server = uvicorn.Server(uvicorn.Config(application(retriever), log_level="warning"))
+    config = uvicorn.Config(application(retriever), log_level="warning", lifespan="off")
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     try:
