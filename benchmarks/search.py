@@ -19,14 +19,14 @@ rows answer the same queries (names, as a policy writes them) and must return th
 """
 
 import sys
-import threading
 import time
 
 import common
 import numpy as np
 
 from envs import synthetic_wiki
-from envs.search_server import SearchServer, retrieve
+from envs.search import retrieve
+from envs.search_server import serving
 
 BATCH = 128
 TOPK = 3
@@ -44,44 +44,11 @@ def brute_force(queries: np.ndarray, passages: np.ndarray) -> np.ndarray:
 
 
 def main() -> int:
-    people = list(synthetic_wiki.facts("train"))
-    retriever = synthetic_wiki.retriever("train")
-    encoder = retriever.encoder
-    passages = encoder.encode(retriever.corpus, passages=True)
-    server = SearchServer(retriever)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    seconds = {}  # name: [(passed, worked)]
-
-    def timed(name, function, *arguments):
-        passed = time.perf_counter()
-        worked = time.process_time()
-        result = function(*arguments)
-        row = (time.perf_counter() - passed, time.process_time() - worked)
-        seconds.setdefault(name, []).append(row)
-        return result
-
-    def one_by_one(queries):
-        return [retrieve(server.url, [query], TOPK)[0] for query in queries]
-
-    rng = np.random.default_rng(0)
-    for k in range(ROUNDS):
-        queries = [people[i] for i in rng.integers(len(people), size=BATCH)]
-        vectors = timed("encode", encoder.encode, queries)
-        remote = timed("HTTP", retrieve, server.url, queries, TOPK)
-        local = timed("in process", synthetic_wiki.search, "train", queries, TOPK)
-        positions = timed("FAISS", retriever.index.search, vectors, TOPK)[1]
-        exact = timed("numpy", brute_force, vectors, passages)
-
-        assert remote == local
-        for hits, row in zip(remote, positions, strict=True):
-            assert hits == [retriever.corpus[i] for i in row]
-        assert positions.tolist() == exact.tolist()
-        if k < ALONE_ROUNDS:
-            assert timed("HTTP, one by one", one_by_one, queries) == remote
+    with serving(synthetic_wiki.retriever("train")) as url:
+        seconds = measure(url)
 
     ms = {name: 1e3 * np.median(values[1:], axis=0) for name, values in seconds.items()}
-    sizes = f"{len(passages)} passages of {encoder.dimension} numbers"
-    print(f"{BATCH} queries, {sizes}, top {TOPK}; milliseconds")
+    print(f"{BATCH} queries, top {TOPK}; milliseconds")
     for name in ("in process", "HTTP", "HTTP, one by one", "encode", "FAISS", "numpy"):
         print(f"  {name:18}{ms[name][0]:9.2f}{ms[name][1]:9.2f}")
 
@@ -92,6 +59,43 @@ def main() -> int:
     passed = ms["HTTP"][0]
     common.print_verdict(passed < TARGET, f"a batch over HTTP: {passed:.0f} < {TARGET:g} ms")
     return 0
+
+
+def measure(url: str) -> dict[str, list]:
+    """Return the seconds of each row in each round, [(passed, worked)]."""
+    people = list(synthetic_wiki.facts("train"))
+    retriever = synthetic_wiki.retriever("train")
+    encoder = retriever.encoder
+    passages = encoder.encode(retriever.corpus, passages=True)
+    seconds: dict[str, list] = {}
+
+    def timed(name, function, *arguments):
+        passed = time.perf_counter()
+        worked = time.process_time()
+        result = function(*arguments)
+        row = (time.perf_counter() - passed, time.process_time() - worked)
+        seconds.setdefault(name, []).append(row)
+        return result
+
+    def one_by_one(queries):
+        return [retrieve(url, [query], TOPK)[0] for query in queries]
+
+    rng = np.random.default_rng(0)
+    for k in range(ROUNDS):
+        queries = [people[i] for i in rng.integers(len(people), size=BATCH)]
+        vectors = timed("encode", encoder.encode, queries)
+        remote = timed("HTTP", retrieve, url, queries, TOPK)
+        local = timed("in process", synthetic_wiki.search, "train", queries, TOPK)
+        positions = timed("FAISS", retriever.index.search, vectors, TOPK)[1]
+        exact = timed("numpy", brute_force, vectors, passages)
+
+        assert remote == local
+        for hits, row in zip(remote, positions, strict=True):
+            assert hits == [retriever.corpus[i] for i in row]
+        assert positions.tolist() == exact.tolist()
+        if k < ALONE_ROUNDS:
+            assert timed("HTTP, one by one", one_by_one, queries) == remote
+    return seconds
 
 
 if __name__ == "__main__":

@@ -4,21 +4,21 @@
 Keyword arguments (`slippery=True`, `style="full"`) change them.
 """
 
-from collections.abc import Callable
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import gymnasium
 
 from envs.base import TextEnv
 
 
-class Task(NamedTuple):
+class Task:
     """A class in a module of this package, which is imported when it is used."""
 
-    module: str
-    name: str
-    arguments: dict[str, Any] = {}
+    def __init__(self, module: str, name: str, **arguments: Any):
+        self.module = module
+        self.name = name
+        self.arguments = arguments
 
     @property
     def env_class(self) -> type[TextEnv]:
@@ -34,11 +34,11 @@ class Task(NamedTuple):
 
 
 # A class of your own, such as `ENVS["animals"] = Animals`, is as good as a `Task`.
-ENVS: dict[str, Callable[..., TextEnv]] = {
+ENVS: dict[str, Task | type[TextEnv]] = {
     "frozenlake": Task("frozenlake", "FrozenLake"),
-    "frozenlake_vlm": Task("frozenlake", "FrozenLake", {"image": True}),
+    "frozenlake_vlm": Task("frozenlake", "FrozenLake", image=True),
     "sokoban_simple": Task("sokoban", "Sokoban"),
-    "sokoban_hard": Task("sokoban", "Sokoban", {"side": 8, "boxes": 2}),
+    "sokoban_hard": Task("sokoban", "Sokoban", side=8, boxes=2),
     "cliffwalking": Task("cliffwalking", "CliffWalking"),
     "nq_search": Task("nq_search", "NQSearch"),
     "gsm8k": Task("gsm8k", "GSM8K"),

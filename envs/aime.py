@@ -17,6 +17,7 @@ from itertools import combinations_with_replacement
 import numpy as np
 
 from envs.answer_parsing import bare
+from envs.data import text_of
 from envs.question_answering import FEEDBACK, Problem, Question, QuestionAnswering
 
 LARGEST = 16  # of a problem's numbers
@@ -36,7 +37,6 @@ class AIME(QuestionAnswering):
         *FEEDBACK,
         *(f" {n}" for n in range(1, LARGEST + 1)),
     )
-    fields = ("problem", "answer")
     rules = "Solve this competition problem step by step; its answer is an integer from 000 to 999."
     form = "End your reply with the integer alone between tags, for example <answer>042</answer>."
 
@@ -50,13 +50,13 @@ class AIME(QuestionAnswering):
 
     @classmethod
     def from_row(cls, row: dict) -> Question:
-        answer = str(row["answer"])
+        answer = text_of(row, "answer")
         gold = cls.read(answer)
         if gold is None:
             raise ValueError(
                 f"the field answer is {answer[:30]!r}, but must be an integer from 000 to 999"
             )
-        return Question(str(row["problem"]), f"{gold:03d}")
+        return Question(text_of(row, "problem"), f"{gold:03d}")
 
     @classmethod
     def problems(cls, style: str) -> Iterator[Problem]:

@@ -2,12 +2,12 @@
 
 Paper: section 3.1 (the turn MDP) and appendix D. In each turn the model gives one reply, and the
 environment answers with an `Observation` and a reward. An episode ends after `max_turns` turns at
-the latest. docs/own_environment.md explains how to add an environment.
+the latest. docs/own_environment.md explains how to add an environment, and envs/check.py finds what
+is wrong with it.
 """
 
 import hashlib
 import re
-import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -83,6 +83,7 @@ class TextEnv(gymnasium.Env):
     start: Callable[[int], None]  # set up the episode of a seed
     observe: Callable[[], Observation]
 
+    metadata: Mapping = {"render_modes": ["rgb_array"], "render_fps": 2}
     max_turns = 10  # H of section 3.1
     metrics: tuple[str, ...] = ()  # names of attributes, which are 0 when an episode begins
     settings: tuple[str, ...] = ()  # names of settings of train.py that the task takes
@@ -97,7 +98,13 @@ class TextEnv(gymnasium.Env):
     words: tuple[str, ...] = ()  # each is one token
     warm_start: tuple[tuple[int, int], ...] = ((300, 10),)  # batches, turns of their episodes
 
-    def __init__(self, style: str = "terse", format_penalty: float = 0.15, max_turns: int = 0):
+    def __init__(
+        self,
+        style: str = "terse",
+        format_penalty: float = 0.15,
+        max_turns: int = 0,
+        render_mode: str | None = None,
+    ):
         """Store the settings that all tasks share. Raises ValueError for an unknown style.
 
         The style "full" writes out rules and reply format for a pretrained model. "terse" shows a
@@ -109,6 +116,7 @@ class TextEnv(gymnasium.Env):
         self.style = style
         self.format_penalty = format_penalty
         self.max_turns = max_turns or self.max_turns
+        self.render_mode = render_mode
         self.cell_size = 14 if style == "terse" else 56  # pixels of a cell in an image
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
@@ -134,6 +142,11 @@ class TextEnv(gymnasium.Env):
         metrics = {name: getattr(self, name) for name in self.metrics}
         info = {"success": success, "valid": valid, "metrics": metrics}
         return self.observe(), reward, ended, self.turn >= self.max_turns, info
+
+    def render(self) -> np.ndarray | None:
+        """Return the first image of the current observation, or None, for Gymnasium's videos."""
+        images = self.observe().images
+        return images[0] if images else None
 
     @classmethod
     def step_many(cls, envs: list[Self], replies: list[str]) -> Iterable[Step]:
@@ -173,14 +186,11 @@ class TextEnv(gymnasium.Env):
         """Return a sentence with the numbers of rows of `data`, or "" if the task has no data."""
         if not self.rows:
             return ""
-        summary = (
-            f"{self.data}: {len(self.rows['train'])} rows for training, "
-            f"{len(self.rows['held_out'])} held out"
-        )
-        left_out = self.rows.get("left_out")
-        if left_out:
+        n = {split: len(rows) for split, rows in self.rows.items()}
+        summary = f"{self.data}: {n['train']} rows for training, {n['held_out']} held out"
+        if n.get("left_out"):
             reason = "too long for --max_tokens, or with an image too narrow"
-            summary += f", {len(left_out)} left out: {reason}"
+            summary += f", {n['left_out']} left out: {reason}"
         return summary
 
 
@@ -197,153 +207,6 @@ def play_out(env: TextEnv, seed: int, reply: Callable[[], str]) -> tuple[float, 
             return total, turns, info
 
 
-# What the fields of a task must be, and what its methods must return. `keeps` checks it.
-NUMBER = "a whole number above 0"
-WORDS = "a tuple of strings, none of them empty"
-SHOWN = "an Observation of a text and of images that are uint8 [H, W, 3]"
-COLUMNS = ("success", "reward", "truncated", "turns", "invalid", "cut")  # of every episode
-PROMISES = {
-    "max_turns": NUMBER,
-    "layers": NUMBER,
-    "actions": WORDS,
-    "words": WORDS,
-    "metrics": WORDS,
-    "settings": WORDS,
-    "warm_start": "a tuple of pairs of whole numbers above 0",
-    "random_reply()": "a string",
-    "optimal_reply()": "a string",
-    "baselines()": "a dict with the success of the `random` policy",
-    "reset()": f"{SHOWN}, as observe() returns it, and a dict",
-    "step()": f"{SHOWN}, a finite number below 1e30, two bools, and a dict with `success`, a bool",
-}
-
-
-def keeps(part: str, value: Any) -> bool:
-    """Return whether a field or a result of a task is as PROMISES says. Results are checked part by
-    part."""
-    match part, value:
-        case "max_turns" | "layers", int():
-            return value > 0
-        case "actions" | "words" | "metrics" | "settings", tuple():
-            return all(isinstance(word, str) and word for word in value)
-        case "warm_start", tuple():
-            return all(keeps("pair", pair) for pair in value)
-        case "pair", [int(batches), int(turns)]:
-            return batches > 0 and turns > 0
-        case "random_reply()" | "optimal_reply()", str():
-            return True
-        case "baselines()", {"random": _}:
-            return True
-        case "reset()", [observation, dict()]:
-            return keeps("observation", observation)
-        case "step()", [
-            observation,
-            reward,
-            int() | np.bool_(),
-            int() | np.bool_(),
-            {"success": int() | np.bool_()},
-        ]:
-            return keeps("observation", observation) and keeps("number", reward)
-        case "number", int() | float() | np.integer() | np.floating():
-            return bool(-1e30 < value < 1e30)
-        case "observation", Observation(str(), tuple() | list() as images):
-            return all(
-                getattr(image, "dtype", None) == np.uint8
-                and image.size > 0
-                and image.shape[2:] == (3,)
-                for image in images
-            )
-    return False
-
-
-def require(condition: bool, env: TextEnv, sentence: str) -> None:
-    """Raise ValueError with a sentence about a part of the environment unless a condition holds."""
-    if not condition:
-        raise ValueError(f"{type(env).__name__}.{sentence}")
-
-
-def checked(env: TextEnv, part: str, value: Any) -> Any:
-    """Return the value of a part of the environment. Raises ValueError if it breaks its promise."""
-    shown = reprlib.repr(value)
-    require(keeps(part, value), env, f"{part} is {shown}, but must be {PROMISES[part]}")
-    return value
-
-
-def require_read(env: TextEnv, part: str, reply: str, info: dict) -> None:
-    """Raise ValueError if `step` could not read a reply of the task's own."""
-    sentence = f"step() could not read {reply!r} of {part}: its `valid` is False"
-    require(info.get("valid", True), env, sentence)
-
-
-def check_environment(env: TextEnv) -> None:
-    """Check a task and play a few episodes, each twice.
-
-    Raises ValueError with one sentence if the task breaks a promise of `TextEnv`.
-    """
-    own_reset = type(env).reset is not TextEnv.reset
-    require(own_reset or hasattr(env, "start"), env, "start() is missing")
-    require(type(env).step is not TextEnv.step, env, "step() is missing")
-    require(hasattr(env, "observe"), env, "observe() is missing")
-
-    for field in ("max_turns", "layers", "actions", "words", "metrics", "settings", "warm_start"):
-        checked(env, field, getattr(env, field))
-    if type(env).random_reply is TextEnv.random_reply:
-        sentence = "actions is empty, but the random policy chooses from them"
-        require(len(env.actions) > 0, env, sentence)
-    for name in env.metrics:
-        taken = name in COLUMNS or hasattr(TextEnv, name)
-        require(not taken, env, f"metrics has the name {name!r}, which something else has")
-
-    for seed in range(8):
-        repeatable = checked_episode(env, seed) == checked_episode(env, seed)
-        advice = "all that is random must follow from the seed"
-        require(repeatable, env, f"reset(seed={seed}) began two different episodes, but {advice}")
-    if hasattr(env, "optimal_reply"):
-        env.reset(seed=0)
-        reply = checked(env, "optimal_reply()", env.optimal_reply())
-        *_, info = env.step(reply)
-        require_read(env, "optimal_reply()", reply, info)
-    checked(env, "baselines()", env.baselines(EVAL_SEEDS))
-
-    env.reset(seed=0)
-    try:
-        result = env.step("a reply without an action")
-    except Exception as error:
-        require(False, env, f"step() raised {error!r}, but no reply may raise an error")
-    observation, *_ = checked(env, "step()", result)
-    same = content(env.observe()) == content(observation)
-    require(same, env, "observe() does not return what step() returned before it")
-
-
-def checked_episode(env: TextEnv, seed: int) -> list:
-    """Play a random episode, check what `reset` and `step` return, and return what they showed."""
-    rng = np.random.default_rng(seed)
-    observation, _ = checked(env, "reset()", env.reset(seed=seed))
-    shown = [content(observation)]
-
-    for _ in range(env.max_turns):
-        reply = checked(env, "random_reply()", env.random_reply(rng))
-        observation, *results, info = checked(env, "step()", env.step(reply))
-        metrics = info.get("metrics", {})
-        complete = isinstance(metrics, dict) and metrics.keys() == set(env.metrics)
-        sentence = f"step() has the metrics {metrics!r:.80}, but must have a number for each of "
-        has_numbers = complete and all(keeps("number", value) for value in metrics.values())
-        require(has_numbers, env, f"{sentence}{env.metrics}")
-        require_read(env, "random_reply()", reply, info)
-        shown += [content(observation), results, info["success"]]
-        if any(results[1:]):
-            return shown
-    raise ValueError(
-        f"{type(env).__name__}.step() did not end the episode in turn {env.max_turns}, "
-        "its last by max_turns"
-    )
-
-
-def content(observation: Observation) -> tuple:
-    """Return text and images of an observation in a form that can be compared."""
-    return observation.text, [image.tobytes() for image in observation.images]
-
-
 def split_tags(text: str, tag: str) -> list[str]:
     """Split a text at `<tag>` and `</tag>` in any case, in time linear in its length.
 
@@ -353,15 +216,18 @@ def split_tags(text: str, tag: str) -> list[str]:
 
 
 def outside_think(reply: str) -> str:
-    """Return the reply without its `<think>` block, or "" if it is not closed or there are several.
+    """Return the reply without its thought, or "" if the thought is open or there are several.
 
-    A tag `<think>` inside the block is text like any other.
+    A thought is a `<think>` block. A tag `<think>` inside it is text like any other. If the reply
+    has `</think>` alone, the chat template opened the block, and all before it is the thought.
     """
     match split_tags(reply, "think"):
         case [text]:
             return text
         case [before, "", *inside, "/", after] if "/" not in inside[1::2]:
             return before + after
+        case [_, "/", after]:
+            return after
     return ""
 
 

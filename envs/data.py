@@ -16,13 +16,8 @@ for its model (freshper/backends.py), and says how many.
 
 import glob
 import json
-import lzma
-import re
-import tarfile
 import textwrap
-import zipfile
 from collections.abc import Callable
-from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,17 +26,25 @@ import numpy as np
 
 from envs.base import TextEnv, held_out
 
+JSON_START = 1 << 20  # bytes at the beginning of a file of JSON that are looked at
 
-@cache
-def load_rows(
-    source: str, fields: tuple[str, ...], convert: Callable[[dict], Any]
-) -> dict[str, list]:
-    """Return `convert` of the `fields` of all rows, by split ("train" and "held_out"). The rows are
-    shuffled, because files are often sorted by year or by difficulty.
+
+def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
+    """Return `from_row` of all rows, by split ("train" and "held_out"). The rows are shuffled,
+    because files are often sorted by year or by difficulty. They are read once, until a file of the
+    source changes.
 
     Raises ValueError with one sentence that names source, row and field, if there is no such
-    source, a file cannot be read, a field is missing, empty or refused by `convert`, or the rows
-    are too few."""
+    source, a file cannot be read, a field is refused by `from_row`, or the rows are too few."""
+    path = Path(source).expanduser().absolute()
+    files = [path, *path.rglob("*")] if path.exists() else []
+    states = [(file, file.stat().st_mtime_ns, file.stat().st_size) for file in files]
+    return converted_rows(source, from_row, tuple(states))
+
+
+@cache
+def converted_rows(source: str, from_row: Callable, files: tuple) -> dict[str, list]:
+    """Do the work of `load_rows`. `files` are those of the source, with time and size."""
     splits = read_splits(source)
     of_held_out = "validation" if "validation" in splits else "test"
     if len(splits) > 1:
@@ -49,7 +52,7 @@ def load_rows(
     for split, rows in splits.items():
         for k, row in enumerate(rows):
             try:
-                rows[k] = convert(select_fields(row, fields))
+                rows[k] = from_row({name.lower(): value for name, value in row.items()})
             except ValueError as error:
                 raise ValueError(f"{source}, {split} row {k + 1}: {error}") from error
 
@@ -75,8 +78,8 @@ class QuestionEnv(TextEnv):
     """
 
     settings: tuple[str, ...] = ("data",)
-    fields: tuple[str, ...]  # of a row of data
-    # It raises ValueError with a sentence about the field that cannot be used.
+    # Of a row of data, its names in lower case. It raises ValueError with a sentence about the
+    # field that cannot be used.
     from_row: Callable[[dict], Any]
     generate: Callable[[int], Any]  # the question of a seed
 
@@ -85,31 +88,36 @@ class QuestionEnv(TextEnv):
         super().__init__(**common)
         self.data = data
         if data:
-            self.rows = load_rows(data, self.fields, self.from_row)
+            self.rows = load_rows(data, self.from_row)
 
     def start(self, seed: int) -> None:
         rows = self.rows.get("held_out" if held_out(seed) else "train")
         self.question = rows[seed % len(rows)] if rows else self.generate(seed)
 
 
-def select_fields(row: dict, fields: tuple[str, ...]) -> dict:
-    """Return the fields of a row. Raises ValueError if one is missing or empty, a date, or has
-    tokens."""
-    values = {name.lower(): value for name, value in row.items() if name.lower() in fields}
-    for name in fields:
-        value = values.get(name)
-        text = str(value)
-        if value in (None, []) or not text.strip():
-            raise ValueError(f"the field {name} is missing or empty, the row has {', '.join(row)}")
-        # `datasets` makes dates of a JSON column in which every text looks like one.
-        parts = value if isinstance(value, list) else [value]
-        if any(isinstance(part, date) for part in parts):
-            allowed = "text: a Parquet file keeps it"
-            raise ValueError(f"the field {name} is the date {text}, but must be {allowed}")
-        # The bytes of an image may hold anything.
-        if name != "image" and re.search(r"<\|\w+\|>", text):
-            raise ValueError(f"the field {name} must not hold tokens such as <|im_end|>")
-    return values
+def field_of(row: dict, name: str) -> Any:
+    """Return a field of a row. Raises ValueError if it is missing or empty."""
+    value = row.get(name)
+    if value in (None, [], "") or not str(value).strip():
+        raise ValueError(f"the field {name} is missing or empty, the row has {', '.join(row)}")
+    return value
+
+
+def text_of(row: dict, name: str) -> str:
+    """Return a field of a row as text. Raises ValueError if it is missing, or no text."""
+    return as_text(field_of(row, name), name)
+
+
+def as_text(value: Any, name: str) -> str:
+    """Return a text, or a number as a person writes it: 1969.0, which pandas makes of 1969 in a
+    column with gaps, is 1969. Raises ValueError for anything else. `datasets` makes dates of a JSON
+    column in which every text looks like one. A Parquet file keeps the text."""
+    if type(value) is float and value.is_integer():
+        value = int(value)
+    is_nan = value != value
+    if type(value) not in (str, int, float) or is_nan or not str(value).strip():
+        raise ValueError(f"the field {name} is {value!r:.80}, but must be a text or a number")
+    return str(value)
 
 
 def divide(rows: list) -> dict[str, list]:
@@ -125,62 +133,74 @@ def divide(rows: list) -> dict[str, list]:
 
 
 def rows_of(table: Any) -> list[dict]:
-    """Return the rows of an Arrow table. `datasets` keeps a column of several types as JSON."""
-    encoded = []
-    for field in table.schema:
-        if getattr(field.type, "extension_name", "") == "arrow.json":
-            encoded.append(field.name)
-
+    """Return the rows of an Arrow table. `datasets` keeps values of several types as JSON, in a
+    column or in its lists."""
     rows = table.to_pylist()
-    for row in rows:
-        row |= {name: json.loads(row[name]) for name in encoded if row[name] is not None}
+    for field in table.schema:
+        kind = getattr(field.type, "value_type", field.type)
+        if getattr(kind, "extension_name", "") == "arrow.json":
+            for row in rows:
+                row[field.name] = from_json(row[field.name])
     return rows
+
+
+def from_json(value: str | list | None) -> Any:
+    """Return the value of a text of JSON, or those of a list of them."""
+    if isinstance(value, list):
+        return [from_json(part) for part in value]
+    return None if value is None else json.loads(value)
 
 
 def read_splits(source: str) -> dict[str, list[dict]]:
     """Return all rows of a source by split. A lone file is the split "train". Raises ValueError if
     the source does not exist or `datasets` cannot read it."""
     path = Path(source).expanduser().absolute()
-    names_a_file = path.suffix in (".json", ".jsonl", ".csv", ".parquet")
-    if not path.exists() and (source.count("/") != 1 or names_a_file):
-        raise ValueError(
-            f"--data is {source}, but there is no such file or folder, "
-            "and hub ids look like owner/name"
-        )
+    if not path.exists() and source.count("/") != 1:
+        sentence = "but there is no such file or folder, and hub ids look like owner/name"
+        raise ValueError(f"--data is {source}, {sentence}")
 
     # The import takes a second, and generated questions do without.
     import datasets
 
     # Otherwise it logs what it also raises.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    splits = {}
     try:
-        if path.exists():
-            folder, files = path, None
-            if path.is_file():
-                folder, files = path.parent.resolve(), {"train": glob.escape(path.name)}
-            # Streaming leaves no copy of a local file in the cache.
-            loaded = datasets.load_dataset(str(folder), data_files=files, streaming=True)
-        else:
-            loaded = datasets.load_dataset(*source.split(":"))
-
+        loaded = load_local(path) if path.exists() else datasets.load_dataset(*source.split(":"))
+        splits = {}
         for split, rows in loaded.items():
             # Rows of Arrow tables hold images as encoded files.
             tables = rows.with_format("arrow").iter(1000)
             splits[split] = [row for table in tables for row in rows_of(table)]
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-        StopIteration,  # of an empty file
-        datasets.exceptions.DatasetsError,
-        zipfile.BadZipFile,
-        tarfile.TarError,
-        lzma.LZMAError,
-        EOFError,  # of a truncated .gz
-    ) as error:
+        return splits
+    # Its readers raise errors of a dozen libraries.
+    except Exception as error:
         reason = textwrap.shorten(f"{type(error).__name__} {error}", 300)
-        raise ValueError(
-            f"--data is {source}, but `datasets` cannot read it (rows from 0): {reason}"
-        ) from error
-    return splits
+        sentence = f"but `datasets` cannot read it (rows from 0): {reason}"
+        raise ValueError(f"--data is {source}, {sentence}") from error
+
+
+def load_local(path: Path) -> Any:
+    """Return the splits of a file or folder as `datasets` streams them, which leaves no copy in its
+    cache. Raises ValueError if a file of JSON begins with null, at which its parser crashes."""
+    import datasets
+    import fsspec
+
+    for file in [path, *path.rglob("*")]:
+        if file.is_file() and ".json" in file.name:
+            with fsspec.open(str(file), compression="infer") as stream:
+                start = stream.read(JSON_START)
+            if start.lstrip(b"\xef\xbb\xbf \t\r\n[").startswith(b"null"):
+                raise ValueError(f"{file.name} must begin with an object, but begins with null")
+
+    # It takes names for patterns: [1] for 1.
+    folder = (path if path.is_dir() else path.parent).resolve()
+    escaped = glob.escape(str(folder))
+    files = None
+    if path.is_file():
+        files = {"train": [f"{escaped}/{glob.escape(path.name)}"]}
+    elif escaped != str(folder):
+        patterns = datasets.data_files.get_data_patterns(escaped)
+        files = {
+            split: [f"{escaped}/{name}" for name in names] for split, names in patterns.items()
+        }
+    return datasets.load_dataset(str(folder), data_files=files, streaming=True)

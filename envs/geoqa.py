@@ -17,7 +17,6 @@ length of the red side, the angle at the red dot, or the area: 10,163 problems f
 import io
 import math
 import re
-import struct
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import combinations, product
@@ -28,6 +27,7 @@ from PIL import Image, ImageDraw, ImageOps
 
 from envs.answer_parsing import MAX_ANSWER, Measure, bare, read_measure
 from envs.base import parse_answer
+from envs.data import field_of, text_of
 from envs.question_answering import FEEDBACK, Problem, Question, QuestionAnswering
 
 SIDE = 4  # squares
@@ -43,6 +43,7 @@ EDGE = "#102060"
 RED = "#e01828"
 TOLERANCE = 0.005  # relative, for decimals such as 3.46 for 2√3
 CHOICE = r"\(?([A-F])(?:[).:]+ *(.*))?"  # letter and what is behind it
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # others may start programs
 MAX_SIDE = 896  # pixels; larger images are scaled down, to at most 1024 tokens of Qwen2.5-VL
 
 # Corners in order: column from the left and row from the top, in squares.
@@ -64,7 +65,6 @@ class Answer(NamedTuple):
 class GeoQA(QuestionAnswering):
     words = (*QUESTIONS, " triangle", " quadrilateral", *COLUMNS, *FEEDBACK)
     warm_start = ((250, 1), (150, 3))  # first to see, then to play
-    fields = ("image", "problem", "solution")
     rules = "Answer a question about the figure in the image."
     form = (
         "End your reply with the value or the right letter, "
@@ -73,7 +73,7 @@ class GeoQA(QuestionAnswering):
 
     @classmethod
     def from_row(cls, row: dict) -> Question:
-        solution = str(row["solution"])
+        solution = text_of(row, "solution")
         tagged = solution if "<answer>" in solution else f"<answer>{solution}</answer>"
         gold = parse_answer(tagged) or ""
         if cls.read(gold) is None:
@@ -81,13 +81,13 @@ class GeoQA(QuestionAnswering):
                 f"the field solution must hold one short answer, but is {solution[:MAX_ANSWER]!r}"
             )
 
-        image = row["image"]
+        image = field_of(row, "image")
         if isinstance(image, dict):
             # This is an image column of `datasets`.
             image = image.get("bytes") or image.get("path")
         # A broken image is an error now, not in the middle of a run.
         decode(image)
-        return Question(str(row["problem"]), gold, image=image)
+        return Question(text_of(row, "problem"), gold, image=image)
 
     @classmethod
     def problems(cls, style: str) -> Iterator[Problem]:
@@ -247,13 +247,11 @@ def decode(source: bytes | str) -> np.ndarray:
     white. Raises ValueError if it cannot be read."""
     try:
         file = io.BytesIO(source) if isinstance(source, bytes) else source
-        with Image.open(file) as opened:
+        with Image.open(file, formats=FORMATS) as opened:
             mode = opened.mode
             image = ImageOps.exif_transpose(opened).convert("RGBA")
-    except (
-        OSError, AttributeError, SyntaxError, RuntimeError, TypeError, struct.error,
-        Image.DecompressionBombError,
-    ) as error:  # fmt: skip
+    # Its readers raise errors of many types.
+    except Exception as error:
         raise ValueError(f"the field image is no image that can be read: {error}") from error
     if mode.startswith(("I", "F")):
         raise ValueError(f"the field image has the mode {mode}, but must have 8 bits a channel")

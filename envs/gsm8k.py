@@ -20,6 +20,7 @@ from itertools import permutations
 
 import numpy as np
 
+from envs.data import text_of
 from envs.question_answering import FEEDBACK, Problem, Question, QuestionAnswering
 
 NAMES = ("Ann", "Ben", "Mia", "Tom")
@@ -32,18 +33,17 @@ MOST_FULL = 20  # things at any time, in full prompts
 
 class GSM8K(QuestionAnswering):
     words = (*NAMES, *THINGS, " has", *CHANGES.values(), ". How many", *FEEDBACK)
-    fields = ("question", "answer")
     rules = "Solve this problem step by step."
     form = "End your reply with the number alone between tags, for example <answer>42</answer>."
 
     @classmethod
     def from_row(cls, row: dict) -> Question:
-        gold = str(row["answer"]).rpartition("####")[2].strip()
+        gold = text_of(row, "answer").rpartition("####")[2].strip()
         if cls.read(gold) is None:
             raise ValueError(
                 f"the field answer must end in #### and a number, but ends in {gold[-30:]!r}"
             )
-        return Question(str(row["question"]), gold)
+        return Question(text_of(row, "question"), gold)
 
     @classmethod
     def problems(cls, style: str) -> Iterator[Problem]:

@@ -16,14 +16,15 @@ Questions come from `data` (Search-R1's fields `question` and `golden_answers`) 
 import re
 import string
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
 
 from envs import synthetic_wiki
 from envs.base import Observation, Step, outside_think, split_tags
-from envs.data import QuestionEnv
-from envs.search_server import retrieve
+from envs.data import QuestionEnv, as_text, field_of, text_of
+from envs.search import retrieve
 from envs.synthetic_wiki import Question
 
 TOPK = 3
@@ -50,10 +51,12 @@ def normalize(text: str) -> str:
 
 def exact_match(answer: str, golden_answers: list[str]) -> bool:
     """Return whether a normalised answer equals a normalised golden answer. A sentence around the
-    answer is not accepted, because it may hold several answers. Nor is an answer of which
-    normalisation leaves nothing (".")."""
+    answer is not accepted, because it may hold several answers. Where normalisation leaves nothing
+    ("A", "%"), the texts themselves must be equal but for their case."""
     normal = normalize(answer)
-    return normal != "" and normal in map(normalize, golden_answers)
+    if normal:
+        return normal in map(normalize, golden_answers)
+    return answer.strip().lower() in [gold.strip().lower() for gold in golden_answers]
 
 
 def parse_action(reply: str) -> tuple[str, str]:
@@ -78,10 +81,10 @@ class NQSearch(QuestionEnv):
     together and can be used."""
 
     settings = ("data", "search_url")
-    fields = ("question", "golden_answers")
     max_turns = 5
     metrics = ("searches",)
     searches = 0.0
+    seen: Sequence[str] = ()  # the question and all passages so far
     words = ("<search>", "</search>", "<information>", "</information>", *synthetic_wiki.WORDS)
     warm_start = ((600, 1), (2400, 4))  # with less, the second name of a chain is not copied right
 
@@ -99,16 +102,14 @@ class NQSearch(QuestionEnv):
     def from_row(row: dict) -> Question:
         """Return the question of a row, which has a list of golden answers or a single one.
 
-        Raises ValueError if no answer has a text, or if a list is written as a text."""
-        answers = row["golden_answers"]
-        if isinstance(answers, str) and answers.startswith("["):
-            raise ValueError(f"golden_answers is the text {answers}, but must be a list")
+        Raises ValueError if an answer is no text, or if a list is written as a text."""
+        answers = field_of(row, "golden_answers")
+        if str(answers).startswith("{") or (isinstance(answers, str) and answers[0] == "["):
+            raise ValueError(f"the field golden_answers is {answers}, but must be a list of texts")
         if not isinstance(answers, list):
             answers = [answers]
-        texts = [str(answer) for answer in answers if answer is not None and str(answer).strip()]
-        if not texts:
-            raise ValueError(f"golden_answers is {answers}, but must hold a text")
-        return Question(harmless(str(row["question"])), texts)
+        texts = [as_text(answer, "golden_answers") for answer in answers]
+        return Question(harmless(text_of(row, "question")), texts)
 
     def generate(self, seed: int) -> Question:
         return synthetic_wiki.question(seed, self.style)
@@ -116,7 +117,7 @@ class NQSearch(QuestionEnv):
     def start(self, seed: int) -> None:
         super().start(seed)
         self.passages: list[str] = []  # of the last search
-        self.seen = [self.question.text]  # the question and all passages so far
+        self.seen = [self.question.text]
 
     def step(self, reply: str) -> Step:
         return self.step_many([self], [reply])[0]
@@ -148,7 +149,7 @@ class NQSearch(QuestionEnv):
         if kind == "search":
             self.searches += 1
             self.passages = [harmless(passage) for passage in passages]
-            self.seen += self.passages
+            self.seen = [*self.seen, *self.passages]
 
         success = kind == "answer" and exact_match(text, self.question.answers)
         reward = float(success) if valid else -self.format_penalty

@@ -2,14 +2,18 @@
 
 import argparse
 import itertools
+import os
+import sys
 import tempfile
 from functools import partial
+from typing import Any
 
 import gymnasium
 from PIL import Image
 
 from envs import ENVS
-from envs.base import TextEnv, check_environment, play_out
+from envs.base import TextEnv, play_out
+from envs.check import check_environment
 
 
 def show(env: TextEnv) -> None:
@@ -38,7 +42,8 @@ def ask(env: TextEnv) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Play episodes of an environment, one per seed, until `q` or the end of the input."""
+    """Play episodes of an environment, one per seed, until `q`, the end of the input, or nobody
+    reads the output."""
     parser = argparse.ArgumentParser(
         "envs.play",
         description="Play a task with its own settings (the ice of FrozenLake is not slippery); a"
@@ -56,7 +61,15 @@ def main(argv: list[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
 
+    streams: tuple[Any, ...] = (sys.stdin, sys.stdout)
+    if None in streams:
+        return  # one is closed
+    # A terminal may have no √, and what is typed may be in another encoding.
+    for stream in streams:
+        stream.reconfigure(errors="replace")
     try:
+        if env.actions and not hasattr(env, "generate"):
+            print(f"Actions: {', '.join(env.actions)}")
         for seed in itertools.count(args.seed):
             print(f"Episode of seed {seed}; q or Ctrl-D leaves.")
             total, turns, info = play_out(env, seed, partial(ask, env))
@@ -66,6 +79,9 @@ def main(argv: list[str] | None = None) -> None:
             print(f"{result} after {turns} turns, return {total:g}\n")
     except (EOFError, KeyboardInterrupt):
         print("\nleft")
+    except OSError:
+        # Nobody reads the output. Python writes once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except gymnasium.error.Error as error:  # a negative seed
         parser.error(str(error))
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from envs.base import held_out
-from envs.search_server import LocalEncoder, Retriever
+from envs.search import LocalEncoder, Retriever
 
 FIRST_NAMES = """Ada Bea Bo Cleo Dan Eva Finn Gus Hana Ivo Jo Kim Leo Mia Ned Olga Pia Quin Ray Sue
 Tom Una Vic Wanda Xena Yuri Zoe Amir Boris Clara Diego Elsa Anton Astrid Bruno Carla Cyril Dora

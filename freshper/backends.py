@@ -18,8 +18,9 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from envs import ENVS
-from envs.base import EVAL_SEEDS, Observation, TextEnv, check_environment
-from envs.search_server import retrieve
+from envs.base import EVAL_SEEDS, Observation, TextEnv
+from envs.check import check_environment
+from envs.search import retrieve
 from freshper.checkpoint import Saved, find_saved
 from freshper.config import Config
 from freshper.engine_hf import HFEngine, Sampling

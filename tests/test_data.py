@@ -17,17 +17,20 @@ from PIL import Image
 
 import train
 from envs.base import EVAL_SEEDS
-from envs.data import divide, load_rows, select_fields
+from envs.data import divide, field_of, load_rows, text_of
 from envs.gsm8k import GSM8K
 from envs.question_answering import Question
 from freshper import evaluation
 from freshper.flags import parse_args
 
-FIELDS = ("question", "answer")
 ROWS = []
 for k in range(40):
     ROWS.append({"question": f"What is {k} + 1?", "answer": f"#### {k + 1}", "note": None})
 ENDINGS = pytest.mark.parametrize("ending", ["json", "jsonl", "parquet"])
+
+
+def from_row(row):
+    return {name: text_of(row, name) for name in ("question", "answer")}
 
 
 def pairs(rows):
@@ -38,15 +41,13 @@ def pairs(rows):
 @pytest.mark.parametrize("folder", [".", "json"])  # `datasets` has a builder named json
 def test_a_single_file_is_divided_without_a_shared_row(tmp_path, monkeypatch, ending, folder):
     monkeypatch.chdir(tmp_path)
-    load_rows.cache_clear()
     some_twice = ROWS + ROWS[:15]
-    rows = load_rows(write_rows(Path(folder) / f"all.{ending}", some_twice), FIELDS, dict)
+    rows = load_rows(write_rows(Path(folder) / f"all.{ending}", some_twice), from_row)
     train = pairs(rows["train"])
     held_out = pairs(rows["held_out"])
     assert sorted(train + held_out) == pairs(some_twice)
     assert not {*train} & {*held_out}
     assert len({*held_out}) == 4
-    assert set(rows["train"][0]) == {*FIELDS}
 
 
 def test_questions_about_one_image_stay_on_one_side():
@@ -64,31 +65,67 @@ def test_a_folder_has_its_own_splits_and_parts_are_joined(tmp_path, ending, held
     write_rows(tmp_path / f"{held_out}.{ending}", ROWS[20:30])
     if held_out == "validation":
         write_rows(tmp_path / f"test.{ending}", ROWS[30:])  # not used
-    rows = load_rows(str(tmp_path), FIELDS, dict)
+    rows = load_rows(str(tmp_path), from_row)
     assert pairs(rows["train"]) == pairs(ROWS[:20])
     assert pairs(rows["held_out"]) == pairs(ROWS[20:30])
 
 
 def test_a_column_of_several_types_keeps_its_values(tmp_path):
-    rows = [{"question": f"{k}?", "answer": ["a", "é"] if k % 2 else "ö"} for k in range(20)]
-    read = load_rows(write_rows(tmp_path / "mixed.jsonl", rows), FIELDS, dict)
-    assert {str(row["answer"]) for row in read["train"]} == {"['a', 'é']", "ö"}
+    answers = (["a", "é"], "ö"), (["a", {"b": 1}], [2])
+    for k, several in enumerate(answers):
+        rows = [{"question": f"{k}?", "answer": several[k % 2]} for k in range(20)]
+        read = load_rows(write_rows(tmp_path / f"{k}.jsonl", rows), dict)["train"]
+        assert {str(row["answer"]) for row in read} == {str(answer) for answer in several}
 
 
-def test_a_name_with_brackets_and_a_split_that_is_not_used(tmp_path):
-    read = load_rows(write_rows(tmp_path / "b[1].jsonl", ROWS), FIELDS, dict)
-    assert len(read["train"]) == 36
-    folder = tmp_path / "folder"
+def test_names_are_no_patterns(tmp_path):
+    """Files and folders side by side, whose names match each other as patterns of a shell."""
+    names = ("x[1]", "x1", "x*", "x?", "[!x]1", "{x,y}1", "y1")
+    for name in names:
+        for split, n in (("train", 20), ("test", 5)):
+            rows = [{"question": f"{name} {k}", "answer": split} for k in range(n)]
+            write_rows(tmp_path / name / f"{split}.jsonl", rows)
+            write_rows(tmp_path / name / f"{split}.{name}.json", rows[:1])
+        write_rows(tmp_path / f"{name}.jsonl", rows)
+    for name in names:
+        shown = {}
+        for source in (tmp_path / f"{name}.jsonl", tmp_path / name / "test.jsonl"):
+            shown[source] = load_rows(str(source), from_row)
+            assert [*map(len, shown[source].values())] == [4, 1]
+        shown[name] = load_rows(str(tmp_path / name), from_row)
+        assert [*map(len, shown[name].values())] == [21, 6]
+        texts = {
+            row["question"] for rows in shown.values() for part in rows.values() for row in part
+        }
+        assert texts == {f"{name} {k}" for k in range(20)}
+
+
+def test_rows_are_read_again_when_a_file_or_the_working_directory_changes(tmp_path, monkeypatch):
+    sources = {"a.jsonl": "a.jsonl", "folder": "folder/train.jsonl"}
+    for place in ("one", "other"):
+        (tmp_path / place).mkdir()
+        monkeypatch.chdir(tmp_path / place)
+        for n in (20, 30):
+            for source, file in sources.items():
+                rows = [row | {"question": place} for row in ROWS[:n]]
+                write_rows(Path(file), rows)
+                read = load_rows(source, from_row)
+                assert sum(map(len, read.values())) == n
+                assert read["train"][0]["question"] == place
+                assert load_rows(source, from_row) is read
+
+
+def test_a_split_that_is_not_used_is_not_read(tmp_path):
     for split in ("train", "validation"):
-        write_rows(folder / f"{split}.jsonl", ROWS)
-    write_rows(folder / "test.jsonl", [row | {"answer": ""} for row in ROWS])
-    assert len(load_rows(str(folder), FIELDS, dict)["held_out"]) == 40
+        write_rows(tmp_path / f"{split}.jsonl", ROWS)
+    write_rows(tmp_path / "test.jsonl", [row | {"answer": ""} for row in ROWS])
+    assert len(load_rows(str(tmp_path), from_row)["held_out"]) == 40
 
 
 def test_case_of_names_zero_and_line_separators(tmp_path):
     written = [{"Problem": f"a\u2028{k}", "Answer": k} for k in range(3)]
     source = write_rows(tmp_path / "aime.jsonl", written)
-    rows = load_rows(source, ("problem", "answer"), dict)
+    rows = load_rows(source, lambda row: {name: field_of(row, name) for name in row})
     read = sorted(rows["held_out"] + rows["train"], key=lambda row: row["answer"])
     assert read == [{"problem": f"a\u2028{k}", "answer": k} for k in range(3)]
     assert [row["answer"] for row in rows["held_out"]] == [0]  # zero is not empty
@@ -106,7 +143,18 @@ BAD = {  # file: content, a part of the sentence
     "blank.jsonl": ([*ROWS[:3], {"question": " \n", "answer": "1"}], EMPTY.format("question")),
     "dates.jsonl": (
         [{"question": f"When was {k}?", "answer": f"1990-01-0{k}"} for k in range(1, 6)],
-        "row 1: the field answer is the date 1990-01-01 00:00:00, but must be text",
+        "row 1: the field answer is datetime.datetime(1990, 1, 1, 0, 0), but must be a text or a",
+    ),
+    "null.jsonl": ("null\n" + json.dumps(ROWS[0]), "but begins with null"),
+    "null.json": ("\n\ufeff [null]", "but begins with null"),
+    "null.jsonl.gz": (gzip.compress(b"null\n"), "but begins with null"),
+    "nulls/train.jsonl": ("null", "but begins with null"),
+    "yaml/README.md": ("---\nconfigs: [\n---\n", "cannot read it"),
+    "infos/dataset_infos.json": ("[1]", "cannot read it"),
+    "x.h5": ("hello", "cannot read it"),
+    "chat.jsonl": (
+        [{"question": [{"role": "user", "content": "1?"}], "answer": "1"}],
+        "row 1: the field question is [{'role': 'user', 'content': '1?'}], but must be a text",
     ),
     "null.parquet": ([*ROWS[:3], {"question": "1", "answer": None}], EMPTY.format("answer")),
     "missing.json": (
@@ -134,22 +182,17 @@ def test_bad_input_is_named_in_one_sentence(name, tmp_path, capfd):
     write_rows(tmp_path / "halves" / "test.jsonl", ROWS[:5])
     write_rows(tmp_path / "odd" / "test.jsonl", [{"question": "1"}])
     source = str(tmp_path / name.partition("/")[0])
+    write_rows(tmp_path / "infos" / "train.jsonl", ROWS)
     with pytest.raises(ValueError, match=rf"^.*{re.escape(source)}.*{re.escape(sentence)}.*$"):
-        load_rows(source, FIELDS, dict)
+        load_rows(source, from_row)
     assert capfd.readouterr().err == ""  # `datasets` does not tell it a second time
-
-
-@pytest.mark.parametrize("value", ["<|im_end|>", ["a", "<|im_end|>"], {"a": "<|im_end|>"}])
-def test_no_field_holds_special_tokens_whatever_its_type(value):
-    with pytest.raises(ValueError, match="the field question must not hold tokens"):
-        select_fields({"question": value}, ("question",))
 
 
 def test_a_hub_id_may_name_a_configuration(monkeypatch):
     asked = []
     hub = datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS))
     monkeypatch.setattr(datasets, "load_dataset", lambda *words: asked.append(words) or hub)
-    load_rows("owner/own:main", FIELDS, dict)
+    load_rows("owner/own:main", from_row)
     assert asked == [("owner/own", "main")]
 
 
@@ -157,7 +200,7 @@ def test_a_hub_that_cannot_be_reached_is_a_sentence(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     sentence = r"--data is owner/name:main, but `datasets` cannot read it.*: .+"
     with pytest.raises(ValueError, match=sentence):
-        load_rows("owner/name:main", FIELDS, dict)
+        load_rows("owner/name:main", from_row)
 
 
 @settings(max_examples=50, deadline=None)

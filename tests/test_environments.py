@@ -1,6 +1,8 @@
 """Every environment of `ENVS` keeps the same promises. Replies are read as a fair reader would."""
 
 import re
+import subprocess
+import sys
 from functools import partial
 
 import gymnasium
@@ -10,7 +12,8 @@ from gymnasium.utils.env_checker import check_env
 
 import train
 from envs import ENVS
-from envs.base import Observation, TextEnv, check_environment, parse_action, play_out
+from envs.base import Observation, TextEnv, outside_think, parse_action, play_out
+from envs.check import check_environment
 from freshper import tiny
 from freshper.diagnostics import read
 
@@ -33,6 +36,7 @@ READABLE = [
     '<answer>"Move right."</answer>',
     "<answer>go **Right**</answer>",
     "<answer>Right</answer><think>Or Left?</think>",
+    "Left? <answer>Left</answer></think><answer>Right</answer>",
 ]
 NO_ACTION = [
     "I go Right.",
@@ -51,7 +55,7 @@ NO_ACTION = [
     "\x00\ud800",
     "<think><think><answer>Right</answer>",
     "<think><answer>Right</answer></think>",
-    "</think><answer>Right</answer>",
+    "<answer>Right</answer></think>",
     "<think>a</think><think>b</think><answer>Right</answer>",
     "< answer>Right</ answer>",
 ]
@@ -61,6 +65,30 @@ def test_a_reply_holds_one_action_or_none():
     assert {reply: parse_action(reply, ACTIONS) for reply in READABLE} == dict.fromkeys(READABLE, 2)
     assert parse_action("<answer>Move left</answer>", ("Left!", "Move left")) == 1
     assert {reply: parse_action(reply, ACTIONS) for reply in NO_ACTION} == dict.fromkeys(NO_ACTION)
+
+
+# Replies under a chat template that opens the thought in the assistant's header. The rollout puts
+# the opening in front of the reply.
+THOUGHTS = {
+    "<think>\nA hole.\n</think>\n\nRight": "\n\nRight",
+    "<think>A hole.</think>Right": "Right",
+    "<think><think>\nTwice.</think> Right": " Right",
+    "<THINK>a</Think>Right": "Right",
+    "A hole.\n</think>\n\nRight": "\n\nRight",
+    "</think>Right": "Right",
+    "<think>\n</think>\n\n": "\n\n",
+    "<think>\nIs it <answer>Left</answer>…": "",
+    "<think>": "",
+    "<think>a</think>b</think>Right": "",
+    "a</think>b</think>Right": "",
+    "a</think>b<think>c</think>Right": "",
+    "a</think>b<think>Right": "",
+    "Right": "Right",
+}
+
+
+def test_what_follows_the_thought_is_read_and_nothing_of_an_open_one():
+    assert {reply: outside_think(reply) for reply in THOUGHTS} == THOUGHTS
 
 
 HOSTILE = [
@@ -85,14 +113,43 @@ UNREADABLE = [
 @pytest.mark.parametrize("style", ["full", "terse"])
 @every_environment
 def test_gymnasium_accepts_it(name, style):
-    env = CASES[name](style=style)
-    check_env(env, skip_render_check=True)
-    if name in ENVS:
-        assert type(gymnasium.make(f"freshper/{name}-v0", style=style).unwrapped) is type(env)
-        several = gymnasium.make_vec(f"freshper/{name}-v0", 2, "sync", style=style)
+    check_env(CASES[name](style=style), skip_render_check=True)
+    if name not in ENVS:
+        return
+    mode = "rgb_array" if name in ("frozenlake_vlm", "geoqa") else None
+    env = gymnasium.make(f"freshper/{name}-v0", style=style, render_mode=mode)
+    assert type(env.unwrapped) is ENVS[name].env_class
+    assert isinstance(env.action_space.sample(), str)  # before any episode
+    images = env.reset(seed=0)[0].images
+    assert bool(images) == bool(mode)
+    if images:
+        assert np.array_equal(env.render(), images[0])
+
+    for mode, options in (("sync", {}), ("async", {"shared_memory": False})):
+        several = gymnasium.make_vec(
+            f"freshper/{name}-v0", 2, mode, vector_kwargs=options, style=style
+        )
+        several.action_space.sample()
         assert len(several.reset(seed=0)[0]) == 2
         _, rewards, *_ = several.step(several.action_space.sample())
         assert rewards.shape == (2,)
+        several.close()
+
+
+def test_the_module_of_a_task_is_imported_when_it_is_used():
+    program = """import sys; from envs import ENVS; ENVS["cliffwalking"].settings
+print(*sorted(name for name in sys.modules if name.startswith("envs.")))"""
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert shown.stdout.split() == ["envs.base", "envs.cliffwalking", "envs.grid_world"]
+    assert {name: ENVS[name].settings for name in ENVS} == {
+        "frozenlake": ("slippery",),
+        "frozenlake_vlm": ("slippery",),
+        "sokoban_simple": ("longest",),
+        "sokoban_hard": ("longest",),
+        "cliffwalking": ("along_the_way",),
+        "nq_search": ("data", "search_url"),
+        **dict.fromkeys(("gsm8k", "aime", "geoqa"), ("data",)),
+    }
 
 
 @every_environment
@@ -228,16 +285,6 @@ def returns(reward=0.0, ended=True, **info):
     return lambda env, _: (env.observe(), reward, ended, False, info.get("info", info))
 
 
-def reads_tags(env, reply):
-    *results, info = Guess.step(env, reply)
-    return (*results, info | {"valid": parse_action(reply, env.actions) is not None})
-
-
-def forgets_the_unreadable(env, reply):
-    if parse_action(reply, env.actions) is not None:
-        return Guess.step(env, reply)
-
-
 def raises_for_the_unreadable(env, reply):
     int(parse_action(reply, env.actions))
     return Guess.step(env, reply)
@@ -247,57 +294,41 @@ def shows_another_state(env, reply):
     return (Observation("another"), *Guess.step(env, reply)[1:])
 
 
-def shows(images):
+def shows(*images):
     return lambda _: Observation("", images)
 
 
-STEP = r"step\(\) is \(Observatio"
-RESET = r"reset\(\) is"
-A_TUPLE = "but must be a tuple of strings, none of them empty"
+TUPLE = "but must be a tuple of strings, none of them empty"
+PAIRS = "but must be pairs of numbers"
+SHOWN = r"but must be an Observation of a text and a tuple of images, uint8 \[H, W, 3\]"
 BROKEN = [
     ({"actions": ()}, "actions is empty, but"),
-    ({"actions": "12345678"}, f"actions is '12345678', {A_TUPLE}"),
-    ({"actions": (1, 2, 3)}, rf"actions is \(1, 2, 3\), {A_TUPLE}"),
-    ({"words": (1,)}, rf"words is \(1,\), {A_TUPLE}"),
-    ({"words": ("one", "")}, rf"words is \('one', ''\), {A_TUPLE}"),
-    ({"metrics": "tries"}, f"metrics is 'tries', {A_TUPLE}"),
+    ({"actions": "12345678"}, f"actions is '12345678', {TUPLE}"),
+    ({"actions": (1, 2, 3)}, rf"actions is \(1, 2, 3\), {TUPLE}"),
+    ({"words": ("one", "")}, rf"words is \('one', ''\), {TUPLE}"),
+    ({"metrics": "tries"}, f"metrics is 'tries', {TUPLE}"),
     ({"metrics": ("step",)}, "metrics has the name 'step', which something else has"),
     ({"metrics": ("turns",)}, "metrics has the name 'turns', which something else has"),
-    ({"settings": ("data")}, f"settings is 'data', {A_TUPLE}"),
-    ({"warm_start": (60, 2)}, r"warm_start is \(60, 2\), but must be a tuple of pairs of whole"),
-    ({"warm_start": ((60, 0),)}, r"warm_start is \(\(60, 0\),\), but must be a tuple of pairs"),
-    ({"max_turns": "2"}, "max_turns is '2', but must be a whole number above 0"),
-    ({"layers": 2.0}, "layers is 2.0, but must be a whole number above 0"),
+    ({"settings": ("data")}, f"settings is 'data', {TUPLE}"),
+    ({"warm_start": (60, 2)}, rf"warm_start is \(60, 2\), {PAIRS}"),
+    ({"warm_start": ((60, 0),)}, rf"warm_start is \(\(60, 0\),\), {PAIRS}"),
     ({"random_reply": lambda *_: None}, r"random_reply\(\) is None, but must be a string"),
-    ({"optimal_reply": lambda _: None}, r"optimal_reply\(\) is None, but must be a string"),
-    (
-        {"optimal_reply": lambda _: "4", "step": reads_tags},
-        r"step\(\) could not read '4' of optimal_reply\(\): its `valid` is False",
-    ),
-    ({"baselines": lambda *_: 0.1}, r"baselines\(\) is 0.1, but must be a dict with the success"),
-    ({"actions": ("Süd",)}, r"random_reply\(\) returned '<answer>Süd</answer>', of which .* ASCII"),
-    (
-        {"random_reply": lambda *_: "9<answer>1</answer>"},
-        r"random_reply\(\) .* writes '<answer>1</answer>'",
-    ),
-    ({"reset": lambda *_, **__: Observation("?")}, rf"{RESET} Observation\(.*, but must be an Obs"),
-    ({"reset": lambda *_, **__: ("?", {})}, rf"{RESET} \('\?', {{}}\), but must be an Observation"),
+    ({"reset": lambda *_, **__: Observation("?")}, rf"reset\(\) is Observation\(.*, {SHOWN}"),
+    ({"reset": lambda *_, **__: ("?", {})}, rf"reset\(\) is \('\?', {{}}\), {SHOWN}"),
     ({"observe": unseeded}, r"reset\(seed=0\) began two different episodes, but"),
-    ({"observe": lambda _: "?"}, rf"{RESET} \('\?', .*, but must be an Observation of a text and"),
-    ({"observe": shows(None)}, rf"{RESET} \(Observatio.* and of images that are uint8 \[H, W, 3\]"),
-    ({"observe": shows((np.zeros((14, 14, 3)),))}, rf"{RESET} \(Obs.* uint8 \[H, W, 3\], as obs"),
+    ({"observe": lambda _: "?"}, rf"reset\(\) is \('\?', .*, {SHOWN}"),
+    ({"observe": lambda _: Observation("", None)}, rf"reset\(\) is \(Observatio.*, {SHOWN}"),
+    ({"observe": shows(np.zeros((14, 14, 3)))}, rf"reset\(\) is \(Observatio.*, {SHOWN}"),
     ({"step": TextEnv.step}, r"step\(\) is missing"),
-    ({"step": lambda env, _: (env.observe(), 0.0, True, {})}, rf"{STEP}.*, but must be an Obs"),
-    ({"step": returns(won=1)}, rf"{STEP}.*, {{'won': 1}}\), but must .* a dict with `success`"),
-    ({"step": returns(info=None)}, rf"{STEP}.*, 0.0, True, False, None\), but must be"),
-    ({"step": returns(info="won")}, rf"{STEP}.*, 0.0, True, False, 'won'\), but must be"),
-    ({"step": returns(info=[1])}, rf"{STEP}.*, 0.0, True, False, \[1\]\), but must be"),
-    ({"step": returns(None)}, rf"{STEP}.*, None, True, .*, a finite number below"),
-    ({"step": returns("1")}, rf"{STEP}.*, '1', True, .*, a finite number below"),
-    ({"step": returns(np.zeros(1))}, rf"{STEP}.*, array\(\[0.\]\), True, .*, a finite number b"),
-    ({"step": returns(float("nan"))}, rf"{STEP}.*, nan, True, .*, a finite number below"),
-    ({"step": returns(10**400)}, rf"{STEP}.*, a finite number below"),
-    ({"step": forgets_the_unreadable}, r"step\(\) is None, but must be an Observation"),
+    ({"step": lambda *_: None}, rf"step\(\) is None, {SHOWN}"),
+    ({"step": lambda env, _: (env.observe(), 0.0, True, {})}, rf"step\(\) is \(Obs.*, {SHOWN}"),
+    ({"step": returns(won=1)}, rf"step\(\) is .*, {{'won': 1}}\), {SHOWN}, .* with `success`"),
+    ({"step": returns(success=None)}, rf"step\(\) is .*, {{'success': None}}\), {SHOWN}"),
+    ({"step": returns(info=None)}, rf"step\(\) is .*, 0.0, True, False, None\), {SHOWN}"),
+    ({"step": returns("1")}, rf"step\(\) is .*, '1', True, .*, {SHOWN}, a finite number"),
+    ({"step": returns(np.zeros(1))}, rf"step\(\) is .*, array\(\[0.\]\), True, .*, {SHOWN}"),
+    ({"step": returns(float("nan"))}, rf"step\(\) is .*, nan, True, .*, {SHOWN}, a finite number"),
+    ({"step": returns(ended="no")}, rf"step\(\) is .*, 'no', False, .*, {SHOWN}"),
     ({"step": raises_for_the_unreadable}, r"step\(\) raised TypeError\(.*\), but no reply may"),
     (
         {"step": returns(success=False, valid=False)},
@@ -305,19 +336,6 @@ BROKEN = [
     ),
     ({"step": shows_another_state}, r"observe\(\) does not return what step\(\) returned"),
     ({"step": returns(ended=False)}, r"step\(\) did not end the episode in turn 2"),
-    (
-        {"caption": TextEnv.caption},
-        r"caption\(\) is '', but must be a string that says what the observation shows",
-    ),
-    ({"caption": lambda _: 5}, r"caption\(\) is 5, but must be a string that says what the obs"),
-    ({"actions": (*"abcdefghijklmnopqrstuvwxyz" * 4, "Süd")}, r"random_reply\(\) returned .*Süd"),
-    ({"observe": shows((np.zeros((0, 14, 3), np.uint8),))}, rf"{RESET} \(Obs.* uint8 \[H, W, 3\]"),
-    ({"step": returns(success=False, metrics=None)}, r"step\(\) has the metrics None, but must"),
-    ({"step": returns(success=False, metrics={"a": 1})}, r"step\(\) has the metrics {'a': 1}, but"),
-    (
-        {"metrics": ("a",), "step": returns(success=False, metrics={"a": "b"})},
-        r"step\(\) has the metrics {'a': 'b'}, but must have a number for each of \('a',\)",
-    ),
 ]
 
 
@@ -329,22 +347,40 @@ def test_a_missing_method_is_named(method):
 
 
 @pytest.mark.parametrize("change, sentence", BROKEN)
-def test_an_error_of_one_s_own_environment_is_one_sentence(
-    change, sentence, monkeypatch, capsys, tmp_path
-):
+def test_what_is_wrong_with_an_environment_is_one_sentence(change, sentence):
+    with pytest.raises(ValueError, match=rf"^Own\.{sentence}[^\n]*$"):
+        check_environment(type("Own", (Guess,), change)())
+
+
+UNTEACHABLE = [
+    ({"actions": "12345678"}, f"actions is '12345678', {TUPLE}"),
+    ({"caption": TextEnv.caption}, r"caption\(\) is ''"),
+    ({"actions": (*"abcdefghijklmnopqrstuvwxyz" * 4, "Süd")}, r"random_reply\(\) .*Süd.* ASCII"),
+]
+
+
+@pytest.fixture
+def train_on(monkeypatch, tmp_path):
+    """Return a function that trains the tiny model of a class. It returns the exit status."""
     monkeypatch.setenv("FRESHPER_CACHE", str(tmp_path))
-    monkeypatch.setitem(ENVS, "frozenlake", type("Own", (Guess,), change))
     monkeypatch.setattr(tiny, "SHIPPED", tmp_path)
-    assert train.main(["--iterations", "1", "--out", str(tmp_path / "run")]) == 2
+    flags = "--iterations 1 --rollout_batch_size 32 --batch_size 8 --eval_episodes 64 --out".split()
+
+    def train_on(task):
+        monkeypatch.setitem(ENVS, "frozenlake", task)
+        return train.main([*flags, str(tmp_path / "run")])
+
+    return train_on
+
+
+@pytest.mark.parametrize("change, sentence", UNTEACHABLE)
+def test_train_py_says_it_before_training(change, sentence, train_on, capsys):
+    assert train_on(type("Own", (Guess,), change)) == 2
     assert re.fullmatch(rf"train.py: error: Own.{sentence}.*\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("task", [Guess, OwnReset])
-def test_actions_of_one_character_can_be_sampled(task, monkeypatch, tmp_path):
+def test_actions_of_one_character_can_be_sampled(task, train_on, tmp_path):
     """Without a list of `words`, from the first evaluation on."""
-    monkeypatch.setenv("FRESHPER_CACHE", str(tmp_path))
-    monkeypatch.setitem(ENVS, "frozenlake", task)
-    monkeypatch.setattr(tiny, "SHIPPED", tmp_path)
-    flags = "--iterations 1 --rollout_batch_size 32 --batch_size 8 --eval_episodes 64 --out".split()
-    assert train.main([*flags, str(tmp_path / "run")]) == 0
+    assert train_on(task) == 0
     assert read(tmp_path / "run", "metrics.csv")["invalid"][-1] < 0.1

@@ -1,9 +1,9 @@
 """NQ Search: replies, exact match, batches of searches, servers that fail, generated questions."""
 
+import contextlib
 import json
 import re
 import shutil
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +12,11 @@ from conftest import write_rows
 from kill_loop import contents, state_of
 
 import train
-from envs import nq_search, search_server, synthetic_wiki
+from envs import nq_search, search, synthetic_wiki
 from envs.base import EVAL_SEEDS, WARM_START_SEEDS
 from envs.nq_search import NQSearch, exact_match, parse_action
-from envs.search_server import LocalEncoder, Retriever, SearchServer
+from envs.search import LocalEncoder, Retriever
+from envs.search_server import serving
 from freshper.engine_hf import HFEngine
 
 PASSAGES = [
@@ -33,6 +34,7 @@ ACTIONS = {
     "so: <answer>Rome</answer>.": ("answer", "Rome"),
     "<answer>a <b> c</answer>": ("answer", "a <b> c"),
     "<Think>hm</THINK><ANSWER>Rome</Answer>": ("answer", "Rome"),
+    "so <search>a</search>?</think>\n<answer>Rome</answer>": ("answer", "Rome"),
 }
 UNREADABLE = [
     "Rome",
@@ -62,11 +64,15 @@ EQUAL = [
     ("O'Neill", ["ONeill"]),
     ("1,000", ["1000"]),
     ("new\n\tyork", ["The New York"]),
+    ("a", ["A"]),  # as SQuAD and Search-R1 pay it
+    ("%", ["Rome", " % "]),
+    ("The", ["the"]),
 ]
 DIFFERENT = [
     ("theatre", ["atre"]),
-    (".", ["Who?", ".", "the"]),
-    ("the", ["The"]),
+    (".", ["Who?", "%", "the"]),
+    ("the", ["A"]),
+    ("a%", ["A", "%"]),
     ("Rontgen", ["Röntgen"]),
     ("It is Paris", ["Paris"]),
     ("anything", []),
@@ -76,6 +82,12 @@ DIFFERENT = [
 def test_exact_match():
     assert all(exact_match(*pair) for pair in EQUAL)
     assert not any(exact_match(*pair) for pair in DIFFERENT)
+
+
+@pytest.mark.parametrize(("answer", "text"), [(1969.0, "1969"), (7, "7"), (2.5, "2.5")])
+def test_a_golden_number_is_the_text_that_a_person_writes(answer, text):
+    assert NQSearch.from_row({"question": "when?", "golden_answers": [answer]}).answers == [text]
+    assert NQSearch.from_row({"question": 5.0, "golden_answers": answer}) == ("5", [text], "", ())
 
 
 @pytest.fixture(params=[["Wilhelm Conrad Röntgen", "The"], "Wilhelm Conrad Röntgen"])
@@ -88,33 +100,34 @@ def questions(tmp_path, request):
     return write_rows(tmp_path / "train.jsonl", rows)
 
 
-@pytest.mark.parametrize("answers", [[None], [""], ["  ", None], "['Paris']"])
-def test_golden_answers_that_could_not_be_given_are_refused(tmp_path, answers):
-    rows = [{"question": "who?", "golden_answers": answers}]
-    source = write_rows(tmp_path / "train.jsonl", rows)
-    with pytest.raises(
-        ValueError, match=r"golden_answers is .*\[.*\], but must (hold a text|be a list)"
-    ):
+NO_TEXT = [[None], [""], ["  "], "['Paris']", '{"value": "Paris"}', {"value": "Paris"}]
+NO_TEXT += [["Paris", {"text": "Paris"}], [["Paris"]], [True], [float("nan")], []]
+CHAT = [{"role": "user", "content": "who?"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [*({"golden_answers": answers} for answers in NO_TEXT), {"question": CHAT}, {"question": " "}],
+    ids=str,
+)
+def test_fields_that_are_no_text_are_refused(row, tmp_path):
+    """One sentence names source, row, field and value."""
+    rows = [{"question": "who?", "golden_answers": ["x"]}] * 2
+    source = write_rows(tmp_path / "train.json", [*rows, rows[0] | row])
+    sentence = rf"^{source}, train row 3: the field {min(row)} is [^\n]*$"
+    with pytest.raises(ValueError, match=sentence):
         NQSearch(style="full", data=source, search_url="http://localhost:1")
 
 
 def serve(port=0):
-    """Start a server in a thread of this process."""
-    server = SearchServer(Retriever(PASSAGES, LocalEncoder(PASSAGES)), port=port)
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    return server
-
-
-def kill(server):
-    server.shutdown()
-    server.server_close()
+    """Return a server as a context, which yields its address."""
+    return serving(Retriever(PASSAGES, LocalEncoder(PASSAGES)), port=port)
 
 
 @pytest.fixture(scope="module")
 def url():
-    server = serve()
-    yield server.url
-    kill(server)
+    with serve() as url:
+        yield url
 
 
 def test_an_episode_with_data_and_a_server(questions, url):
@@ -146,7 +159,7 @@ def test_an_episode_with_data_and_a_server(questions, url):
 
 
 def test_a_failed_search_raises_before_any_episode_takes_its_turn(questions, url, monkeypatch):
-    monkeypatch.setattr(search_server, "PAUSE", 0.01)
+    monkeypatch.setattr(search, "PAUSE", 0.01)
     envs = [NQSearch(data=questions, search_url=address) for address in (url, NO_SERVER, url)]
     for env in envs:
         env.reset(seed=0)
@@ -164,12 +177,13 @@ SHORT = """--env nq_search --method freshper --iterations 3 --save_every 1 --eva
 def run(questions, model_folder, tmp_path, monkeypatch):
     """Return a function that runs train.py on these questions. The model has random weights, and
     each of its replies is a search."""
-    monkeypatch.setattr(search_server, "PAUSE", 0.01)
+    monkeypatch.setattr(search, "PAUSE", 0.01)
     monkeypatch.setattr(nq_search, "parse_action", lambda reply: ("search", f"physics {reply}"))
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **kwargs: None)
-    model = shutil.copytree(model_folder["text"], tmp_path / "model") / "config.json"
-    model.write_text(json.dumps(json.loads(model.read_text()) | {"freshper_tiny": False}))
-    flags = [*SHORT, "--model", str(model.parent), "--data", questions]
+    model = shutil.copytree(model_folder["text"], tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"freshper_tiny": False}))
+    flags = [*SHORT, "--model", str(model), "--data", questions]
 
     def run(address, out):
         return train.main([*flags, "--search_url", address, "--out", str(tmp_path / out)])
@@ -179,22 +193,23 @@ def run(questions, model_folder, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("questions", ["Rome"], indirect=True)
 def test_a_run_stops_with_its_server_and_goes_on_with_it(run, tmp_path, monkeypatch, capsys):
-    server = serve()
     calls = []
     generate = HFEngine.generate
-    assert run(server.url, "plain") == 0
+    server = contextlib.ExitStack()
+    url = server.enter_context(serve())
+    assert run(url, "plain") == 0
 
     def generate_and_kill(engine, *args):
         calls.append(1)
         # Calls 1 and 2 are the turns of the evaluation, 3 and 4 those of iteration 1.
         if len(calls) == 6:
-            kill(server)
+            server.close()
         return generate(engine, *args)
 
     with monkeypatch.context() as patch:
         patch.setattr(HFEngine, "generate", generate_and_kill)
-        assert run(server.url, "stopped") == 1
-    sentence = f"stopped after iteration 1: the search server {server.url} failed 3 times"
+        assert run(url, "stopped") == 1
+    sentence = f"stopped after iteration 1: the search server {url} failed 3 times"
     assert sentence in capsys.readouterr().out
     stopped = tmp_path / "stopped"
     assert state_of(stopped / "checkpoint")["report"]["rows"][-1]["iteration"] == 1
@@ -202,9 +217,8 @@ def test_a_run_stops_with_its_server_and_goes_on_with_it(run, tmp_path, monkeypa
 
     assert train.main(["--resume", str(stopped)]) == 2
     assert "--search_url must be the address of a search server" in capsys.readouterr().err
-    again = serve(server.server_port)
-    assert train.main(["--resume", str(stopped)]) == 0
-    kill(again)
+    with serve(int(re.search(r":(\d+)/", url)[1])):
+        assert train.main(["--resume", str(stopped)]) == 0
     assert contents(stopped) == contents(tmp_path / "plain")
 
 

@@ -1,0 +1,257 @@
+"""Search passages with a FAISS index, in this process or on a server.
+
+Paper: appendix D, "NQ Search" ("Retrieved documents are provided via a FAISS index with E5
+embeddings, k = 3"). The index is exact. envs/search_server.py builds and serves one.
+
+There are two encoders: a transformer such as E5, and hashed words, which are ours and need no
+download.
+"""
+
+import gzip
+import json
+import re
+import threading
+import time
+import zlib
+from http.client import HTTPConnection, HTTPSConnection
+from socket import SHUT_RDWR
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+# Encoders: texts per forward pass of a transformer. Weights of a hashed word in a passage's title
+# (its first line) and of a trigram, where any other word counts 1.
+BATCH = 64
+TITLE = 4.0
+TRIGRAM = 0.25
+
+# Passages that are encoded again to check an index, and the largest distance of a vector to the
+# stored one, which may have been computed in half precision.
+CHECKED = 8
+CLOSE = 0.3
+
+# Client: its attempts, the seconds and bytes that the whole answer of one may take, and the seconds
+# before the second attempt (twice as many before the third).
+ATTEMPTS = 3
+TIMEOUT = 30.0
+MOST_BYTES = 1 << 25
+PAUSE = 0.5
+
+
+class LocalEncoder:
+    """Hash words and letter trigrams with a sign into `dimension` places, weighted by idf over the
+    corpus."""
+
+    def __init__(self, corpus: list[str], dimension: int = 2048):
+        self.dimension = dimension
+        documents = sum(self._terms(contents) != 0 for contents in corpus)  # [dimension]
+        self.idf = np.log((1 + len(corpus)) / (1 + documents)) + 1
+
+    def encode(self, texts: list[str], passages: bool = False) -> np.ndarray:
+        """Return unit vectors of queries or of passages, float32 [n, dimension]. A text without
+        words gets zeros."""
+        title_weight = TITLE if passages else 1.0
+        terms = []
+        for text in texts:
+            title, _, body = text.partition("\n")
+            terms.append(title_weight * self._terms(title) + self._terms(body))
+
+        return unit_vectors(self.idf * terms)
+
+    def _terms(self, text: str) -> np.ndarray:
+        """Return the signed number of words and trigrams in each place, float64 [dimension]."""
+        counts = np.zeros(self.dimension)
+        for word in re.findall(r"\w+", text.lower()):
+            framed = f"#{word}#"
+            trigrams = [framed[k : k + 3] for k in range(len(word))]
+
+            for term in [word, *trigrams]:
+                weight = 1.0 if term is word else TRIGRAM
+                digest = zlib.crc32(term.encode("utf-8", "replace"))
+                counts[digest % self.dimension] += weight if digest >> 31 else -weight
+
+        return counts
+
+
+class TransformerEncoder:
+    """Average the last hidden states over a text's own tokens and normalise, as E5 and all-MiniLM
+    do. E5 needs its `prefixes` before queries and passages. Raises ValueError if no model can be
+    loaded."""
+
+    def __init__(self, name: str, prefixes: bool):
+        # These are imported here, because the local encoder needs neither.
+        import torch
+        from transformers import AutoModel, AutoTokenizer
+
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(name)
+            self.model, loaded = AutoModel.from_pretrained(
+                name, use_safetensors=True, output_loading_info=True
+            )
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"--encoder is {name}, but no model could be loaded from there"
+            ) from error
+        # transformers would make random ones. The pooler is not used.
+        lacking = [key for key in loaded["missing_keys"] if not key.startswith("pooler.")]
+        if lacking:
+            raise ValueError(f"--encoder is {name}, but must have the weights {min(lacking)}")
+
+        self.model.to("cuda" if torch.cuda.is_available() else "cpu")
+        self.model.requires_grad_(False)
+        self.prefixes = prefixes
+        self.dimension = self.model.config.hidden_size
+        # The rest of a text is cut off.
+        self.tokenizer.model_max_length = min(512, self.model.config.max_position_embeddings)
+
+    def encode(self, texts: list[str], passages: bool = False) -> np.ndarray:
+        """Return unit vectors of queries or of passages, float32 [n, dimension]."""
+        if self.prefixes:
+            prefix = "passage: " if passages else "query: "
+            texts = [prefix + text for text in texts]
+
+        sums = []
+        for start in range(0, len(texts), BATCH):
+            batch = texts[start : start + BATCH]
+            tokens = self.tokenizer(batch, padding=True, truncation=True, return_tensors="pt")
+            tokens = tokens.to(self.model.device)
+            hidden = self.model(**tokens).last_hidden_state  # [n, T, dimension]
+            mask = tokens["attention_mask"][..., None]  # [n, T, 1], 0 at padding
+            # The sum has the direction of the mean.
+            sums.append((hidden.float() * mask).sum(1).cpu().numpy())
+
+        return unit_vectors(np.concatenate(sums))
+
+
+def unit_vectors(vectors: np.ndarray) -> np.ndarray:
+    """Divide each row by its norm, float32 [n, dimension]. Rows of zeros stay."""
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return (vectors / np.maximum(norms, 1e-12)).astype(np.float32)
+
+
+def encodable(text: Any) -> str:
+    """Return a string with "?" for lone surrogates, which JSON can hold and no tokenizer reads.
+    Raises TypeError if it is no string."""
+    if not isinstance(text, str):
+        raise TypeError(f"must be a string, but is {text!r:.30}")
+    return text.encode("utf-8", "replace").decode()
+
+
+def read_corpus(path: str) -> list[str]:
+    """Return the `contents` of each line that is not empty; a name that ends in .gz is unpacked.
+    Raises ValueError that names file and line if a line has none."""
+    passages = []
+    with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                passages.append(encodable(json.loads(line)["contents"]))
+            except Exception as error:
+                sentence = f"{path}, line {number}: must be a JSON object with contents"
+                raise ValueError(sentence) from error
+    return passages
+
+
+Encoder = LocalEncoder | TransformerEncoder
+
+
+def build_index(corpus: list[str], encoder: Encoder) -> Any:
+    """Return an exact FAISS index of the passages."""
+    # FAISS is imported here, because clients do not need it.
+    import faiss
+
+    index = faiss.IndexFlatIP(encoder.dimension)
+    for start in range(0, len(corpus), 1024):
+        index.add(encoder.encode(corpus[start : start + 1024], passages=True))
+    return index
+
+
+def fits(index: Any, corpus: list[str], encoder: Encoder) -> bool:
+    """Return whether an index is of these passages, in this order, and of this encoder. A few
+    passages are encoded again: an exact index must have their vectors, any other must find
+    positions of the corpus and no ids of its own."""
+    if (index.ntotal, index.d) != (len(corpus), encoder.dimension):
+        return False
+    rows = np.linspace(0, len(corpus) - 1, CHECKED, dtype=int).tolist()
+    encoded = encoder.encode([corpus[row] for row in rows], passages=True)  # [CHECKED, dimension]
+    if not type(index).__name__.startswith("IndexFlat"):
+        return bool(index.search(encoded, 1)[1].max() < len(corpus))
+
+    stored = np.stack([index.reconstruct(row) for row in rows])
+    return bool(np.linalg.norm(stored - encoded, axis=1).max() < CLOSE)
+
+
+class Retriever:
+    """Search passages with a FAISS index, which is built if it is None. Raises ValueError if index
+    and passages do not fit."""
+
+    def __init__(self, corpus: list[str], encoder: Encoder, index: Any = None):
+        if index is None:
+            index = build_index(corpus, encoder)
+        elif not fits(index, corpus, encoder):
+            raise ValueError(
+                f"the index of {index.ntotal} passages is of another corpus or encoder: "
+                "build it again"
+            )
+        self.corpus = np.array(corpus, dtype=object)
+        self.encoder = encoder
+        self.index = index
+
+    def search(self, queries: list[str], topk: int) -> tuple[list[list[str]], list[list[float]]]:
+        """Return the `topk` best passages of each query, best first, and their scores (cosines)."""
+        vectors = self.encoder.encode(queries)
+        scores, positions = self.index.search(vectors, min(topk, len(self.corpus)))
+        # An index of cells may find fewer, and says -1.
+        found = [row[row >= 0] for row in positions]
+        passages = [self.corpus[row].tolist() for row in found]
+        return passages, [row[: len(k)].tolist() for row, k in zip(scores, found, strict=True)]
+
+
+def retrieve(url: str, queries: list[str], topk: int) -> list[list[str]]:
+    """Ask a server for the `topk` best passages ("Title\\ntext") of each query, best first. Raises
+    ConnectionError if ATTEMPTS fail: an answer takes longer than TIMEOUT or more than MOST_BYTES,
+    or does not follow the protocol (envs/search_server.py)."""
+    texts = [encodable(query) for query in queries]
+    body = json.dumps({"queries": texts, "topk": topk, "return_scores": True}).encode()
+
+    for attempt in range(ATTEMPTS):
+        time.sleep(PAUSE * attempt)
+        try:
+            rows = json.loads(ask(url, body))["result"]
+            passages = []
+            for _, hits in zip(queries, rows, strict=True):
+                passages.append([encodable(hit["document"]["contents"]) for hit in hits[:topk]])
+            return passages
+        # What a server sends may break any part of this.
+        except Exception as error:
+            reason = f"{error!r:.300}"
+
+    raise ConnectionError(
+        f"the search server {url} failed {ATTEMPTS} times, for up to {TIMEOUT:g} s each, "
+        f"at last with {reason}"
+    )
+
+
+def ask(url: str, body: bytes) -> bytes:
+    """Return the body of a server's answer to a POST. No proxy is used, which could not reach a
+    loopback address, and no redirect is followed. Raises an error if there is none."""
+    parts = urlsplit(url)
+    connect = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+    connection = connect(parts.hostname or "", parts.port, timeout=TIMEOUT)
+    connection.connect()
+    # A server can send a byte at a time for ever: then this ends the reading.
+    timer = threading.Timer(TIMEOUT, connection.sock.shutdown, [SHUT_RDWR])
+    timer.start()
+    try:
+        path = f"{parts.path or '/'}?{parts.query}".removesuffix("?")
+        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        answer = response.read(MOST_BYTES + 1)
+    finally:
+        timer.cancel()
+        connection.close()
+    if response.status != 200 or len(answer) > MOST_BYTES:
+        raise OSError(f"status {response.status}: {answer[:300]!r}")
+    return answer
