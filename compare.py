@@ -49,15 +49,13 @@ PHRASES = {
     "beta 0.4": "with IS",
     "decay none": "without decay",
 }
-# These flags of train.py are set here for every run.
-RUN_FLAGS = ("--env", "--method", "--seed", "--out", "--resume")
 # The paper's colors (Fig. 3)
 METHOD_COLORS = {"on_policy": "#4285F4", "per": "#FBBC04", "freshper": "#EA4335"}
 EXHIBITS = {
     # Table 1, Fig. 3, 4 and 6
     "main": ["on_policy", "per", "freshper"],
-    # Fig. 5; `TAUS` come after the first arm
-    "tau": ["on_policy", "freshper --decay none", "per"],
+    # Fig. 5, after `TAUS`
+    "tau": ["freshper --decay none", "per", "on_policy"],
     # Fig. 7
     "is": ["on_policy", "freshper", "freshper --beta 0.4", "per --beta 0", "per"],
     # Table 3, and Config A with the clip of Default
@@ -69,13 +67,6 @@ PERIOD = 60.0  # seconds between two lines on what is under way
 
 Results = dict[str, list[Row]]  # the rows of results.csv, by arm
 under_way: dict[Path, subprocess.Popen] = {}  # by the folder of a run
-
-
-def exhibit(name: str, preset: str) -> list[str]:
-    """Return the arms of a ready-made comparison."""
-    first, *others = EXHIBITS[name]
-    taus = [f"freshper --tau {tau}" for tau in TAUS[preset]] if name == "tau" else []
-    return [first, *taus, *others]
 
 
 def label(arm: str) -> str:
@@ -94,14 +85,11 @@ def folder_of(out: Path, arm: str, seed: int) -> Path:
 
 
 def flags_of(args: argparse.Namespace, arm: str, seed: int) -> list[str]:
-    """Return the checked flags of a run. Raises ValueError if one of them is compare.py's to set,
-    or if its folder has a run with other settings."""
-    method, *others = [*arm.split(), f"--preset={args.preset}", *args.flags]
-    for name in RUN_FLAGS:
-        if name in [word.partition("=")[0] for word in others]:
-            raise ValueError(f"{name} is in the flags of {arm}, but must be left to compare.py")
-
-    flags = [f"--env={args.env}", f"--method={method}", *others, f"--seed={seed}"]
+    """Return the checked flags of a run. Raises ValueError if its folder has a run with other
+    settings."""
+    method, *of_arm = arm.split()
+    flags = [f"--preset={args.preset}", *args.flags, *of_arm]
+    flags += [f"--env={args.env}", f"--method={method}", f"--seed={seed}"]
     now = vars(parse_args(flags))
     folder = folder_of(args.out, arm, seed)
     if folder.exists():
@@ -113,15 +101,12 @@ def flags_of(args: argparse.Namespace, arm: str, seed: int) -> list[str]:
 
 
 def read_run(folder: Path) -> tuple[Config, Table]:
-    """Return the settings of a run, and its metrics so far, {} if there are none yet.
-
-    Raises ValueError if they are damaged, or not those of a run."""
+    """Return settings and metrics of a run, {} if there are none yet. Raises ValueError if they are
+    damaged, or those of something else."""
     try:
         config = Config(**json.loads((folder / "config.json").read_text()))
-        if not (folder / "metrics.csv").exists():
-            return config, {}
-        metrics = read(folder, "metrics.csv")
-        if np.isnan(metrics["iteration"]).any():
+        metrics = read(folder, "metrics.csv") if (folder / "metrics.csv").exists() else {}
+        if metrics and np.isnan(metrics["iteration"]).any():
             raise ValueError("metrics.csv has a row without an iteration")
         return config, metrics
     # A folder of something else may hold anything.
@@ -134,14 +119,14 @@ def train(folder: Path, flags: list[str]) -> None:
 
     Numbers that are not finite end a run, but not the comparison: stopped.txt says so. Raises
     RuntimeError if a run fails in another way."""
+    flags = [*flags, f"--out={folder}"]
     if folder.exists():
         config, metrics = read_run(folder)
         complete = metrics and metrics["iteration"][-1] == config.iterations
         if complete or (folder / "stopped.txt").exists():
             return
+        flags = [f"--resume={folder}"]
 
-    path = folder.resolve()
-    flags = [f"--resume={path}"] if folder.exists() else [*flags, f"--out={path}"]
     command = [sys.executable, str(Path(__file__).with_name("train.py")), *flags]
     under_way[folder] = process = subprocess.Popen(
         command,
@@ -153,7 +138,6 @@ def train(folder: Path, flags: list[str]) -> None:
     )
     output, _ = process.communicate()
     del under_way[folder]
-
     if process.returncode == NOT_FINITE and (folder / "metrics.csv").exists():
         (folder / "stopped.txt").write_text(output)
     elif process.returncode:
@@ -161,16 +145,13 @@ def train(folder: Path, flags: list[str]) -> None:
 
 
 def progress() -> str:
-    """Return a line on the runs under way: how far they are, and their last evaluation."""
+    """Return a line on the runs under way: the iteration of each."""
     parts = []
     for folder in [*under_way]:
-        config, metrics = read_run(folder) if folder.exists() else (None, {})
-        if config and metrics:
-            success = metrics["eval_success"]
-            now = f"{success[~np.isnan(success)][-1]:.2f} on held-out seeds"
-            done = f"{metrics['iteration'][-1]:.0f} of {config.iterations} iterations"
-            parts.append(f"{folder.name}: {done}, {now}")
-    return "; ".join(parts) or "starting"
+        config, metrics = read_run(folder) if folder.exists() else (Config(), {})
+        done = metrics["iteration"][-1] if metrics else 0
+        parts.append(f"{folder.name} {done:.0f} of {config.iterations}")
+    return f"iterations: {', '.join(parts)}"
 
 
 def run_all(args: argparse.Namespace, arms: list[str]) -> Results:
@@ -184,10 +165,9 @@ def run_all(args: argparse.Namespace, arms: list[str]) -> Results:
         print(f"{label(arm)}, seed {seed}: {score}, {folder}", flush=True)
         return row
 
-    jobs = dict.fromkeys(product(arms, args.seeds))
-    print(f"{len(jobs)} runs, {args.jobs} at a time, written to {args.out}", flush=True)
     pool = ThreadPoolExecutor(args.jobs)
-    futures = [pool.submit(run, *job) for job in jobs]
+    futures = [pool.submit(run, *job) for job in product(arms, args.seeds)]
+    print(f"{len(futures)} runs, {args.jobs} at a time, written to {args.out}", flush=True)
     waiting = {*futures}
     try:
         while waiting:
@@ -252,37 +232,37 @@ def welch_interval(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray
 # -- what is written
 
 
-def column(runs: list[Row], name: str) -> np.ndarray:
-    """Return a column of results.csv for the runs of an arm, [n]."""
-    return np.array([run[name] for run in runs])
-
-
 def table(results: Results) -> str:
     """Return a Markdown table, one row per arm, from the summaries of its runs. One seed gets no
     intervals."""
     first, *_ = results
+    of_arms = {
+        arm: {name: np.array([run[name] for run in runs]) for name in runs[0]}
+        for arm, runs in results.items()
+    }
     text = "| arm | last 3 evaluations, per seed | mean "
     text += f"| - {label(first)} | peak | updates | diverged | seconds |\n"
     text += "|---" * 8 + "|\n"
-
-    for arm, runs in results.items():
-        n = len(runs)
-        last = column(runs, "last")
-        half = ""
-        difference = ""
+    for arm, runs in of_arms.items():
+        last = runs["last"]
+        n = len(last)
+        half, difference = "", ""
         if n > 1:
             half = f" ± {stats.t.ppf(0.975, n - 1) * stats.sem(last):.3f}"
-            if arm != first:
-                low, high = welch_interval(last, column(results[first], "last"))
-                difference = f"{low:+.3f} to {high:+.3f}"
-
-        seeds = " ".join(f"{value:.3f}" for value in last)
-        text += f"| {label(arm)} | {seeds} "
-        text += f"| {last.mean():.3f}{half} | {difference} "
-        text += f"| {column(runs, 'peak').mean():.3f} "
-        text += f"| {column(runs, 'updates').mean():.0f} "
-        text += f"| {column(runs, 'diverged').sum()} of {n} "
-        text += f"| {column(runs, 'wall_s').mean():.0f} |\n"
+        if n > 1 and arm != first:
+            low, high = welch_interval(last, of_arms[first]["last"])
+            difference = f"{low:+.3f} to {high:+.3f}"
+        cells = [
+            label(arm),
+            " ".join(f"{value:.3f}" for value in last),
+            f"{last.mean():.3f}{half}",
+            difference,
+            f"{runs['peak'].mean():.3f}",
+            f"{runs['updates'].mean():.0f}",
+            f"{runs['diverged'].sum()} of {n}",
+            f"{runs['wall_s'].mean():.0f}",
+        ]
+        text += f"| {' | '.join(cells)} |\n"
     return text
 
 
@@ -318,15 +298,12 @@ def write_results(args: argparse.Namespace, results: Results) -> None:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-
     text = table(results)
     (args.out / "table.md").write_text(text)
     print(text)
 
     config, _ = read_run(folder_of(args.out, rows[0]["arm"], rows[0]["seed"]))
-    seeds = " ".join(map(str, dict.fromkeys(args.seeds)))
-    word = "seeds" if " " in seeds else "seed"
-    title = f"{task(config)}, preset {args.preset}\n{word} {seeds}"
+    title = f"{task(config)}, preset {args.preset}\nseeds {' '.join(map(str, args.seeds))}"
     levels = {}
     if args.metric == "success":
         levels = baselines(make_env(config), config.eval_episodes)
@@ -367,7 +344,9 @@ def main() -> None:
         if args.metric not in metrics:
             allowed = f"one of {', '.join(metrics)} with --env {args.env}"
             raise ValueError(f"--metric is {args.metric}, but must be {allowed}")
-        arms = args.arm or exhibit(args.exhibit, args.preset)
+        arms = args.arm or EXHIBITS[args.exhibit]
+        if not args.arm and args.exhibit == "tau":
+            arms = [*(f"freshper --tau {tau}" for tau in TAUS[args.preset]), *arms]
         for arm, seed in product(arms, args.seeds):
             flags_of(args, arm, seed)  # before hours of runs
         args.out.mkdir(parents=True, exist_ok=True)
