@@ -49,7 +49,6 @@ def load(config: Config) -> Loaded:
 
     Raises ValueError if one of them cannot be used, ConnectionError if no server answers at
     --search_url."""
-    check_backend(config)
     rank = join_ranks(config)
     keep_freed_memory()
     # transformers lists every weight that does not fit; `load_policy` raises one sentence instead.
@@ -87,8 +86,15 @@ def make_env(config: Config) -> TextEnv:
 
 
 def join_ranks(config: Config) -> int:
-    """Meet the other ranks, if DeepSpeed trains, and return the number of this one."""
+    """Meet the other ranks, if DeepSpeed trains, and return the number of this one. Raises
+    ValueError if a package of --backend is missing, or if it cannot train on several ranks."""
+    backend = f"--backend is {config.backend}, but"
+    for name in ("vllm", "deepspeed"):
+        if name in config.backend and importlib.util.find_spec(name) is None:
+            raise ValueError(f"{backend} {name} is not installed: see docs/gpus.md, or hf+torch")
     if config.trainer == "torch":
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ValueError(f"{backend} must train with deepspeed on several ranks")
         if config.preset == "tiny":
             choose_threads()
         return 0
@@ -97,22 +103,6 @@ def join_ranks(config: Config) -> int:
     from freshper import trainer_deepspeed
 
     return trainer_deepspeed.join_ranks(config)
-
-
-def check_backend(config: Config) -> None:
-    """Raise ValueError if a package of --backend is missing, or if it cannot train on the ranks
-    that were started."""
-    for name in ("vllm", "deepspeed"):
-        if name in config.backend and importlib.util.find_spec(name) is None:
-            raise ValueError(
-                f"--backend is {config.backend}, but {name} is not installed: "
-                "see docs/gpus.md, or try hf+torch"
-            )
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if config.trainer == "torch" and ranks > 1:
-        raise ValueError(
-            f"--backend is {config.backend}, but must train with deepspeed on the {ranks} ranks"
-        )
 
 
 def load_model(config: Config, saved: Saved | None) -> Policy:
@@ -131,12 +121,6 @@ def load_model(config: Config, saved: Saved | None) -> Policy:
     dtype = "float32" if config.trainer == "torch" else config.dtype
     try:
         policy = load_policy(name, config.device, getattr(torch, dtype), **fields)
-        tokens = len(policy.tokenizer)
-        embedded = policy.model.get_input_embeddings().num_embeddings
-        if tokens > embedded or not policy.encode("text"):
-            raise ValueError(
-                f"its tokenizer, of {tokens} tokens, does not belong to it ({embedded})"
-            )
     # transformers and a folder of another program may raise anything.
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__

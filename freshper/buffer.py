@@ -155,15 +155,11 @@ class ReplayBuffer:
 
         Those that another episode has replaced since are left out. Unchanged ones keep their tree
         values."""
-        indices = np.asarray(indices, int)
-        priorities = np.asarray(priorities, float)
-        if indices.shape != priorities.shape:
-            raise ValueError(f"{indices.size} slots, {priorities.size} priorities")
+        indices, priorities = np.broadcast_arrays(indices, priorities)
         check_priorities(priorities)
         self.pending.result()
-        unknown = indices[(indices < 0) | (indices >= len(self))]
-        if unknown.size:
-            raise ValueError(f"the buffer has {len(self)} episodes, but no slot {unknown[0]}")
+        if not np.isin(indices, np.arange(len(self))).all():
+            raise ValueError(f"the buffer has {len(self)} episodes, but not all slots {indices}")
         drawn = self.drawn[indices]
         there = (drawn == -1) | (drawn == self.arrival[indices])
         indices, priorities = indices[there], priorities[there]

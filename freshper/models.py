@@ -64,6 +64,10 @@ class Policy:
         self.template = functools.cache(self.split_template)
 
         # The end of a reply is the template's, which is not always the tokenizer's eos.
+        embedded = self.model.get_input_embeddings().num_embeddings
+        if len(tokenizer) > embedded or not self.encode("text"):
+            raise ValueError(f"its tokenizer of {len(tokenizer)} tokens belongs to another model")
+
         added = tokenizer.added_tokens_decoder
         special = {i for i, token in added.items() if token.special}
         closing, opening = self.template(0, first=False)

@@ -192,13 +192,12 @@ class RandomEngine:
 
     def generate(self, conversations: list[Conversation], max_new_tokens: int) -> list[Reply]:
         """Return one random reply to each conversation."""
-        envs = [self.env_of[conversation.seed] for conversation in conversations]
-        return [self.reply(env.random_reply(self.rng)) for env in envs]
-
-    def reply(self, text: str) -> Reply:
-        """Return the reply of this text, with an eos."""
-        tokens = [*self.policy.tokenizer.encode(text), self.policy.eos_id]
-        return Reply(tokens, [0.0] * len(tokens))
+        replies = []
+        for conversation in conversations:
+            text = self.env_of[conversation.seed].random_reply(self.rng)
+            tokens = [*self.policy.encode(text), self.policy.eos_id]
+            replies.append(Reply(tokens, [0.0] * len(tokens)))
+        return replies
 
 
 def transcripts(policy: Policy, envs: list[TextEnv], seeds: list[int]) -> list[Episode]:
@@ -214,8 +213,8 @@ def transcripts(policy: Policy, envs: list[TextEnv], seeds: list[int]) -> list[E
         turn = policy.bridge(final._replace(text=f"{final.text}?{caption}"), closed=True)
 
         # The caption stands before what the chat template puts after a user's text.
-        end = len(turn) - len(policy.tokenizer.encode(suffix))
-        start = end - len(policy.tokenizer.encode(caption))
+        end = len(turn) - len(policy.encode(suffix))
+        start = end - len(policy.encode(caption))
         in_caption = np.zeros(len(turn), bool)
         in_caption[start:end] = True
 
@@ -253,15 +252,12 @@ def check_words(policy: Policy, envs: list[TextEnv]) -> None:
     replies = [f"<answer>{action}</answer>" for action in envs[0].actions]
     for seed, env in enumerate(envs, WARM_START_SEEDS):
         env.reset(seed=seed)
-        caption = env.caption()
-        if not (isinstance(caption, str) and caption):
-            allowed = "a string that says what the observation shows"
-            raise ValueError(f"{name}.caption() is {caption!r}, but must be {allowed}")
+        if not env.caption():
+            raise ValueError(f"{name}.caption() is empty, but must say what the observation shows")
         replies.append(env.random_reply(rng))
 
     for reply in replies:
-        tokens = policy.tokenizer.encode(reply)
-        sampled = [token for token in tokens if token not in policy.suppressed_ids]
+        sampled = [k for k in policy.encode(reply) if k not in policy.suppressed_ids]
         written = policy.tokenizer.decode(sampled)
         if written != reply:
             raise ValueError(
@@ -311,11 +307,7 @@ def tiny_model(name: str) -> Path:
     folder = cache / f"{name}-{hashlib.sha256(code).hexdigest()[:8]}"
     if not folder.is_dir():
         unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
-        try:
-            unfinished.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            allowed = f"a folder to write to: {error.strerror}"
-            raise ValueError(f"FRESHPER_CACHE is {cache}, but must be {allowed}") from error
+        unfinished.mkdir(parents=True)
         policy = build_policy(env)
         warm_start(policy, ENVS[name])
         policy.save(str(unfinished))
