@@ -152,7 +152,9 @@ for name, folder in runs.items():
     print(f"{name}, {shown}: ESS / n {means['ess'][0]:.2f} to {means['ess'][-1]:.2f}")
     assert (batches["ess"] <= batches["bound"] + 1e-9).all()
 
-axes[0].set(xlabel="age, optimizer steps", title="KL(mu||theta) of an episode, nats", ylim=(0, None))
+axes[0].set(
+    xlabel="age, optimizer steps", title="KL(mu||theta) of an episode, nats", ylim=(0, None)
+)
 axes[1].set(xlabel="age, optimizer steps", title="ESS / n of 32 episodes", ylim=(0, 1))
 axes[0].legend()
 axes[1].legend(ncols=2, fontsize=9)
