@@ -130,7 +130,7 @@ def read_module(path: Path) -> Module:
     tree = ast.parse(text)
     lines = ["", *text.splitlines()]
     shown = highlight(text, PythonLexer(stripnl=False), FORMATTER).splitlines()
-    code = {n: f'<span id="L{n}">{line}</span>' for n, line in enumerate(shown, 1)}
+    code = {n: line and f'<span id="L{n}">{line}</span>' for n, line in enumerate(shown, 1)}
     module = Module({}, {}, set(), code)
 
     for symbol, node in [("", tree), *symbols(tree)]:
@@ -231,7 +231,9 @@ class Edition:
             if start == 1:
                 imports = "\n".join(module.code[n] for n in sorted(module.imports))
                 left += f"<details><summary>imports</summary><pre>{imports}</pre></details>"
-            page.append(f"<section><div>{left}</div><pre>{self.link(code, name)}</pre></section>")
+            if left or code:
+                right = self.link(code, name)
+                page.append(f"<section><div>{left}</div><pre>{right}</pre></section>")
         return "\n".join(page)
 
     def index(self) -> str:
