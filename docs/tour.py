@@ -5,6 +5,10 @@
 #
 # We train text FrozenLake twice on a CPU, in four minutes, and then look at what the buffers hold.
 # Sections and equations are the paper's. [The exercises](exercises.md) go on from here.
+#
+# On Colab, clone the repository first (`!git clone`), and go to its folder `docs` (`%cd`). This
+# notebook is made of `docs/tour.py`: `jupytext --to ipynb docs/tour.py`, then
+# `PYTHONWARNINGS=ignore jupyter execute --inplace docs/tour.ipynb`.
 
 # %%
 import os
@@ -13,10 +17,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-# A notebook starts in its own folder, a script wherever it is called. On Colab, the folder has to
-# be fetched first: !git clone ADDRESS project, then %cd project/docs
-ROOT = next(path for path in (Path.cwd(), Path.cwd().parent) if (path / "train.py").exists())
-sys.path.append(str(ROOT))
+# A notebook starts in its own folder, a script wherever it is called.
+sys.path.extend([str(Path.cwd()), str(Path.cwd().parent)])
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -28,6 +30,7 @@ from freshper.checkpoint import unpack_episodes
 from freshper.is_weights import importance_weights
 from freshper.priority import exponential_decay, polynomial_decay
 
+ROOT = Path(diagnostics.__file__).parents[1]
 ITERATIONS = os.environ.get("TOUR_ITERATIONS", "60")
 OUT = Path(os.environ.get("TOUR_OUT", ROOT / "out/tour"))
 COLORS = {"without decay": "#9C6500", "with decay": "#EA4335"}
