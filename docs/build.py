@@ -174,7 +174,7 @@ class Edition:
         self.places: dict[str, str] = {}  # of a symbol or a flag
         for name, module in self.modules.items():
             for symbol, line in module.symbols.items():
-                place = f"{name}.html#L{line}"
+                place = f"{name}.html#L{line}" if symbol else f"{name}.html"
                 self.places[f"{name}.{symbol}".rstrip(".")] = place
                 self.places[symbol.replace("Config.", "--")] = place
 
