@@ -2,7 +2,7 @@
 
     python examples/track.py out/frozenlake-freshper-42 [--wandb PROJECT]
     tensorboard --logdir out
-They are not in requirements.txt: pip install tensorboard wandb
+They are packages of their own: pip install tensorboard wandb
 """
 
 import argparse
@@ -24,9 +24,13 @@ config = json.loads((args.run / "config.json").read_text())
 if args.wandb:
     import wandb
 
-    wandb.init(project=args.wandb, name=args.run.name, config=config)
+    # A run that W&B has goes on, and it ignores the steps that it has.
+    wandb.init(project=args.wandb, id=args.run.name, config=config, resume="allow")
 iteration = -1
-with suppress(KeyboardInterrupt), SummaryWriter(args.run / "tensorboard", flush_secs=2) as writer:
+# The whole table is written again: what an earlier call, or the run before --resume, has left in
+# the folder is purged from step 0 on.
+writer = SummaryWriter(args.run / "tensorboard", purge_step=0, flush_secs=2)
+with suppress(KeyboardInterrupt), writer:
     while iteration < config["iterations"]:
         time.sleep(1)
         # The last line may be only half written.

@@ -1,4 +1,4 @@
-"""examples/track.py puts every row of a run that is still going into TensorBoard, once."""
+"""examples/track.py puts every row of a run into TensorBoard, once."""
 
 import json
 import subprocess
@@ -11,7 +11,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 TRACK = Path(__file__).parents[2] / "examples/track.py"
 
 
-def test_rows_become_steps_while_the_run_goes_on(tmp_path):
+def scalars(run):
+    """Return the steps and values of each name, as TensorBoard shows them."""
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    names = events.Tags()["scalars"]
+    return {name: [(point.step, point.value) for point in events.Scalars(name)] for name in names}
+
+
+def test_rows_become_steps_while_a_run_goes_on_and_after_it_is_resumed(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"iterations": 2}))
     table = tmp_path / "metrics.csv"
     table.write_text("iteration,loss,eval_success\n0,,0.25\n1,0.5,\n2,0.")  # the last row half
@@ -23,17 +31,12 @@ def test_rows_become_steps_while_the_run_goes_on(tmp_path):
     with table.open("a") as file:
         file.write("125,0.75\n")
     assert process.wait(60) == 0
+    first = {"loss": [(1, 0.5), (2, 0.125)], "eval_success": [(0, 0.25), (2, 0.75)]}
+    assert scalars(tmp_path) == first
 
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    values = {}
-    for name in events.Tags()["scalars"]:
-        values[name] = [(point.step, point.value) for point in events.Scalars(name)]
-
-    assert values == {"loss": [(1, 0.5), (2, 0.125)], "eval_success": [(0, 0.25), (2, 0.75)]}
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path):
-    done = subprocess.run([sys.executable, TRACK, tmp_path], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert f"run is {tmp_path}, but must be a folder with a metrics.csv" in done.stderr
+    # resumed from the checkpoint of iteration 1
+    table.write_text("iteration,loss,eval_success\n0,,0.25\n1,0.5,\n2,0.25,\n3,0.125,1.0\n")
+    (tmp_path / "config.json").write_text(json.dumps({"iterations": 3}))
+    subprocess.run([sys.executable, TRACK, tmp_path], check=True)
+    loss = [(1, 0.5), (2, 0.25), (3, 0.125)]
+    assert scalars(tmp_path) == {"loss": loss, "eval_success": [(0, 0.25), (3, 1.0)]}
