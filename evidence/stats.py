@@ -90,7 +90,7 @@ def judge_equal(effects: Sequence[Effect]) -> list[str]:
     answers = []
     corrected = holm([effect.p for effect in effects])
     for effect, p in zip(effects, corrected, strict=True):
-        within = -SMALLEST_EFFECT <= effect.low and effect.high <= SMALLEST_EFFECT
+        within = max(-effect.low, effect.high) <= SMALLEST_EFFECT
         answers.append("yes" if within else "no" if p < 0.05 else "undecided")
     return answers
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from data import ARMS, CELLS, FOLDER, MAIN, NAMES, PAIR, SEEDS, SUCCESSES, TASKS, Data
+from runs import ARMS, CELLS, FOLDER, MAIN, NAMES, PAIR, SEEDS, SUCCESSES, TASKS, Data
 from scipy.stats import spearmanr
 from stats import Effect, contrast, judge, judge_equal, permutation_p
 
@@ -93,9 +93,8 @@ def parts_of(data: Data, row: dict[str, str]) -> list[Part]:
     name, _, bound = row["judge"].partition(" ")
     if name == "ratio":
         # Tasks on which each run of FreshPER has this success, and does not begin with it
-        success = row["column"].removeprefix("log ")
-        tasks = [task for task in tasks if not data.values(task, "freshper", success).max() == np.inf]
-        tasks = [task for task in tasks if not np.isnan(data.values(task, "freshper", success)).any()]
+        column = row["column"].removeprefix("log ")
+        tasks = [t for t in tasks if np.isfinite(data.values(t, "freshper", column)).all()]
         shown = tasks
 
     cells = [(formula, task) for formula in row["effects"].split("; ") for task in tasks]
@@ -259,7 +258,7 @@ def plateau(data: Data) -> str:
 def readings(ages: dict[str, np.ndarray]) -> list[float]:
     """Return 1/c of a run in steps, from KL(mu, theta) by bin of age: of a line with an intercept,
     of one through the origin, at the mean age drawn, in the youngest bin; and the log-log slope."""
-    used = ages["effective"] >= 30
+    used = (ages["effective"] >= 30) & (ages["kl_reverse"] > 0)
     age, kl, drawn = (ages[name][used] for name in ("age", "kl_reverse", "trajectories"))
     root = np.sqrt(drawn)
     mean_age = np.average(age, weights=drawn)

@@ -12,7 +12,6 @@ COMMANDS = {
     "checkpoint.py --episodes 50": "to save",
     "mixed_precision.py --episodes 4 --length 24 --rounds 1": "ratio",
     "search.py": "FAISS / numpy",
-    "supervised.py --batches 2": "| 0 | ",
     "update.py --vocabulary 1000 --length 64": "in chunks",
 }
 

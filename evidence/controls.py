@@ -1,6 +1,6 @@
 """Controls that are no feature. Each replaces one part of the project, and then trains.
 
-    python benchmarks/controls.py shuffled --env frozenlake --seed 501 --out out/shuffled
+    python evidence/controls.py shuffled --env frozenlake --seed 501 --out out/shuffled
 
 The first word is the control, the rest are flags of train.py.
 
@@ -9,36 +9,30 @@ shuffled         The decay factors are permuted among the entries of the buffer 
 oracle           The true drift KL_i of an entry replaces its age: its factor is exp(-c KL_i). Every
                  fourth iteration a forward pass over the buffer measures KL_i, the k3 estimate of
                  KL(pi_mu || pi_theta) over the action tokens. In between it grows at the mean rate.
-                 c makes the draws as concentrated as those by age. The run's folder gets
-                 age_and_drift.csv, a row per entry and pass.
+                 c makes the draws as concentrated as those by age.
 constant         The learning rate stays as it is after the warm-up.
 buffer_maximum   IS weights are relative to the largest of the buffer, not of the batch.
 """
 
-import contextlib
 import sys
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-import common  # noqa: F401
 import numpy as np
 from scipy.optimize import brentq
-from scipy.stats import pearsonr, spearmanr
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import train
 from freshper.buffer import SMALLEST_LEAF, Replay, ReplayBuffer
-from freshper.diagnostics import read
 from freshper.episode import Episode, collate
-from freshper.is_weights import importance_weights
 from freshper.reinforce import MAX_LOG_RATIO
 from freshper.trainer import WARMUP_STEPS, TorchTrainer
 
 PASS_EVERY = 4  # iterations
 EPISODES_AT_ONCE = 256
 LOG_C = 12.0  # the bounds of log c are -LOG_C and LOG_C
-TABLE = "age_and_drift.csv"
 
 
 class ShuffledBuffer(ReplayBuffer):
@@ -97,7 +91,6 @@ class OracleBuffer(ReplayBuffer):
     """A buffer that knows how far the policy has moved away from each of its entries."""
 
     trainer: TorchTrainer
-    folder: Path
 
     def __init__(self, capacity: int, alpha: float, decay: Any, eviction: str, seed: int):
         super().__init__(capacity, alpha, decay, eviction, seed)
@@ -105,7 +98,6 @@ class OracleBuffer(ReplayBuffer):
         self.drift = np.zeros(capacity)
         self.measured_at = np.zeros(capacity, int)
         self.rate = 0.0  # of the drift of all entries, nats per step
-        self.written = 0  # bytes of the table
 
     def add(self, episodes: list[Episode], base_priorities: np.ndarray, step: int) -> None:
         """Store episodes, whose drift is 0, and measure that of all if it is due.
@@ -117,24 +109,10 @@ class OracleBuffer(ReplayBuffer):
         self.drift[new] = 0.0
         self.measured_at[new] = step
         if self.added // len(episodes) % PASS_EVERY == 0:
-            self.measure(step)
-
-    def measure(self, step: int) -> None:
-        """Measure KL_i of all entries, and append ages and drift to the table."""
-        n = len(self)
-        ages = step - self.collected_at[:n]
-        self.drift[:n] = true_drift(self.trainer, self.episodes)
-        self.measured_at[:n] = step
-        self.rate = (ages @ self.drift[:n]) / (ages @ ages)
-
-        with open(self.folder / TABLE, "a") as file:
-            file.truncate(self.written)
-            if not self.written:
-                file.write("step,age,drift\n")
-            rows = np.column_stack([np.full(n, step), ages, self.drift[:n]])
-            np.savetxt(file, rows, "%.6g", ",")
-            file.seek(0, 2)
-            self.written = file.tell()
+            ages = step - self.collected_at[:n]
+            self.drift[:n] = true_drift(self.trainer, self.episodes)
+            self.measured_at[:n] = step
+            self.rate = (ages @ self.drift[:n]) / (ages @ ages)
 
     def refresh(self, step: int) -> None:
         """Recompute all leaves from the drift of the entries."""
@@ -142,78 +120,59 @@ class OracleBuffer(ReplayBuffer):
         n = len(self)
         drift = self.drift[:n] + self.rate * (self.now - self.measured_at[:n])
         of_age = self.decay(self.now - self.collected_at[:n])
-        factors = drift_factors(drift, of_age, self.alpha)
-        leaves = (self.base_priorities[:n] * factors) ** self.alpha
+        leaves = (self.base_priorities[:n] * drift_factors(drift, of_age, self.alpha)) ** self.alpha
         self.tree.fill(np.maximum(leaves, SMALLEST_LEAF))
 
     def state_dict(self) -> dict:
-        own = {"drift": self.drift, "measured_at": self.measured_at}
-        own |= {"rate": self.rate, "written": self.written}
+        own = {"drift": self.drift, "measured_at": self.measured_at, "rate": self.rate}
         return super().state_dict() | own
 
     def load_state_dict(self, state: dict) -> None:
         super().load_state_dict(state)
-        for name in ("drift", "measured_at", "rate", "written"):
+        for name in ("drift", "measured_at", "rate"):
             setattr(self, name, state[name])
 
 
-def age_against_drift(folder: Path) -> dict[str, float]:
-    """Return the rank correlation and R² of age against true drift, means over the passes of a run
-    of the oracle."""
-    table = read(folder, TABLE)
-    ranks = []
-    r2 = []
-    for step in np.unique(table["step"]):
-        rows = table["step"] == step
-        ages = table["age"][rows]
-        drift = table["drift"][rows]
-        if np.ptp(ages) > 0 and np.ptp(drift) > 0:
-            ranks.append(spearmanr(ages, drift).statistic)
-            r2.append(pearsonr(ages, drift).statistic ** 2)
-    return {"age_rank": float(np.mean(ranks)), "age_r2": float(np.mean(r2))}
+# -- each control changes what train.main trains with
 
 
-# -- each control: a context in which train.main trains with it
+def shuffled() -> None:
+    train.ReplayBuffer = ShuffledBuffer
 
 
-def shuffled() -> Any:
-    return patch.object(train, "ReplayBuffer", ShuffledBuffer)
+def oracle() -> None:
+    record = TorchTrainer.record_behavior_logprobs
+
+    def record_and_keep(trainer: TorchTrainer, episodes: list[Episode]) -> Any:
+        OracleBuffer.trainer = trainer
+        return record(trainer, episodes)
+
+    TorchTrainer.record_behavior_logprobs = record_and_keep
+    train.ReplayBuffer = OracleBuffer
 
 
-def oracle() -> Any:
-    algorithm = train.train
-
-    def train_with_oracle(config, policy, make_env, trainer, engine, report, signals, saved):
-        known = {"trainer": trainer, "folder": report.folder}
-        buffer = type("Oracle", (OracleBuffer,), known)
-        with patch.object(train, "ReplayBuffer", buffer):
-            algorithm(config, policy, make_env, trainer, engine, report, signals, saved)
-
-    return patch.object(train, "train", train_with_oracle)
-
-
-def constant() -> Any:
+def constant() -> None:
     def lr(trainer: TorchTrainer) -> float:
         return trainer.config.lr * min(trainer.step / WARMUP_STEPS, 1.0)
 
-    return patch.object(TorchTrainer, "_scheduled_lr", lr)
+    TorchTrainer._scheduled_lr = lr
 
 
-def buffer_maximum() -> Any:
+def buffer_maximum() -> None:
     class Buffer(ReplayBuffer):
         def sample(self, batch_size: int, step: int = 0) -> Replay:
-            drawn = super().sample(batch_size, step)
             smallest = self.tree.leaves[: len(self)].min() / self.tree.total()
-            train.importance_weights = partial(importance_weights, smallest=smallest)
-            return drawn
 
-    stack = contextlib.ExitStack()
-    stack.enter_context(patch.object(train, "importance_weights", importance_weights))
-    stack.enter_context(patch.object(train, "ReplayBuffer", Buffer))
-    return stack
+            def weights(probabilities: np.ndarray, size: int, beta: float) -> np.ndarray:
+                return (smallest / probabilities) ** beta
+
+            train.importance_weights = weights
+            return super().sample(batch_size, step)
+
+    train.ReplayBuffer = Buffer
 
 
-CONTROLS = {
+CONTROLS: dict[str, Callable[[], None]] = {
     "shuffled": shuffled,
     "oracle": oracle,
     "constant": constant,
@@ -221,14 +180,8 @@ CONTROLS = {
 }
 
 
-def main(argv: list[str]) -> int:
-    if not argv or argv[0] not in CONTROLS:
-        name = argv[0] if argv else "empty"
-        print(f"the control is {name}, but must be one of {', '.join(CONTROLS)}", file=sys.stderr)
-        return 2
-    with CONTROLS[argv[0]]():
-        return train.main(argv[1:])
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if sys.argv[1:2] == [] or sys.argv[1] not in CONTROLS:
+        sys.exit(f"the first word must be one of {', '.join(CONTROLS)}")
+    CONTROLS[sys.argv[1]]()
+    sys.exit(train.main(sys.argv[2:]))
