@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from runs import ARMS, CELLS, FOLDER, NAMES, PAIR, TASKS, Data
 from stats import SMALLEST_EFFECT, Effect, contrast
-from verdicts import CELL_EFFECTS, OTHERS, SHARES, decay_pays
+from verdicts import CELL_EFFECTS, OTHERS, SHARES, after_updates, decay_pays
 
 STYLE = {
     "font.size": 10,
@@ -65,26 +65,32 @@ def interval(axes: Axes, effect: Effect, y: float, color: str) -> None:
         axes.text(right, y + 0.2, f"{effect.estimate:.1f} ", size=9, ha="right")
 
 
-def rows(axes: Axes, named: bool = True) -> None:
-    """Name the rows 0, -1, ... after the tasks, and draw 0 and the effects too small to matter."""
-    axes.set_yticks(-np.arange(len(TASKS)), [NAMES[task] if named else "" for task in TASKS])
+def forest(axes: Axes, effects: dict[str, dict[str, Effect]], colors: dict[str, str]) -> None:
+    """Draw effects by name and task, a row per task, beside 0 and what is too small to matter."""
+    axes.set_yticks(-np.arange(len(TASKS)), [NAMES[task] for task in TASKS])
     axes.set_ylim(-len(TASKS) + 0.4, 0.7)
     axes.axvline(0.0, color="black", linewidth=1)
     axes.axvspan(-SMALLEST_EFFECT, SMALLEST_EFFECT, color="black", alpha=0.12, linewidth=0)
+    shifts = (0.0,) if len(effects) == 1 else (0.17, -0.17)
+    for shift, (name, by_task) in zip(shifts, effects.items(), strict=True):
+        axes.plot([], [], "o-", color=colors[name], label=ARMS.get(name, name))
+        for row, task in enumerate(TASKS):
+            if task in by_task:
+                interval(axes, by_task[task], shift - row, colors[name])
+            else:
+                axes.text(0.05, -row, "not measured yet", va="center", size=9, color="gray")
 
 
 def rivals(data: Data, figure: Figure) -> None:
-    panels = figure.subplots(2, 3, sharex=True).ravel()
-    for number, arm in enumerate(RIVALS):
-        axes = panels[number]
+    panels = figure.subplots(2, 3, sharex=True, sharey=True).ravel()
+    for axes, arm in zip(panels, RIVALS, strict=False):
         axes.set(xlim=(-0.12, 0.5), xticks=(0, 0.2, 0.4), title=fill(ARMS[arm], 12))
         axes.tick_params(labelbottom=True)
-        rows(axes, number % 3 == 0)
-        for row, task in enumerate(TASKS):
-            interval(axes, data.effect(f"freshper - {arm}", [task]), -row, COLORS[arm])
+        by_task = {task: data.effect(f"freshper - {arm}", [task]) for task in TASKS}
+        forest(axes, {arm: by_task}, COLORS)
     says = "right of the band:\nFreshPER is better\n\ngrey band: too\nsmall to matter\n\n"
     panels[5].axis("off")
-    panels[5].text(0, 0.5, f"{says}line: 95 % interval,\nfive runs each", va="center", size=9)
+    panels[5].text(0, -4, f"{says}line: 95 % interval,\nfive runs each", va="center", size=9)
     figure.suptitle("held-out success of FreshPER minus that of ...", size=11)
 
 
@@ -92,8 +98,8 @@ def two_by_two(data: Data, figure: Figure) -> None:
     """Draw mean success of the four cells, and both factors' effects by task, where complete."""
     tasks = data.complete(CELL_EFFECTS["interaction"], TASKS)
     above, below = figure.subplots(2, 1, height_ratios=(2, 3))
-    values = {cell: [data.values(task, CELLS[cell]).mean() for task in tasks] for cell in "NFZA"}
-    means = np.array([np.mean(values[cell]) for cell in values]).reshape(2, 2)
+    cells = [[data.values(task, CELLS[cell]).mean() for task in tasks] for cell in "NFZA"]
+    means = np.mean(cells, axis=1).reshape(2, 2)
     spread = np.ptp(means)
     limits = {"vmin": means.min() - spread / 4, "vmax": means.max() + spread}
     above.imshow(means, cmap="Reds", aspect="auto", **limits)
@@ -102,20 +108,16 @@ def two_by_two(data: Data, figure: Figure) -> None:
         above.text(x, y, f"{mean:.3f}{label}", size=14, ha="center", va="center")
     above.set_xticks((0, 1), ("no age factor", "age factor exp(-age / tau)"))
     above.set_yticks((0, 1), ("priority |r|", "all alike"))
-    above.set_title(f"held-out success, mean of {len(tasks)} of nine tasks")
+    shown = NAMES[tasks[0]] if len(tasks) == 1 else f"mean of {len(tasks)} tasks"
+    above.set_title(f"held-out success, {shown}")
     above.tick_params(length=0)
     above.spines[:].set_visible(False)
 
     below.set(xlim=(-0.15, 0.5), title="what each factor adds, 95 % interval")
-    rows(below)
-    for row, task in enumerate(TASKS):
-        if task not in tasks:
-            below.text(0.05, -row, "not measured yet", va="center", size=9, color="gray")
-            continue
-        for shift, (name, color) in zip((0.17, -0.17), FACTORS.items(), strict=True):
-            interval(below, data.effect(CELL_EFFECTS[name], [task]), shift - row, color)
-    for name, color in FACTORS.items():
-        below.plot([], [], "o-", color=color, label=name)
+    effects = {}
+    for name in FACTORS:
+        effects[name] = {task: data.effect(CELL_EFFECTS[name], [task]) for task in tasks}
+    forest(below, effects, FACTORS)
     below.legend(loc="lower right")
 
 
@@ -131,13 +133,7 @@ def late(data: Data, figure: Figure) -> None:
     above.legend(loc="upper left")
 
     below.set(xlim=(-0.5, 0.3), title="after equally many updates: minus on-policy training")
-    rows(below)
-    for arm, shift in (("freshper", 0.17), ("per", -0.17)):
-        below.plot([], [], "o-", color=COLORS[arm], label=ARMS[arm])
-        for row, task in enumerate(TASKS):
-            end = data.values(task, "on_policy", "updates")[:1]
-            both = [data.interpolated(task, x, "step", end)[:, 0] for x in (arm, "on_policy")]
-            interval(below, contrast(both, [1.0, -1.0]), shift - row, COLORS[arm])
+    forest(below, after_updates(data), COLORS)
     below.set_ylim(-10.4, 0.7)
     below.legend(loc="lower left")
 

@@ -5,14 +5,12 @@ An arm is a name of ARMS, further flags of train.py, and perhaps `+control`, one
 An effect is written as it is read: "freshper - on_policy", "freshper - 4 freshper @ 0.125".
 """
 
-import csv
-import gzip
 import re
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 from stats import Effect, contrast
 
 FOLDER = Path(__file__).parent
@@ -52,21 +50,9 @@ CELLS = {
     "Z": "per --beta 0 --alpha 0 @ 0.5",
 }
 SUCCESSES = (0.5, 0.6, 0.65, 0.9)  # of the times to a success
+RUN = ["task", "arm", "rate", "seed"]
 Row = dict[str, Any]
 Key = tuple[str, str, float]  # task, arm, rate
-
-
-def number(text: str) -> float | str:
-    try:
-        return float(text or "nan")
-    except ValueError:
-        return text
-
-
-def read(path: Path) -> list[Row]:
-    """Return the rows of a table, numbers as float, NaN where it is empty."""
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-        return [{name: number(text) for name, text in row.items()} for row in csv.DictReader(file)]
 
 
 def late_loss(evaluations: np.ndarray) -> float:
@@ -75,7 +61,7 @@ def late_loss(evaluations: np.ndarray) -> float:
     return means.max() - means[-1]
 
 
-def episodes_until(success: float, curve: dict[str, np.ndarray]) -> float:
+def episodes_until(success: float, curve: pandas.DataFrame) -> float:
     """Return the episodes until an evaluation has this success: NaN if the first one has it,
     infinity if none has."""
     has_it = curve["eval_success"] >= success
@@ -91,27 +77,23 @@ def episodes_until(success: float, curve: dict[str, np.ndarray]) -> float:
 class Data:
     """The tables of a folder. A run that has not been made raises KeyError."""
 
-    def __init__(self, folder: Path = FOLDER):
+    def __init__(self):
+        self.curves = self.read("runs_curves.csv.gz")
+        self.ages = self.read("runs_ages.csv.gz")
         self.rows: dict[Key, dict[int, Row]] = {}
-        self.curves = self.grouped(folder / "runs_curves.csv.gz")
-        self.ages = self.grouped(folder / "runs_ages.csv.gz")
-        for row in read(folder / "runs.csv"):
+        for row in pandas.read_csv(FOLDER / "runs.csv").to_dict("records"):
             key = row["task"], row["arm"], row["rate"]
-            self.rows.setdefault(key, {})[int(row["seed"])] = row
-            self.derive(row, self.curves[key][int(row["seed"])])
+            self.rows.setdefault(key, {})[row["seed"]] = row
+            self.derive(row, self.curves[key][row["seed"]])
 
-    def grouped(self, path: Path) -> dict[Key, dict[int, dict[str, np.ndarray]]]:
-        """Return the columns of each run in a table of several rows a run."""
-        runs: dict = defaultdict(lambda: defaultdict(list))
-        for row in read(path) if path.exists() else []:
-            runs[row["task"], row["arm"], row["rate"]][int(row["seed"])].append(row)
-        columns: dict = defaultdict(dict)
-        for key, seeds in runs.items():
-            for seed, rows in seeds.items():
-                columns[key][seed] = {name: np.array([r[name] for r in rows]) for name in rows[0]}
-        return columns
+    def read(self, name: str) -> dict[Key, dict[int, pandas.DataFrame]]:
+        """Return the part of each run of a table that has several rows a run."""
+        runs: dict = {}
+        for (*key, seed), part in pandas.read_csv(FOLDER / name).groupby(RUN):
+            runs.setdefault(tuple(key), {})[seed] = part.reset_index(drop=True)
+        return runs
 
-    def derive(self, row: Row, curve: dict[str, np.ndarray]) -> None:
+    def derive(self, row: Row, curve: pandas.DataFrame) -> None:
         """Add the columns that follow from others."""
         row["late"] = late_loss(np.array(row["evaluations"].split(), float))
         row["normalised"] = (row["final"] - row["random"]) / (row["optimal"] - row["random"])

@@ -75,12 +75,8 @@ def judge(effects: Sequence[Effect], smallest: float = SMALLEST_EFFECT) -> list[
     p_smallest = holm([p_at_least(effect, smallest) for effect in effects])
     answers = []
     for effect, above_0, at_least in zip(effects, p_0, p_smallest, strict=True):
-        answer = "undecided"
-        if at_least < 0.025:
-            answer = "no"
-        elif effect.estimate > 0 and above_0 < 0.05:
-            answer = "yes"
-        answers.append(answer)
+        there = effect.estimate > 0 and above_0 < 0.05
+        answers.append("no" if at_least < 0.025 else "yes" if there else "undecided")
     return answers
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import pandas
 from runs import ARMS, CELLS, FOLDER, MAIN, NAMES, PAIR, SEEDS, SUCCESSES, TASKS, Data
 from scipy.stats import spearmanr
 from stats import Effect, contrast, judge, judge_equal, permutation_p
@@ -213,17 +214,23 @@ def second_stage(data: Data) -> str:
     return table(("task", "effect", "first", "second", "both", "confirmed"), rows)
 
 
-def per_update(data: Data) -> str:
-    """Return success after as many updates as on-policy training makes, a third of the others'."""
-    rows = []
+def after_updates(data: Data) -> dict[str, dict[str, Effect]]:
+    """Return success minus that of on-policy training, by arm and task, when both have made as many
+    updates as on-policy training makes in all, a third of the others'."""
+    effects: dict[str, dict[str, Effect]] = {"freshper": {}, "per": {}}
     for task in TASKS:
         end = data.values(task, "on_policy", "updates")[:1]
-        values = {arm: data.interpolated(task, arm, "step", end)[:, 0] for arm in ARMS}
-        cells = [f"{end[0]:.0f}", f"{values['on_policy'].mean():.3f}"]
-        for arm in ("freshper", "per"):
-            cells.append(span(contrast([values[arm], values["on_policy"]], [1.0, -1.0])))
-        rows.append([NAMES[task], *cells])
-    return table(("task", "updates", "on-policy", "FreshPER minus it", "Standard PER minus"), rows)
+        theirs = data.interpolated(task, "on_policy", "step", end)[:, 0]
+        for arm in effects:
+            ours = data.interpolated(task, arm, "step", end)[:, 0]
+            effects[arm][task] = contrast([ours, theirs], [1.0, -1.0])
+    return effects
+
+
+def per_update(data: Data) -> str:
+    ours, pers = after_updates(data).values()
+    rows = [[NAMES[task], span(ours[task]), span(pers[task])] for task in TASKS]
+    return table(("minus on-policy", "FreshPER", "Standard PER"), rows)
 
 
 def decay_pays(data: Data, tasks: list[str]) -> list[Effect]:
@@ -255,11 +262,11 @@ def plateau(data: Data) -> str:
     return table(("NQ Search", "reach 0.65", "after episodes"), rows)
 
 
-def readings(ages: dict[str, np.ndarray]) -> list[float]:
+def readings(ages: pandas.DataFrame) -> list[float]:
     """Return 1/c of a run in steps, from KL(mu, theta) by bin of age: of a line with an intercept,
     of one through the origin, at the mean age drawn, in the youngest bin; and the log-log slope."""
-    used = (ages["effective"] >= 30) & (ages["kl_reverse"] > 0)
-    age, kl, drawn = (ages[name][used] for name in ("age", "kl_reverse", "trajectories"))
+    used = ages[(ages["effective"] >= 30) & (ages["kl_reverse"] > 0)]
+    age, kl, drawn = used[["age", "kl_reverse", "trajectories"]].to_numpy().T
     root = np.sqrt(drawn)
     mean_age = np.average(age, weights=drawn)
     return [

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
 from scipy import stats as reference
 
@@ -80,8 +81,8 @@ def test_the_permutation_test_of_one_stratum_is_scipys():
 @pytest.mark.parametrize("power", [1.0, 0.5])
 def test_all_readings_of_a_line_through_the_origin_are_1_over_c(power):
     age = np.arange(1.0, 200.0)
-    ages = {"age": age, "kl_reverse": (age / 80) ** power}
-    ages |= dict.fromkeys(("effective", "trajectories"), np.full(len(age), 100.0))
+    ages = pandas.DataFrame({"age": age, "kl_reverse": (age / 80) ** power})
+    ages["effective"] = ages["trajectories"] = 100
     *readings, slope = verdicts.readings(ages)
     assert np.isclose(slope, power)
     assert np.allclose(readings, 80) == (power == 1.0)
