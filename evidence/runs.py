@@ -39,9 +39,8 @@ ARMS = {
     "epochs": "as many updates",
     "on_policy": "on-policy",
 }
-# Factors on the preset's learning rate that the tuning found: of tiny models, of SmolLM2.
+# Factors on the preset's learning rate that the tuning found, where it is not 1
 RATES = {"freshper": 0.5, "epochs": 0.25}
-SMALL_RATES = {"freshper": 0.5, "per": 0.5, "on_policy": 0.5}
 # The two-by-two. A base priority of |r| + 1e6 is the same for all.
 CELLS = {
     "F": "freshper",
@@ -103,18 +102,14 @@ class Data:
             row[f"until {success}"] = episodes_until(success, curve)
             row[f"log until {success}"] = np.log(min(row[f"until {success}"], row["episodes"]))
             row[f"reach {success}"] = float(row[f"until {success}"] < np.inf)
-        # c of eq. 12 in nats per 1,000 steps, from KL(mu, theta) and from KL(theta, mu)
-        for name in ("reverse", "drift"):
-            row[f"{name} c"] = 1000.0 / row[f"{name}_tau"]
-            falls = row[f"{name}_tau"] < 0
-            for fit in (f"{name}_r2", f"{name}_r2_all"):
-                row[fit] = 0.0 if falls else row.get(fit, np.nan)
+        # c of eq. 12, in nats per 1,000 steps; where KL falls with age, no line fits
+        row["c"] = 1000.0 / row["reverse_tau"]
+        row["r2"] = max(row["reverse_r2"], 0.0) if row["c"] > 0 else 0.0
 
     def key(self, task: str, arm: str) -> Key:
         """Return the key of an arm, "no_decay" or "no_decay @ 0.5"."""
         name, _, rate = arm.partition(" @ ")
-        default = (SMALL_RATES if task == "small" else RATES).get(name.split()[0], 1.0)
-        return task, name, float(rate or default)
+        return task, name, float(rate or RATES.get(name.split()[0], 1.0))
 
     def values(
         self, task: str, arm: str, column: str = "final", seeds: tuple = SEEDS

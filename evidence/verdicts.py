@@ -8,13 +8,13 @@ runs have not been made is named, and so is a task without all cells of the two-
 """
 
 import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import pandas
-from runs import ARMS, CELLS, FOLDER, MAIN, NAMES, PAIR, SEEDS, SUCCESSES, TASKS, Data
-from scipy.stats import spearmanr
+from runs import ARMS, CELLS, FOLDER, MAIN, NAMES, PAIR, RUN, SEEDS, SUCCESSES, TASKS, Data
+from scipy.stats import spearmanr, t
 from stats import Effect, contrast, judge, judge_equal, permutation_p
 
 SETS = {"nine": TASKS, "seven": MAIN, "pair": PAIR}
@@ -33,9 +33,9 @@ TWO_BY_TWO = {
 CELL_EFFECTS = {name: formula.format(**CELLS) for name, formula in TWO_BY_TWO.items()}
 SECOND_SEEDS = (506, 507, 508, 509, 510)
 SECOND_TASKS = ["aime", "frozenlake", "frozenlake_vlm", "sokoban_simple"]
-COLUMNS = """final last peak normalised updates cpu_s unreadable replay_age ess reverse_r2 drift_r2
-late""".split()
-COLUMNS += ["reverse c", *(f"reach {x}" for x in SUCCESSES), *(f"log until {x}" for x in SUCCESSES)]
+COLUMNS = """final last peak normalised updates cpu_s unreadable replay_age ess r2 c late
+age_rank age_r2""".split()
+COLUMNS += [f"{name} {x}" for x in SUCCESSES for name in ("reach", "log until")]
 SHARES = np.arange(0.1, 1.01, 0.1)  # of the episodes
 
 
@@ -65,37 +65,34 @@ def beyond(effects: Sequence[Effect], bound: float) -> list[str]:
     return answers
 
 
-def line_fits(data: Data) -> list[Part]:
-    """Return R² of the line of KL by age: median and quartiles of the 45 runs of FreshPER."""
-    r2 = [data.values(task, "freshper", "reverse_r2") for task in TASKS]
-    low, median, high = np.quantile(r2, (0.25, 0.5, 0.75))
-    answer = "yes" if median >= 0.9 else "no" if median < 0.7 else "undecided"
-    return [Part("median [quartiles]", Effect(median, low, high, np.nan), answer)]
-
-
-def rank(data: Data) -> list[Part]:
-    """Return the rank correlation of on-policy success and FreshPER's gain over nine tasks."""
-    level = [data.values(task, "on_policy", "normalised").mean() for task in TASKS]
-    gain = [data.effect("freshper - on_policy", [task]).estimate for task in TASKS]
-    correlation = spearmanr(level, gain).statistic
-    answer = "yes" if correlation <= -0.68 else "no" if correlation > 0 else "undecided"
-    return [Part("rank correlation", Effect(correlation, np.nan, np.nan, np.nan), answer)]
-
-
-SPECIAL: dict[str, Callable[[Data], list[Part]]] = {"line_fits": line_fits, "rank": rank}
+def special(data: Data, name: str) -> Part:
+    """Return the median R² of KL by age of the 45 runs of FreshPER ("line"), or the correlation of
+    ranks of on-policy success and FreshPER's gain ("rank")."""
+    if name == "line":
+        r2 = [data.values(task, "freshper", "r2") for task in TASKS]
+        low, value, high = np.quantile(r2, (0.25, 0.5, 0.75))
+        yes, no = value >= 0.9, value < 0.7
+    else:
+        level = [data.values(task, "on_policy", "normalised").mean() for task in TASKS]
+        gain = [data.effect("freshper - on_policy", [task]).estimate for task in TASKS]
+        low = high = np.nan
+        value = spearmanr(level, gain).statistic
+        yes, no = value <= -0.68, value > 0
+    answer = "yes" if yes else "no" if no else "undecided"
+    return Part(name, Effect(value, low, high, np.nan), answer)
 
 
 def parts_of(data: Data, row: dict[str, str]) -> list[Part]:
     """Return the effects of a row of claims.csv. Raises KeyError if a run has not been made."""
-    if row["judge"] in SPECIAL:
-        return SPECIAL[row["judge"]](data)
+    if row["judge"] in ("line", "rank"):
+        return [special(data, row["judge"])]
     tasks = SETS.get(row["tasks"]) or row["tasks"].split()
     shown = SETS.get(row["shown"]) or row["shown"].split() or tasks
     name, _, bound = row["judge"].partition(" ")
     if name == "ratio":
         # Tasks on which each run of FreshPER has this success, and does not begin with it
         column = row["column"].removeprefix("log ")
-        tasks = [t for t in tasks if np.isfinite(data.values(t, "freshper", column)).all()]
+        tasks = [x for x in tasks if np.isfinite(data.values(x, "freshper", column)).all()]
         shown = tasks
 
     cells = [(formula, task) for formula in row["effects"].split("; ") for task in tasks]
@@ -110,7 +107,7 @@ def parts_of(data: Data, row: dict[str, str]) -> list[Part]:
     else:
         answers = judge(effects)
     named = zip(cells, effects, answers, strict=True)
-    return [Part(f"{NAMES[t]}, {f}", effect, a) for (f, t), effect, a in named if t in shown]
+    return [Part(f"{NAMES[x]}, {f}", effect, a) for (f, x), effect, a in named if x in shown]
 
 
 def rule(name: str, answers: list[str]) -> str:
@@ -290,19 +287,16 @@ def drift(data: Data) -> str:
 
 
 def write_arms(data: Data) -> None:
-    """Write arms.csv: means of each arm (of the main seeds, or else those of its tuning), and half
-    of the 95 % interval of the final success."""
-    with open(FOLDER / "arms.csv", "w") as file:
-        out = csv.writer(file, lineterminator="\n")
-        out.writerow(["task", "arm", "rate", "runs", "final ±", *COLUMNS])
-        for key, made in sorted(data.rows.items()):
-            runs = [made[seed] for seed in SEEDS if seed in made] or list(made.values())
-            half = ""
-            if len(runs) > 1:
-                effect = contrast([np.array([run["final"] for run in runs])], [1.0])
-                half = f"{effect.high - effect.estimate:.3f}"
-            means = [f"{np.mean([run[name] for run in runs]):.4g}" for name in COLUMNS]
-            out.writerow([*key, len(runs), half, *means])
+    """Write arms.csv: the means of each arm, and half of the 95 % interval of its final success.
+
+    Its main seeds apart from others, those of the tuning and of the second stage."""
+    rows = pandas.DataFrame([row for made in data.rows.values() for row in made.values()])
+    groups = rows.groupby([*RUN[:3], rows["seed"].isin(SEEDS).rename("main")])
+    arms = groups[COLUMNS].mean()
+    runs = groups.size()
+    arms.insert(0, "runs", runs)
+    arms.insert(1, "final ±", groups["final"].sem() * t.ppf(0.975, runs - 1))
+    arms.to_csv(FOLDER / "arms.csv", float_format="%.4g")
 
 
 def main() -> None:
