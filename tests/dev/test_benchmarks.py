@@ -1,26 +1,14 @@
-"""The benchmarks that need one CPU and no weights run, with little work. What they measure is not
-tested."""
+"""The benchmark of search runs, with little work. What it measures is not tested."""
 
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
-COMMANDS = {
-    "checkpoint.py --episodes 50": "to save",
-    "mixed_precision.py --episodes 4 --length 24 --rounds 1": "ratio",
-    "search.py": "FAISS / numpy",
-    "supervised.py --batches 2": "| 0 | ",
-    "update.py --vocabulary 1000 --length 64": "in chunks",
-}
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_benchmark_runs(command):
-    name, *flags = command.split()
-    run = [sys.executable, ROOT / "benchmarks" / name, *flags]
+def test_the_benchmark_of_search_runs():
+    run = [sys.executable, ROOT / "benchmarks/search.py"]
     done = subprocess.run(run, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert COMMANDS[command] in done.stdout
+    assert "FAISS / numpy" in done.stdout
