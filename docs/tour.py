@@ -203,7 +203,7 @@ buffer = load_buffer(folder)
 replay = buffer.sample(50_000)
 print(f"mean age of the buffer {buffer.ages().mean():.1f}; of what is drawn, weighted with")
 for beta in (0.0, 0.4, 1.0):
-    w = importance_weights(replay.probabilities, len(buffer), beta)
+    w = importance_weights(replay.probabilities, beta)
     print(f"    beta {beta:.1f}: {np.average(replay.ages, weights=w):6.1f}")
 
 # %% [markdown]

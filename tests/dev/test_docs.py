@@ -13,19 +13,16 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from conftest import make_episode
 
-import freshper.trainer
 from compare import exhibits
 from freshper.config import Config
 from freshper.episode import collate
 from freshper.flags import parse_args
-from freshper.reinforce import training_batch
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("e*/README.md")])
@@ -147,8 +144,12 @@ def test_ppo_s_advantages_and_priorities_against_values_computed_one_by_one(
     priorities = trainer.base_priorities(episodes)
 
     trained = []
-    wrapped = Mock(side_effect=lambda *args: trained.append(training_batch(*args)) or trained[0])
-    monkeypatch.setattr(freshper.trainer, "training_batch", wrapped)
+    accumulate = trainer._accumulate_gradient
+    monkeypatch.setattr(
+        trainer,
+        "_accumulate_gradient",
+        lambda batch, scale: trained.append(batch) or accumulate(batch, scale),
+    )
     monkeypatch.setattr(trainer, "_fit", lambda *_: None)
     trainer.update(episodes)
 
