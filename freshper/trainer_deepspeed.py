@@ -15,7 +15,8 @@ DeepSpeed's mean. Two things differ from one process: parameters are in --dtype,
 is not finite is noticed only after the step.
 
 `RankZero` is the trainer that Algorithm 1 sees. Rank 0 runs the algorithm. Each call of its trainer
-also runs on the other ranks, which wait for it in `serve`.
+also runs on the other ranks, which wait for it in `serve`. A rank that dies closes its connections:
+then the call of rank 0 raises, and torchrun ends what is left.
 """
 
 import contextlib
