@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from freshper.presets import PRESETS
 from scipy import stats
 
 import compare
 from freshper.diagnostics import read
 from freshper.flags import parse_args
-from freshper.presets import PRESETS
 
 SHORT = (
     "--rollout_batch_size 8 --eval_episodes 4 --eval_every 1 --max_turns 2 --iterations 2".split()

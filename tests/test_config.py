@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from freshper.presets import CONFIG_A, CONFIG_DEFAULT, PRESETS
 
 from envs import ENVS
 from envs.frozenlake import FrozenLake
@@ -18,7 +19,6 @@ from freshper.backends import choose_backend
 from freshper.config import Config
 from freshper.engine_vllm import folder_of_weights, gpus_of_vllm
 from freshper.flags import check_unchanged, parse_args
-from freshper.presets import CONFIG_A, CONFIG_DEFAULT, PRESETS
 from freshper.trainer import MAX_GRAD_NORM, WARMUP_STEPS
 
 ROOT = Path(__file__).parent.parent

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_episode, random_image, speakable_episodes
+from freshper.evaluation import evaluate
 from PIL import Image
 from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,7 +26,6 @@ from freshper.config import Config
 from freshper.engine_hf import HFEngine, KVCache, Sampling, top_k_top_p
 from freshper.episode import collate
 from freshper.errors import NonFiniteError
-from freshper.evaluation import evaluate
 from freshper.reinforce import Baseline, policy_loss, training_batch
 from freshper.rollout import Conversation, rollout, training_seeds
 from freshper.trainer import TorchTrainer, action_logprobs

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+from freshper.auto_tau import AutoTau
 from hypothesis import given
 from hypothesis import strategies as st
 
 from freshper import priority
-from freshper.auto_tau import AutoTau
 from freshper.is_weights import annealed_beta, importance_weights
 from freshper.priority import age_limit, exponential_decay, polynomial_decay, reward_priority
 

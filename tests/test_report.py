@@ -11,6 +11,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from conftest import make_episode
+from freshper.evaluation import summarize
+from freshper.pages import episodes_page
 from PIL import Image
 
 import train
@@ -18,8 +20,6 @@ from envs import ENVS
 from freshper.config import Config
 from freshper.diagnostics import read
 from freshper.errors import NonFiniteError
-from freshper.evaluation import summarize
-from freshper.pages import episodes_page
 from freshper.report import COLUMNS, Report
 from freshper.rollout import rollout
 from freshper.tiny import RandomEngine

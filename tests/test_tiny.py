@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from freshper.evaluation import summarize
+from freshper.presets import defaults
 from gymnasium.utils.env_checker import check_env
 
 from envs import ENVS
@@ -15,9 +17,7 @@ from envs.base import EVAL_SEEDS, WARM_START_SEEDS, check_environment, play_out
 from freshper import tiny
 from freshper.engine_hf import HFEngine, Sampling
 from freshper.episode import collate
-from freshper.evaluation import summarize
 from freshper.models import load_policy
-from freshper.presets import defaults
 from freshper.rollout import rollout
 from freshper.tiny import (
     SPECIAL,
