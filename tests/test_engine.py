@@ -8,8 +8,15 @@ import gc
 import numpy as np
 import pytest
 import torch
-from conftest import make_episode, random_image, speakable_episodes
-from PIL import Image
+from conftest import (
+    make_episode,
+    play,
+    random_image,
+    speakable_episodes,
+    stock_inputs,
+    stock_logits,
+    stock_logprobs,
+)
 from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -28,7 +35,7 @@ from freshper.episode import collate
 from freshper.errors import NonFiniteError
 from freshper.reinforce import ReturnNorm, policy_loss
 from freshper.rollout import Conversation, evaluate, rollout, training_seeds
-from freshper.trainer import TorchTrainer, action_logprobs
+from freshper.trainer import TorchTrainer
 
 
 @pytest.fixture(params=["text", "vision"])
@@ -40,71 +47,10 @@ def copy_of(policy, **changes):
     return dataclasses.replace(policy, model=copy.deepcopy(policy.model), **changes)
 
 
-def stock_inputs(policy, tokens, images):
-    tokens = torch.tensor(tokens, dtype=torch.long)[None]
-    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-    if images:
-        inputs |= policy.image_processor([Image.fromarray(i) for i in images], return_tensors="pt")
-        inputs["mm_token_type_ids"] = (tokens == policy.image_token_id).int()
-    return inputs
-
-
-def stock_logits(policy, episode):
-    """The model's own forward pass over one whole conversation, [T, V]. What is never sampled has
-    no probability."""
-    inputs = stock_inputs(policy, episode.tokens, episode.images)
-    logits = policy.model(**inputs).logits[0] / 0.99
-    return logits.index_fill(1, torch.tensor(policy.suppressed_ids), -torch.inf)
-
-
-def stock_logprobs(policy, episode):
-    """log pi of the action tokens, [T], 0 elsewhere."""
-    logprobs = stock_logits(policy, episode).log_softmax(-1)[:-1]  # [T - 1, V]
-    tokens = torch.from_numpy(episode.tokens[1:]).long()
-    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
-    mask = torch.from_numpy(episode.action_mask)
-    return torch.where(mask, torch.cat([torch.zeros(1), chosen]), 0.0)
-
-
-def play(policy, n=12, max_tokens=3000, **sampling):
-    """Episodes of 1 to 5 turns, with long and short prompts in one batch. Random weights sample any
-    token."""
-    make_env = ENVS["frozenlake_vlm" if policy.image_processor else "frozenlake"]
-    styles = ("full", "terse", "terse", "terse")
-    envs = [make_env(style=styles[k % 4], max_turns=1 + k % 5) for k in range(n)]
-    engine = HFEngine(policy, Sampling(**sampling), seed=3)
-    return rollout(engine, policy, envs, list(range(n)), max_tokens, 5)
-
-
 def replies(episode):
     """(start, end) of each reply."""
     edges = np.flatnonzero(np.diff(np.pad(episode.action_mask.astype(int), 1)))
     return list(zip(edges[::2], edges[1::2], strict=True))
-
-
-@torch.no_grad()
-def test_log_probs_of_engine_and_trainer_equal_one_full_pass(policy):
-    """For ragged rows, turns and micro-batches; and the entropies."""
-    episodes = play(policy, temperature=0.99, top_k=0, top_p=1.0)
-    assert len({len(e.tokens) for e in episodes}) > 5  # ragged
-    assert {len(e.turn_rewards) for e in episodes} == {1, 2, 3, 4, 5}  # early finishers
-    assert {e.tokens[t] == policy.eos_id for e in episodes for t in e.turn_ends()} == {True, False}
-
-    for e in episodes:
-        for t in e.turn_ends()[:-1]:  # eos once, sampled or in the bridge
-            assert (e.tokens[t : t + 2] == policy.eos_id).sum() == 1
-    batch = collate(episodes)
-    trained = trainer_for(policy).logprobs(batch)
-    _, entropies = action_logprobs(policy, batch, 0.99, entropy=True)
-    for row, e in enumerate(episodes):
-        n = len(e.tokens)
-        expected = stock_logprobs(policy, e)
-        logits = stock_logits(policy, e)[np.flatnonzero(e.action_mask) - 1]
-        entropy = torch.distributions.Categorical(logits=logits).entropy()
-        np.testing.assert_allclose(e.behavior_logprobs, expected, atol=1e-4)
-        np.testing.assert_allclose(trained[row, :n], expected, atol=1e-4)
-        np.testing.assert_allclose(entropies[row, :n][e.action_mask], entropy, atol=1e-4)
-        assert (trained[row, n:] == 0).all()
 
 
 def test_greedy_replies_are_those_of_generate(policy):
