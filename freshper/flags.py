@@ -86,7 +86,7 @@ GROUPS = {
 def is_tiny(model: str) -> bool:
     """Return whether a model is one that freshper/tiny.py builds, or a checkpoint of one."""
     path = Path(model, "config.json")
-    return model == "tiny" or (path.is_file() and '"freshper_tiny": true' in path.read_text())
+    return model == "tiny" or (os.path.isfile(path) and '"freshper_tiny": true' in path.read_text())
 
 
 def validate(config: Config, given: tuple[str, ...] = ()) -> None:
@@ -173,11 +173,15 @@ def parse_args(argv: list[str] | None = None) -> Config:
     try:
         flags = vars(parser.parse_args(argv))
         wants_help = flags.pop("help", False)
+        for name, value in flags.items():
+            # So argparse reads `--name=--`.
+            if value == []:
+                raise ValueError(f"--{name} is --, but must have a value")
         config = resumed_run(flags) if "resume" in flags else new_run(flags)
         if wants_help:
             make_parser(config).print_help()
             parser.exit()
         validate(config, tuple(flags))
-    except (ValueError, TypeError, argparse.ArgumentError) as error:
+    except (OSError, ValueError, TypeError, argparse.ArgumentError) as error:
         parser.error(str(error))
     return config
