@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -78,7 +79,8 @@ GROUPS = {
 def is_tiny(model: str) -> bool:
     """Return whether a model is one that freshper/tiny.py builds, or a checkpoint of one."""
     path = Path(model, "config.json")
-    return model == "tiny" or (path.is_file() and '"freshper_tiny": true' in path.read_text())
+    # A name that is too long for a file is none, either.
+    return model == "tiny" or (os.path.isfile(path) and '"freshper_tiny": true' in path.read_text())
 
 
 def validate(config: Config, given: Iterable[str] = ()) -> None:
@@ -151,7 +153,7 @@ def parse_args(argv: list[str] | None = None) -> Config:
         flags = vars(parser.parse_args(argv))
         wants_help = flags.pop("help", False)
         if empty := [name for name, value in flags.items() if value == []]:  # `--tau=--`
-            raise ValueError(f"--{empty[0]} needs a value")
+            raise ValueError(f"--{empty[0]} is --, but must have a value")
         if "resume" in flags:
             config = resumed_run(flags)
         else:

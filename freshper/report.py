@@ -121,8 +121,8 @@ class Report:
         if self.rows:
             try:
                 self.draw()
-            # The tables may have been damaged since they were written.
-            except (OSError, ValueError) as failure:
+            # A table that was damaged since it was written may hold anything.
+            except Exception as failure:
                 self.say(f"plots could not be written to {self.folder}: {failure}")
         os.close(self.lock)
 

@@ -15,9 +15,12 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
+from PIL import Image
 
 from envs import ENVS
+from freshper.engine_hf import HFEngine, Sampling
 from freshper.episode import Episode
+from freshper.rollout import rollout
 from freshper.tiny import build_policy
 
 torch.set_num_threads(1)
@@ -86,6 +89,42 @@ def speakable_episodes(policy, n):
             e.tokens[:16] = policy.image_token_id
         episodes.append(e)
     return episodes
+
+
+def stock_inputs(policy, tokens, images):
+    tokens = torch.tensor(tokens, dtype=torch.long)[None]
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    if images:
+        inputs |= policy.image_processor([Image.fromarray(i) for i in images], return_tensors="pt")
+        inputs["mm_token_type_ids"] = (tokens == policy.image_token_id).int()
+    return inputs
+
+
+def stock_logits(policy, episode):
+    """The model's own forward pass over one whole conversation, [T, V]. What is never sampled has
+    no probability."""
+    inputs = stock_inputs(policy, episode.tokens, episode.images)
+    logits = policy.model(**inputs).logits[0] / 0.99
+    return logits.index_fill(1, torch.tensor(policy.suppressed_ids), -torch.inf)
+
+
+def stock_logprobs(policy, episode):
+    """log pi of the action tokens, [T], 0 elsewhere."""
+    logprobs = stock_logits(policy, episode).log_softmax(-1)[:-1]  # [T - 1, V]
+    tokens = torch.from_numpy(episode.tokens[1:]).long()
+    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+    mask = torch.from_numpy(episode.action_mask)
+    return torch.where(mask, torch.cat([torch.zeros(1), chosen]), 0.0)
+
+
+def play(policy, n=12, max_tokens=3000, **sampling):
+    """Play episodes of 1 to 5 turns, with long and short prompts in one batch. Random weights
+    sample any token."""
+    make_env = ENVS["frozenlake_vlm" if policy.image_processor else "frozenlake"]
+    styles = ("full", "terse", "terse", "terse")
+    envs = [make_env(style=styles[k % 4], max_turns=1 + k % 5) for k in range(n)]
+    engine = HFEngine(policy, Sampling(**sampling), seed=3)
+    return rollout(engine, policy, envs, list(range(n)), max_tokens, 5)
 
 
 def write_rows(path, rows):

@@ -123,6 +123,36 @@ def test_base_priorities_can_be_updated():
     np.testing.assert_array_equal(leaves(buffer), before)
 
 
+def test_an_episode_that_was_replaced_since_it_was_drawn_keeps_its_successor_s_priority():
+    buffer = ReplayBuffer(3, 1.0, None)
+    buffer.add(episodes(3), np.array([1.0, 2.0, 3.0]), step=0)
+    drawn = buffer.sample(12)
+    assert {*drawn.indices} == {0, 1, 2}
+    buffer.add(episodes(1, start=9), np.array([5.0]), step=1)  # in slot 0
+    buffer.update_base_priorities(drawn.indices, np.full(12, 7.0))
+    assert leaves(buffer).tolist() == [5.0, 7.0, 7.0]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 6), st.integers(0, 1000))
+def test_the_lowest_are_those_of_a_full_sort(capacity, n, values, seed):
+    """Of equal priorities the oldest; only the evicted are sorted."""
+    rng = np.random.default_rng(seed)
+    n = min(n, capacity)
+    buffer = ReplayBuffer(capacity, 1.0, None, "lowest_priority")
+    buffer.add(episodes(capacity), 1.0 + rng.integers(0, values, capacity), step=0)
+    buffer.arrival[:] = rng.permutation(capacity)
+    expected = np.lexsort((buffer.arrival, leaves(buffer)))[:n]
+
+    sorted_ = []
+    with pytest.MonkeyPatch.context() as patch:
+        lexsort = np.lexsort
+        patch.setattr(np, "lexsort", lambda keys: sorted_.append(len(keys[0])) or lexsort(keys))
+        buffer.add(episodes(n), np.full(n, 9.0), step=1)
+    assert sorted_ == [n]
+    np.testing.assert_array_equal(buffer.arrival[expected], capacity + np.arange(n))
+
+
 @pytest.mark.parametrize(
     "use",
     [

@@ -1,131 +1,147 @@
-"""Models that are not ours, with random weights: each is computed as its own forward pass does it,
-or is refused."""
+"""Models that are not ours, with random weights, against their own forward pass; what becomes of a
+chat template, of special tokens, and of text that spells one."""
 
-import dataclasses
 import json
-import re
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import make_episode
+from conftest import play, random_image, stock_logits, stock_logprobs
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from envs import ENVS
-from freshper.backends import check, engine_logits, load
+from envs.base import Observation
+from envs.frozenlake import FrozenLake
+from freshper.backends import load
+from freshper.config import Config
 from freshper.episode import collate
 from freshper.flags import parse_args
-from freshper.models import Policy, embed_patches
-from freshper.tiny import CHAT_TEMPLATE, build_tokenizer
-from freshper.trainer import action_logprobs
+from freshper.models import FAMILIES, VISION_FAMILIES, Policy, embed_patches, load_policy
+from freshper.rollout import Reply, rollout
+from freshper.tiny import CHAT_TEMPLATE, SPECIAL, build_tokenizer
+from freshper.trainer import TorchTrainer, action_logprobs
 
 TOKENIZER = build_tokenizer(ENVS["frozenlake"]().words)
+BEYOND = 38  # rows of the output layer without a token
 SIZES = {
-    "vocab_size": len(TOKENIZER),
+    "vocab_size": len(TOKENIZER) + BEYOND,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 4096,
+    "sliding_window": None,
     "pad_token_id": 0,
     "bos_token_id": None,
     "eos_token_id": 1,
     "initializer_range": 0.2,  # for large logits
+    "attention_dropout": 0.5,
+    "resid_pdrop": 0.5,
+    "embd_pdrop": 0.5,
 }
-WINDOW = {"sliding_window": 32}  # tokens that attention looks back
-# Class, its own settings, and whether it has a window, which the embedded engine does not know.
-FAMILIES = {
-    "Llama": ("Llama", {}, False),
-    "Qwen2": ("Qwen2", {}, False),
-    "Qwen2 with a window": (
-        "Qwen2",
-        WINDOW | {"use_sliding_window": True, "max_window_layers": 1},
-        True,
-    ),
-    "Qwen3": ("Qwen3", {}, False),
-    "Mistral": ("Mistral", {"sliding_window": None}, False),
-    "Mistral with a window": ("Mistral", WINDOW, True),
-    "Gemma 2": ("Gemma2", WINDOW | {"final_logit_softcapping": 2.0}, True),
-    "Gemma 3": ("Gemma3", WINDOW, True),
-    "Phi 3": ("Phi3", {"sliding_window": None}, False),
-    "Granite": (
-        "Granite",
-        {"logits_scaling": 2.0, "attention_multiplier": 0.1, "residual_multiplier": 0.5},
-        False,
-    ),
-    "Cohere": ("Cohere", {"logit_scale": 0.25}, False),
+VISION = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 7}
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048}
+# Settings in which models of a family differ.
+OTHERS = {
+    "qwen2": {"tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e4} | YARN},
+    "granite": {"logits_scaling": 2.0, "attention_multiplier": 0.1, "residual_multiplier": 0.5},
+    "smollm3": {"no_rope_layers": [1, 0]},
 }
+
+
+def random_model(kind, vision_policy):
+    """Return a policy of a family with random weights, and dropout of 0.5 in its settings."""
+    torch.manual_seed(0)
+    tokenizer, processor = TOKENIZER, None
+    config = SIZES | OTHERS.get(kind, {})
+    auto_class = transformers.AutoModelForCausalLM
+    if kind in VISION_FAMILIES:
+        tokenizer, processor = vision_policy.tokenizer, vision_policy.image_processor
+        auto_class = transformers.AutoModelForImageTextToText
+        stock = vision_policy.model.config
+        config = stock.to_dict() | {"model_type": kind}
+        config["text_config"] |= SIZES | {"num_key_value_heads": 4, "model_type": f"{kind}_text"}
+        config["text_config"]["vocab_size"] = len(tokenizer) + BEYOND
+        del config["text_config"]["layer_types"]
+        if kind == "qwen2_vl":
+            config["vision_config"] = VISION
+    config.pop("model_type", None)
+    model = auto_class.from_config(
+        transformers.AutoConfig.for_model(kind, **config), attn_implementation="sdpa"
+    )
+    return Policy(model, tokenizer, processor)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, vision_policy, tmp_path_factory):
+    """A policy of the family, saved and loaded again."""
+    folder = tmp_path_factory.mktemp(request.param)
+    made = random_model(request.param, vision_policy)
+    made.save(str(folder))
+    saved = json.loads((folder / "config.json").read_text())
+    assert saved.get("text_config", saved)["attention_dropout"] == 0.5
+    policy = load_policy(str(folder), "cpu", torch.float32, max_tokens=3000)
+    assert policy.model.config.model_type == request.param
+    pairs = zip(policy.model.parameters(), made.model.parameters(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+    return policy
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("length", [24, 128])  # in the window, and beyond
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_computed_right_or_refused(family, length):
-    name, changes, window = FAMILIES[family]
-    torch.manual_seed(0)
-    config_class = getattr(
-        transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
-    )
-    model_class = getattr(transformers, f"{name}ForCausalLM")
-    model = model_class._from_config(config_class(**SIZES | changes), attn_implementation="sdpa")
-    policy = Policy(model.eval(), TOKENIZER)
-    config = parse_args(["--max_tokens", str(length), "--backend", "hf+torch"]).config
+def test_engine_and_trainer_compute_what_the_model_s_own_pass_computes(family):
+    """In turns with holes, and in a padded batch; also the entropies."""
+    episodes = play(family, n=7, temperature=0.99, top_k=0, top_p=1.0)
+    assert {len(e.turn_rewards) for e in episodes} == {1, 2, 3, 4, 5}  # early finishers
+    assert len({len(e.tokens) for e in episodes}) > 4  # ragged
+    batch = collate(episodes)
+    trained, entropies = action_logprobs(family, batch, 0.99, entropy=True)
+    for row, e in enumerate(episodes):
+        for t in e.turn_ends()[:-1]:  # eos once, sampled or in the bridge
+            assert (e.tokens[t : t + 2] == family.eos_id).sum() == 1
+        n = len(e.tokens)
+        expected = stock_logprobs(family, e)
+        assert expected[e.action_mask].std() > 0.3  # logits that matter
+        logits = stock_logits(family, e)[np.flatnonzero(e.action_mask) - 1]
+        entropy = torch.distributions.Categorical(logits=logits).entropy()
+        np.testing.assert_allclose(e.behavior_logprobs, expected, atol=1e-4)
+        np.testing.assert_allclose(trained[row, :n], expected, atol=1e-4)
+        np.testing.assert_allclose(entropies[row, :n][e.action_mask], entropy, atol=1e-4)
+        assert (trained[row, n:] == 0).all()
 
-    episode = make_episode(np.random.default_rng(0), turns=1)
-    episode.tokens = np.arange(length, dtype=np.int32) * 77 % 200
-    episode.action_mask = np.arange(length) > 0
-    episode.behavior_logprobs = np.zeros(length, dtype=np.float32)
-    tokens = torch.from_numpy(episode.tokens).long()
-    expected = model(input_ids=tokens[None]).logits[0]
-    expected[:, policy.suppressed_ids] = -torch.inf
-    chosen = (expected[:-1] / 0.7).log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-    assert chosen.std() > 0.3  # logits that matter
-    trained, _ = action_logprobs(policy, collate([episode]), temperature=0.7)
-    np.testing.assert_allclose(trained[0, 1:], chosen, atol=1e-4)
-
-    logits = engine_logits(policy, tokens.tolist())
-    if window and length == 128:
-        assert (logits - expected[-1]).nan_to_num().abs().max() > 0.1
-        reason = f"the embedded engine computes other logits than a {name}ForCausalLM"
-        with pytest.raises(ValueError, match=reason):
-            check(policy, config)
-        config = dataclasses.replace(config, backend="vllm+torch")
-    else:
-        np.testing.assert_allclose(logits, expected[-1], atol=1e-4)
-    check(policy, config)
+    # Rows of the output layer without a token are never sampled.
+    assert batch.tokens.max() < len(family.tokenizer)
+    logits = family.logits(torch.randn(2, family.model.config.get_text_config().hidden_size))
+    assert logits.shape[1] == len(family.tokenizer) + BEYOND
+    assert (logits[:, len(family.tokenizer) :] == -torch.inf).all()
 
 
-def test_a_family_of_another_build_is_refused_in_one_sentence(tmp_path):
-    config = transformers.GPT2Config(
-        vocab_size=len(TOKENIZER), n_positions=512, n_embd=64, n_layer=1, n_head=4
-    )
-    Policy(transformers.GPT2LMHeadModel(config), TOKENIZER).save(str(tmp_path))
-    config = parse_args(
-        ["--model", str(tmp_path), "--max_tokens", "500", "--backend", "hf+torch"]
-    ).config
-    reason = "a chat model that can be computed: 'GPT2LMHeadModel' object has no"
-    with pytest.raises(ValueError, match=reason):
-        load(config)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_first_ratio_is_1_although_the_folder_says_dropout(family, recompute):
+    family.model.gradient_checkpointing_disable()
+    if recompute:
+        family.model.gradient_checkpointing_enable({"use_reentrant": False})
+    trainer = TorchTrainer(family, Config(micro_batch_size=2, dtype="float32"), total_updates=9)
+    episodes = play(family, n=4)
+    trainer.record_behavior_logprobs(episodes)
+    update = trainer.update(episodes)  # the warm-up begins with a rate of 0
+    np.testing.assert_allclose(update.drift["log_ratio"], 0, atol=1e-4)
+    assert update.stats["kl"] < 1e-8
+    assert update.stats["grad_norm"] > 0
 
 
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        ("{{ 1 / 0 }}", "loaded: division by zero"),
-        ("{{ raise_exception('no system prompt') }}", "loaded: no system prompt"),
-        (
-            "{% if messages | length == 1 %}{{ [] + 1 }}{% endif %}" + CHAT_TEMPLATE,
-            "computed: can only concatenate list",
-        ),
-    ],
-)
-def test_a_chat_template_that_raises_is_refused(template, reason, text_policy, tmp_path):
-    text_policy.save(str(tmp_path))
-    (tmp_path / "chat_template.jinja").write_text(template)
-    with pytest.raises(ValueError, match=f"a chat model that can be {re.escape(reason)}"):
-        load(parse_args(["--model", str(tmp_path), "--backend", "hf+torch"]).config)
+def test_patches_are_embedded_as_by_the_convolution():
+    size = (2, 7, 7)
+    convolution = torch.nn.Conv3d(3, 32, size, stride=size, bias=False).double()
+    patches = torch.rand(5, 3, *size).double()
+    expected = convolution(patches).flatten(1)
+    assert torch.allclose(embed_patches(convolution, patches), expected, rtol=0, atol=1e-12)
+
+
+# -- chat templates and special tokens
 
 
 def test_a_model_with_invalid_generation_settings_can_be_saved(text_policy, tmp_path):
@@ -133,10 +149,9 @@ def test_a_model_with_invalid_generation_settings_can_be_saved(text_policy, tmp_
     text_policy.save(str(tmp_path / "model"))
     path = tmp_path / "model/generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"temperature": 0.5}))
-    flags = ["--backend", "hf+torch", "--model"]
-    policy = load(parse_args([*flags, str(tmp_path / "model")]).config).policy
+    policy = load(parse_args(["--model", str(tmp_path / "model")])).policy
     policy.save(str(tmp_path / "saved"))
-    saved = load(parse_args([*flags, str(tmp_path / "saved")]).config).policy
+    saved = load(parse_args(["--model", str(tmp_path / "saved")])).policy
     assert saved.suppressed_ids == policy.suppressed_ids == text_policy.suppressed_ids
     assert saved.model.generation_config.temperature == 0.99
 
@@ -149,14 +164,79 @@ def test_the_end_of_a_turn_is_the_template_s_whatever_the_tokenizer_s_eos(text_p
     assert policy.eos_id not in policy.suppressed_ids
     assert tokenizer.eos_token_id in policy.suppressed_ids
     tokenizer.chat_template = tokenizer.chat_template.replace("<|im_", "<im_")
-    reason = "closes a reply with no special token, so no reply could end"
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(ValueError, match="closes a reply with no special token"):
         Policy(text_policy.model, tokenizer)
 
 
-def test_patches_are_embedded_as_by_the_convolution():
-    size = (2, 7, 7)
-    convolution = torch.nn.Conv3d(3, 32, size, stride=size, bias=False).double()
-    patches = torch.rand(5, 3, *size).double()
-    expected = convolution(patches).flatten(1)
-    assert torch.allclose(embed_patches(convolution, patches), expected, rtol=0, atol=1e-12)
+class Script:
+    """An engine with one reply for all, which the limit cuts if it does not end with eos."""
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def generate(self, conversations, max_new_tokens):
+        return [Reply(list(self.tokens), [0.0] * len(self.tokens)) for _ in conversations]
+
+
+# What templates put into the header of the assistant.
+THINKING = {
+    "Qwen3's": ("assistant\n", "assistant\n<think>\n"),
+    "DeepSeek's": ("<|im_start|>assistant\n", "<|im_start|>assistant<think>\n"),
+    "with an option": (
+        "assistant\n",
+        "assistant\n{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", THINKING)
+def test_the_environment_reads_what_follows_a_thought_that_the_template_opened(
+    kind, text_policy, monkeypatch
+):
+    tokenizer = build_tokenizer(ENVS["frozenlake"]().words)
+    head, tail = CHAT_TEMPLATE.split("{% if add_generation_prompt %}")
+    tail = tail.replace(*THINKING[kind])
+    tokenizer.chat_template = head + "{% if add_generation_prompt %}" + tail
+    policy = Policy(text_policy.model, tokenizer)
+    seen = []
+    step = FrozenLake.step
+    monkeypatch.setattr(FrozenLake, "step", lambda env, text: seen.append(text) or step(env, text))
+
+    draft = "I try <answer>Up</answer>"
+    for text, end, readable in (
+        (f"{draft}</think><answer>Down</answer>", [policy.eos_id], True),
+        (draft, [], False),  # cut inside the thought
+        (draft, [policy.eos_id], False),
+    ):
+        script = Script(tokenizer.encode(text) + end)
+        (episode,) = rollout(script, policy, [FrozenLake(max_turns=1)], [0], 3000, 40)
+        assert seen[-1] == "<think>" + text + ("" if end else "…")
+        assert episode.invalid == (not readable)
+
+
+def test_a_model_that_thinks_with_a_special_token_is_refused(text_policy):
+    tokenizer = build_tokenizer(())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]"]})
+    with pytest.raises(ValueError, match=r"it thinks with \[THINK\], a special token"):
+        Policy(text_policy.model, tokenizer)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.sampled_from([*SPECIAL, "<|im_", "end|>", "<|image", " a", "\n"]), max_size=6))
+@pytest.mark.parametrize("task", ["frozenlake", "frozenlake_vlm"])
+def test_no_text_of_an_environment_becomes_a_special_token(
+    text_policy, vision_policy, task, pieces
+):
+    text = "".join(pieces)
+    policy = vision_policy if task == "frozenlake_vlm" else text_policy
+    images = (random_image(0), random_image(1)) if policy.image_processor else ()
+    special = policy.tokenizer.convert_tokens_to_ids(SPECIAL)
+    for turn in (
+        policy.user_turn,
+        lambda observation: policy.bridge(observation, closed=False),
+        lambda observation: policy.bridge(observation, closed=True),
+    ):
+        tokens, others = turn(Observation(text, images)), turn(Observation("x", images))
+        written = [x for x in tokens if x in special]
+        assert written == [x for x in others if x in special]
+        assert policy.tokenizer.decode(tokens) == policy.tokenizer.decode(others).replace("x", text)

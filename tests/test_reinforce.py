@@ -16,11 +16,10 @@ from freshper.episode import PADDING, collate, group_by_length
 from freshper.priority import base_priorities
 from freshper.reinforce import (
     WINDOW,
-    Baseline,
-    advantages,
+    ReturnNorm,
     kl_k3,
     policy_loss,
-    training_batch,
+    returns_to_go,
     whiten,
 )
 
@@ -74,8 +73,6 @@ def slow_advantages(episodes, config, collected=None):
         for turn, g in zip(slow_turns(e), slow_returns(e, kl_coef), strict=True):
             mean = means[min(turn, len(means) - 1)]
             row.append(bounded((g - mean) / (std + 1e-8), config.advantage_clip))
-        if e.engine_correction is not None:
-            row = (np.array(row) * e.engine_correction[e.action_mask]).tolist()
         advantages.append(row)
     return advantages
 
@@ -109,7 +106,7 @@ CASES = {
     "baseline by turn": {"baseline": "turn"},
     "replayed, by turn": {"baseline": "turn", "kl_reward_coef": 0.1},
     "replayed, recomputed": {"baseline": "recompute"},
-    "truncated IS": {"ratio_clip": 0.1},
+    "a narrow clip": {"ratio_clip": 0.1},
 }
 
 
@@ -122,8 +119,6 @@ def random_episodes(rng, case, seed):
     for e in {id(e): e for e in episodes + collected}.values():
         away = rng.standard_cauchy(len(e.tokens)) * e.action_mask / 3
         e.ref_logprobs = (e.behavior_logprobs + away).astype(np.float32)
-        if case == "truncated IS":
-            e.engine_correction = (2 * rng.random(len(e.tokens))).astype(np.float32)
     return episodes, collected
 
 
@@ -152,10 +147,10 @@ def test_loss_and_gradient_are_those_of_the_slow_loop(case, seed):
     episodes, collected = random_episodes(rng, case, seed)
     weights = rng.random(len(episodes)) + 0.1
 
-    baseline = Baseline(config.baseline, config.kl_reward_coef)
-    baseline.observe(collected)
-    advantages = baseline.advantages(episodes)
-    batch = training_batch(episodes, advantages, weights, config.advantage_clip)
+    norm = ReturnNorm(config.baseline, config.kl_reward_coef)
+    norm.observe(collected)
+    advantages = norm.advantages(episodes).clamp(-config.advantage_clip, config.advantage_clip)
+    batch = collate(episodes)._replace(advantages=advantages, weights=torch.tensor(weights))
     mask = batch.action_mask
     recomputed = config.baseline == "recompute"
     expected = slow_advantages(episodes, config, episodes if recomputed else collected)
@@ -242,17 +237,17 @@ def test_a_fresh_and_a_replayed_episode_have_one_measure(kind):
         rewards = np.float32([0.0, 0.0, 0.0] if k % 2 else [1.0])
         episode = make_episode(np.random.default_rng(k), turns=len(rewards))
         episodes.append(dataclasses.replace(episode, turn_rewards=rewards))
-    baseline = Baseline(kind, 0.0)
-    baseline.observe(episodes)
-    fresh = baseline.advantages(episodes)
+    norm = ReturnNorm(kind, 0.0)
+    norm.observe(episodes)
+    fresh = norm.advantages(episodes)
 
     drawn = episodes if kind == "recompute" else episodes[3:6]
-    for e, replayed in zip(drawn, baseline.advantages(drawn), strict=True):
+    for e, replayed in zip(drawn, norm.advantages(drawn), strict=True):
         n = len(e.tokens)
         np.testing.assert_array_equal(replayed[:n], fresh[episodes.index(e), :n])
     if kind != "turn":  # REINFORCE++'s own measure
         batch = collate(episodes)
-        whitened = advantages(batch.rewards, batch.action_mask, clip=20.0)
+        whitened = whiten(returns_to_go(batch.rewards), batch.action_mask)
         torch.testing.assert_close(fresh, whitened)
 
 
@@ -264,18 +259,18 @@ def test_the_baseline_is_of_the_newest_batch_or_of_the_window(kind, kl_coef):
     for e in collected:
         away = rng.random(len(e.tokens)) * e.action_mask
         e.ref_logprobs = (e.behavior_logprobs - away).astype(np.float32)
-    baseline = Baseline(kind, kl_coef)
+    norm = ReturnNorm(kind, kl_coef)
     for k in range(0, len(collected), 100):
-        baseline.observe(collected[k : k + 100])
-    restored = Baseline(kind, kl_coef)
-    restored.load_state_dict(baseline.state_dict())
+        norm.observe(collected[k : k + 100])
+    restored = ReturnNorm(kind, kl_coef)
+    restored.load_state_dict(norm.state_dict())
 
     latest = collected[-WINDOW:] if kind == "turn" else collected[-100:]
     config = Config(kl_reward_coef=kl_coef, baseline=kind, advantage_clip=1e9)
     drawn = collected[:9]
     mask = collate(drawn).action_mask
     expected = sum(slow_advantages(drawn, config, latest), [])
-    for each in (baseline, restored):
+    for each in (norm, restored):
         replayed = each.advantages(drawn)[mask]
         np.testing.assert_allclose(replayed, expected, rtol=1e-4, atol=1e-5)
 
@@ -292,19 +287,19 @@ def one_token_episodes(n, reward):
 
 
 def test_the_window_holds_256_episodes():
-    baseline = Baseline("turn", 0.0)
-    baseline.observe(one_token_episodes(1, 256.0))
-    baseline.observe(one_token_episodes(255, 0.0))
-    assert baseline.means.tolist() == pytest.approx([1.0])
-    baseline.observe(one_token_episodes(1, 0.0))
-    assert baseline.means.tolist() == [0.0]
+    norm = ReturnNorm("turn", 0.0)
+    norm.observe(one_token_episodes(1, 256.0))
+    norm.observe(one_token_episodes(255, 0.0))
+    assert norm.means.tolist() == pytest.approx([1.0])
+    norm.observe(one_token_episodes(1, 0.0))
+    assert norm.means.tolist() == [0.0]
 
 
 @pytest.mark.parametrize("kind", ["batch", "turn"])
 def test_a_batch_above_the_window_is_measured_whole(kind):
-    baseline = Baseline(kind, 0.0)
-    baseline.observe(one_token_episodes(WINDOW, 0.0) + one_token_episodes(WINDOW, 1.0))
-    assert baseline.means.tolist() == pytest.approx([0.5])
+    norm = ReturnNorm(kind, 0.0)
+    norm.observe(one_token_episodes(WINDOW, 0.0) + one_token_episodes(WINDOW, 1.0))
+    assert norm.means.tolist() == pytest.approx([0.5])
 
 
 def test_recompute_whitens_returns_with_their_kl_term():
@@ -314,24 +309,16 @@ def test_recompute_whitens_returns_with_their_kl_term():
         logprobs = np.where(episode.action_mask, -1.0, 0.0)
         episode.behavior_logprobs = logprobs.astype(np.float32)
         episode.ref_logprobs = (-ref_logprob * logprobs).astype(np.float32)
-    advantages = Baseline("recompute", 0.1).advantages(episodes)
+    advantages = ReturnNorm("recompute", 0.1).advantages(episodes)
     assert advantages.sum(1).tolist() == pytest.approx([1.0, -1.0])
-
-
-def test_advantages_are_clipped_before_the_correction_of_the_engine():
-    episode = make_episode(np.random.default_rng(0), turns=1)
-    n = len(episode.tokens)
-    episode.engine_correction = np.full(n, 2.0, np.float32)
-    batch = training_batch([episode], torch.full((1, n), 5.0), None, clip=0.2)
-    assert batch.advantages[0].tolist() == pytest.approx([0.4] * n)
 
 
 @pytest.mark.parametrize("kind", ["batch", "turn", "recompute"])
 def test_equal_failures_successes_and_rounding_under_each_baseline(kind):
-    baseline = Baseline(kind, 0.0)
+    norm = ReturnNorm(kind, 0.0)
 
     def of_actions(episodes):
-        return baseline.advantages(episodes)[collate(episodes).action_mask]
+        return norm.advantages(episodes)[collate(episodes).action_mask]
 
     def episodes(turn_rewards, n):
         rewards = np.float32(turn_rewards)
@@ -340,16 +327,16 @@ def test_equal_failures_successes_and_rounding_under_each_baseline(kind):
 
     failures = episodes(4 * [-0.1], 6)
     successes = episodes([1.0], 4)
-    baseline.observe(failures)
+    norm.observe(failures)
     if kind != "recompute":  # returns-to-go differ by turn alone, and that is no reason to train
         assert of_actions(failures).abs().max() < 1e-6
 
-    baseline.observe(successes + episodes([0.0], 4))
+    norm.observe(successes + episodes([0.0], 4))
     replayed = of_actions(successes)
     assert (replayed == 0).all() if kind == "recompute" else (replayed > 0.5).all()
 
     # A single collected episode has no spread, so the std before it stays, 1.
-    alone = Baseline(kind, 0.0)
+    alone = ReturnNorm(kind, 0.0)
     alone.observe(episodes([0.0], 1))
     (success,) = successes[:1]
     measured = alone.advantages([success])[collate([success]).action_mask]
@@ -357,16 +344,16 @@ def test_equal_failures_successes_and_rounding_under_each_baseline(kind):
 
     if kind == "batch":
         # A fresh batch of successes only has no gradient. Replay after it has one.
-        baseline.observe(successes)
+        norm.observe(successes)
         assert of_actions(successes).abs().max() < 1e-6
         # The newest batch has no spread: the std before it stays.
-        baseline.observe(failures)
+        norm.observe(failures)
         replayed = of_actions(successes)
         assert ((replayed > 0.5) & (replayed < 5.0)).all()
         # Equal returns, summed in another order.
         above = np.nextafter(np.float32(10.0), np.float32(11.0))
         rounded = episodes([10.0], 32) + episodes([above], 32)
-        baseline.observe(rounded)
+        norm.observe(rounded)
         assert of_actions(rounded).abs().max() < 1e-2
 
 
@@ -382,11 +369,11 @@ def test_a_base_priority_is_of_the_return_or_of_the_unclipped_advantage(kind):
     episodes = [make_episode(np.random.default_rng(k), turns=1 + k % 3) for k in range(8)]
     config = Config(advantage_clip=0.2, epsilon=0.1, baseline=kind)
     unclipped = dataclasses.replace(config, advantage_clip=1e9)
-    (baseline := Baseline(kind, 0.0)).observe(episodes)
+    (norm := ReturnNorm(kind, 0.0)).observe(episodes)
     for drawn in (episodes, episodes[:2], episodes[:1]):
         means = [np.mean(row) for row in slow_advantages(drawn, unclipped, episodes)]
         for source, expected in (("advantage", means), ("reward", [e.reward for e in drawn])):
-            priorities = base_priorities(drawn, baseline, source, epsilon=0.1)
+            priorities = base_priorities(drawn, norm, source, epsilon=0.1)
             np.testing.assert_allclose(priorities, np.abs(expected) + 0.1, rtol=1e-4)
 
 

@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from freshper.evaluation import summarize
-from freshper.presets import defaults
 from gymnasium.utils.env_checker import check_env
 
 from envs import ENVS
 from envs.base import EVAL_SEEDS, WARM_START_SEEDS, check_environment, play_out
 from freshper import tiny
+from freshper.config import defaults
 from freshper.engine_hf import HFEngine, Sampling
 from freshper.episode import collate
 from freshper.models import load_policy
+from freshper.report import summarize
 from freshper.rollout import rollout
 from freshper.tiny import (
     SPECIAL,
@@ -83,7 +83,7 @@ def test_every_task_s_replies_fit_the_tiny_model(name):
         assert len(reply) < defaults("tiny", name, "freshper")["max_new_tokens"]
 
 
-def caption_accuracy(policy, name, n=100):
+def caption_accuracy(policy, name, n=64):
     """The share of tokens of captions of held-out states that the model predicts right, given those
     before."""
     envs = [ENVS[name](max_turns=1) for _ in range(n)]
@@ -102,7 +102,7 @@ def caption_accuracy(policy, name, n=100):
 
 @pytest.mark.parametrize("name", sorted(path.name for path in tiny.SHIPPED.iterdir()))
 def test_the_shipped_weights_read_and_play_like_the_random_policy(name):
-    n = 250
+    n = 100
     preset = defaults("tiny", name, "freshper")
     rng = np.random.default_rng(0)
     policy = load_policy(str(tiny_model(name)), "cpu", torch.float32)
