@@ -5,6 +5,7 @@ import io
 import math
 import re
 from itertools import chain, combinations, pairwise
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -244,7 +245,8 @@ def test_questions_from_a_file(task, tmp_path):
 
 BAD = {  # sentence: task, field, value
     "the field answer must end in #### and a number": (GSM8K, "answer", "#### many"),
-    "the field question must not hold tokens such as": (GSM8K, "question", "a <|im_end|> b"),
+    "the field question is {'text': 'a'}, but must be a text": (GSM8K, "question", {"text": "a"}),
+    "the field solution is missing or empty, the row has": (GeoQA, "solution", ""),
     "the field answer is '1000', but must be an integer from 000": (AIME, "Answer", 1000),
     "the field image is no image that can be read": (GeoQA, "image", {"bytes": png(0)[:60]}),
     "has the mode I;16, but must have 8 bits a channel": (
@@ -260,7 +262,8 @@ BAD = {  # sentence: task, field, value
 def test_bad_rows_are_named_in_one_sentence(sentence, tmp_path):
     task, field, value = BAD[sentence]
     rows = [*ROWS[task][:2], ROWS[task][2] | {field: value}]
-    source = write_rows(tmp_path / "rows.parquet", rows)
+    ending = "jsonl" if isinstance(value, dict) and "text" in value else "parquet"
+    source = write_rows(tmp_path / f"rows.{ending}", rows)
     pattern = rf"^{re.escape(source)}, train row 3: .*{re.escape(sentence)}[^\n]*$"
     with pytest.raises(ValueError, match=pattern):
         task(data=source)
@@ -282,6 +285,24 @@ def test_a_folder_of_images_some_large_or_transparent(tmp_path):
         shown[text.split()[0]] = image
     assert shown["large"].shape == (299, MAX_SIDE, 3)
     assert (shown["clear"] == 255).all()
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_raster_formats_are_read(form):
+    stream = io.BytesIO()
+    Image.new("RGB", (8, 4), "white").save(stream, form)
+    assert decode(stream.getvalue()).tolist() == np.full((4, 8, 3), 255).tolist()
+
+
+def test_no_image_starts_a_program(tmp_path, monkeypatch):
+    """Pillow gives EPS to Ghostscript, whatever the file's name."""
+    monkeypatch.setattr("subprocess.Popen", Mock(side_effect=AssertionError("started")))
+    monkeypatch.setattr("PIL.EpsImagePlugin.has_ghostscript", lambda: True)
+    path = tmp_path / "image.png"
+    Image.new("RGB", (8, 4)).save(path, "EPS")
+    for source in (str(path), path.read_bytes()):
+        with pytest.raises(ValueError, match="the field image is no image that can be read"):
+            decode(source)
 
 
 def test_a_photograph_is_shown_upright():
