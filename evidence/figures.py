@@ -62,7 +62,7 @@ def interval(axes: Axes, effect: Effect, y: float, color: str) -> None:
     if effect.low < left:
         axes.plot(left, y, "<", color=color, clip_on=False)
     if effect.estimate > right:
-        axes.text(right, y + 0.2, f"{effect.estimate:.1f} ", size=9, ha="right")
+        axes.text(right, y + 0.2, f"{effect.estimate:.2f} ", size=9, ha="right")
 
 
 def forest(axes: Axes, effects: dict[str, dict[str, Effect]], colors: dict[str, str]) -> None:
@@ -129,7 +129,11 @@ def late(data: Data, figure: Figure) -> None:
         effect = Effect(*np.array(decay_pays(data, tasks)).T)
         curve(above, 100 * SHARES, effect, "freshper", linestyle=style, label=name)
     above.axhline(0.0, color="black", linewidth=1)
-    above.set(xlabel="% of the episodes", title="decay pays late: FreshPER minus no decay")
+    above.set(
+        ylim=(-0.03, 0.26),
+        xlabel="% of the episodes",
+        title="decay pays late: FreshPER minus no decay",
+    )
     above.legend(loc="upper left")
 
     below.set(xlim=(-0.5, 0.3), title="after equally many updates: minus on-policy training")
