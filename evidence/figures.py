@@ -62,7 +62,7 @@ def interval(axes: Axes, effect: Effect, y: float, color: str) -> None:
     if effect.low < left:
         axes.plot(left, y, "<", color=color, clip_on=False)
     if effect.estimate > right:
-        axes.text(right, y + 0.2, f"{effect.estimate:.1f} ", size=9, ha="right")
+        axes.text(right, y + 0.2, f"{effect.estimate:.2f} ", size=9, ha="right")
 
 
 def forest(axes: Axes, effects: dict[str, dict[str, Effect]], colors: dict[str, str]) -> None:
@@ -129,7 +129,11 @@ def late(data: Data, figure: Figure) -> None:
         effect = Effect(*np.array(decay_pays(data, tasks)).T)
         curve(above, 100 * SHARES, effect, "freshper", linestyle=style, label=name)
     above.axhline(0.0, color="black", linewidth=1)
-    above.set(xlabel="% of the episodes", title="decay pays late: FreshPER minus no decay")
+    above.set(
+        ylim=(-0.03, 0.26),
+        xlabel="% of the episodes",
+        title="decay pays late: FreshPER minus no decay",
+    )
     above.legend(loc="upper left")
 
     below.set(xlim=(-0.5, 0.3), title="after equally many updates: minus on-policy training")
@@ -142,7 +146,7 @@ def tau(data: Data, figure: Figure) -> None:
     """Draw success by tau; and KL and ESS by age of a task where two runs have them."""
     panels = figure.subplots(2, 2)
     for axes, task in zip(panels[0], PAIR, strict=True):
-        for rate, style, name in ((0.5, "o-", "best"), (0.125, "s--", "a quarter")):
+        for rate, style, name in ((0.125, "s--", "a quarter"), (0.5, "o-", "best")):
             arms = {x: f"freshper --tau {x} @ {rate}" for x in TAUS}
             arms |= {"20": f"freshper @ {rate}", "none": f"no_decay @ {rate}"}
             made = [x for x in TAUS if data.complete(arms[x], [task])]
@@ -151,7 +155,7 @@ def tau(data: Data, figure: Figure) -> None:
             x = [TAUS.index(x) for x in made]
             color = COLORS["freshper"]
             axes.errorbar(x, effects.estimate, half, fmt=style, color=color, capsize=3, label=name)
-        axes.set_xticks(range(len(TAUS)), TAUS, size=9)
+        axes.set_xticks(x, made)
         axes.set(title=f"success, {NAMES[task]}", xlabel="tau, steps", ylim=(0.3, 1.03))
     panels[0, 0].legend(loc="lower left", title="learning rate")
 

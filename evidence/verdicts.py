@@ -134,25 +134,17 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def verdicts(data: Data) -> dict[str, tuple[str, str, list[Part]]]:
-    """Return the words, the answer and the effects of each claim whose runs have been made."""
+def claims(data: Data) -> str:
+    """Return each claim whose runs have been made, with its verdict and the numbers behind it."""
     with open(FOLDER / "claims.csv") as file:
-        rows = list(csv.DictReader(file))
-    known = {}
-    for number in dict.fromkeys(row["claim"] for row in rows):
-        own = [row for row in rows if row["claim"] == number]
+        table_rows = list(csv.DictReader(file))
+    rows = []
+    for number in dict.fromkeys(row["claim"] for row in table_rows):
+        own = [row for row in table_rows if row["claim"] == number]
         try:
             parts = [part for row in own for part in parts_of(data, row)]
         except KeyError:
             continue
-        says = " ".join(row["says"] for row in own).strip()
-        known[number] = (says, rule(own[0]["rule"], [part.answer for part in parts]), parts)
-    return known
-
-
-def claims(data: Data) -> str:
-    rows = []
-    for number, (says, answer, parts) in verdicts(data).items():
         numbers = "; ".join(f"{part.name}: {span(part.effect)} {part.answer}" for part in parts)
         if len(parts) > 4:
             estimates = [part.effect.estimate for part in parts]
@@ -161,6 +153,8 @@ def claims(data: Data) -> str:
             below = sum(part.effect.high < null for part in parts)
             numbers = f"{len(parts)} effects, {min(estimates):.3f} to {max(estimates):.3f}; "
             numbers += f"intervals above {null:g}: {above}, below: {below}"
+        says = " ".join(row["says"] for row in own).strip()
+        answer = rule(own[0]["rule"], [part.answer for part in parts])
         rows.append([number, says, f"**{answer}**", numbers])
     return table(("", "claim", "verdict", "effects"), rows)
 
@@ -184,14 +178,15 @@ def compared(data: Data, formulas: dict[str, str]) -> str:
         return table(("success", *formulas), rows)
 
     pooled = []
-    for formula in formulas.values():
+    for name, formula in formulas.items():
         terms = data.terms(formula)
         more, less = ([arm for weight, arm in terms if sign * weight > 0] for sign in (1, -1))
         x, y = ([data.values(task, arm) for task in TASKS for arm in arms] for arms in (more, less))
         medians = np.median([data.effect(formula, [task]).estimate for task in TASKS])
         means = [data.effect(formula, TASKS), data.effect(formula, TASKS, "normalised")]
         means.append(data.effect(formula, OTHERS))
-        pooled.append([f"{medians:.3f}", *map(span, means), f"{permutation_p(x, y):.5f}"])
+        p = "" if name == "interaction" else f"{permutation_p(x, y):.5f}"
+        pooled.append([f"{medians:.3f}", *map(span, means), p])
     names = ("median task", "mean", "mean, normalised", "mean without NQ, Cliff", "permutation p")
     rows += [[name, *cells] for name, *cells in zip(names, *pooled, strict=True)]
     return table(("success", *formulas), rows)
