@@ -35,7 +35,7 @@ import common
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-ON_CPU = ROOT / "docs/reference_runs/runs_curves.csv.gz"
+ON_CPU = ROOT / "evidence/runs_curves.csv.gz"
 
 
 class Part(NamedTuple):

@@ -61,7 +61,7 @@ def buffer_maximum() -> None:
         def sample(self, batch_size: int, step: int = 0) -> Replay:
             smallest = self.tree.leaves[: len(self)].min() / self.tree.total()
 
-            def weights(probabilities: np.ndarray, size: int, beta: float) -> np.ndarray:
+            def weights(probabilities: np.ndarray, beta: float) -> np.ndarray:
                 return (smallest / probabilities) ** beta
 
             train.importance_weights = weights
