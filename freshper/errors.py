@@ -99,9 +99,10 @@ class Unbreakable:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
-    def write(self, text: str) -> None:
+    def write(self, text: str) -> int:
         with contextlib.suppress(OSError, ValueError):
             self.stream.write(text)
+        return len(text)
 
     def flush(self) -> None:
         with contextlib.suppress(OSError, ValueError):

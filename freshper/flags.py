@@ -115,7 +115,7 @@ def make_parser(shown: Config) -> argparse.ArgumentParser:
             group = parser.add_argument_group(GROUPS[field.name])
 
         choices = ENVS if field.name == "env" else get_args(field.type)
-        options = {"type": type(field.default)}
+        options: dict[str, Any] = {"type": type(field.default)}
         options |= {"choices": choices} if choices else {"metavar": ""}
         if field.type is bool:
             options = {"action": argparse.BooleanOptionalAction}
