@@ -11,7 +11,8 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from datetime import date
+from typing import NamedTuple, cast
 
 import torch
 from transformers import GenerationConfig
@@ -68,7 +69,8 @@ def load(config: Config) -> Loaded:
         sys.exit(serve(policy, config))
     rows = rows_that_fit(policy, env, config)
 
-    envs = [make_env(config) for _ in range(max(config.rollout_batch_size, config.eval_episodes))]
+    n = max(config.rollout_batch_size, config.eval_episodes)
+    envs = [make_env(config) for _ in range(n)]
     for env in envs:
         env.rows = rows
     return Loaded(policy, envs, saved)
@@ -89,11 +91,11 @@ def join_ranks(config: Config) -> int:
     """Meet the other ranks, if DeepSpeed trains, and return the number of this one. Raises
     ValueError if a package of --backend is missing, or if it cannot train on several ranks."""
     backend = f"--backend is {config.backend}, but"
-    for name in ("vllm", "deepspeed"):
-        if name in config.backend and importlib.util.find_spec(name) is None:
+    for name in (config.engine, config.trainer):
+        if name != "hf" and importlib.util.find_spec(name) is None:
             raise ValueError(f"{backend} {name} is not installed: see docs/gpus.md, or hf+torch")
     if config.trainer == "torch":
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if os.environ.get("WORLD_SIZE", "1") != "1":
             raise ValueError(f"{backend} must train with deepspeed on several ranks")
         if config.preset == "tiny":
             choose_threads()
@@ -109,26 +111,26 @@ def load_model(config: Config, saved: Saved | None) -> Policy:
     """Load the policy of a run, or of its checkpoint. Raises ValueError if that fails, or if model
     and tokenizer do not belong together."""
     name = config.model
-    fields: dict[str, Any] = {"freeze_vision": config.preset == "tiny"}
-    fields["max_tokens"] = config.max_tokens
+    today = date.today()
     if saved:
         name = str(saved.folder)
-        fields["today"] = saved.today
+        today = saved.today
     elif name == "tiny":
         name = str(tiny_model(config.env))
 
     # Plain torch keeps float32 parameters and computes in --dtype. DeepSpeed keeps its own copy.
-    dtype = "float32" if config.trainer == "torch" else config.dtype
+    mixed = config.trainer == "torch" and config.dtype == "bfloat16"
+    dtype = torch.float32 if mixed else getattr(torch, config.dtype)
+    fields = {"freeze_vision": config.preset == "tiny", "mixed": mixed, "today": today}
     try:
-        policy = load_policy(name, config.device, getattr(torch, dtype), **fields)
+        policy = load_policy(name, config.device, dtype, config.max_tokens, **fields)
     # transformers and a folder of another program may raise anything.
     except Exception as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = " ".join(str(error).split())[:300]
         raise ValueError(
             f"--model is {name}, but must be a chat model that can be loaded: {reason}"
         ) from error
 
-    policy.mixed = config.trainer == "torch" and config.dtype == "bfloat16"
     # It says how the engine samples, and is saved with the model. A hub model's own may be invalid,
     # and then the save would fail.
     policy.model.generation_config = GenerationConfig(
@@ -151,14 +153,13 @@ def rows_that_fit(policy: Policy, env: TextEnv, config: Config) -> Mapping[str, 
     rows, if there is no room for a first turn."""
     observation, _ = env.reset(seed=EVAL_SEEDS)
     if observation.images and not policy.image_processor:
-        raise ValueError(
-            f"--model is {config.model}, which reads text only, but --env {config.env} shows images"
-        )
+        text_only = f"--model is {config.model}, which reads text only"
+        raise ValueError(f"{text_only}, but --env {config.env} shows images")
     too_long = f"--max_tokens is {config.max_tokens}, but must be larger for the first turn of"
     if not env.rows:
         if not fits(policy, observation, config):
             raise ValueError(f"{too_long} --env {config.env} and --max_new_tokens")
-        return env.rows
+        return {}
 
     rows: dict[str, list] = {"train": [], "held_out": [], "left_out": []}
     for split, first in (("train", 0), ("held_out", EVAL_SEEDS)):
@@ -175,8 +176,8 @@ def rows_that_fit(policy: Policy, env: TextEnv, config: Config) -> Mapping[str, 
 def fits(policy: Policy, observation: Observation, config: Config) -> bool:
     """Return whether the policy can read the images of a first turn, and has room for it."""
     for image in observation.images:
-        sides = image.shape[:2]
-        if max(sides) > MAX_ASPECT * min(sides):
+        height, width, _ = image.shape
+        if max(height, width) > MAX_ASPECT * min(height, width):
             return False
     return len(policy.user_turn(observation)) + config.max_new_tokens <= config.max_tokens
 

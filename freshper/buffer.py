@@ -11,6 +11,7 @@ wait for its end. A new entry gets its own base priority, not the largest so far
 first-in-first-out (Table 5), or takes the lowest leaf, of equal ones the oldest (appendix A.1).
 """
 
+import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -80,6 +81,7 @@ class ReplayBuffer:
         self.now = 0  # t of the last refresh or addition
         self.images = weakref.WeakValueDictionary[bytes, AnyImage]()  # by key, while in use
         self.thread = ThreadPoolExecutor(1)
+        self.lock = threading.Lock()  # one refresh at a time
         # The last asynchronous refresh. Other methods wait for its end, and raise its error.
         self.pending: Future = Future()
         self.pending.set_result(None)
@@ -123,17 +125,14 @@ class ReplayBuffer:
         """Recompute p_i <- p_i^base * decay(step - t_i) for all i and rebuild the tree: O(N).
 
         This is line 6, and eq. 14."""
-        self.pending.result()
-        self._refresh(step)
-
-    def _refresh(self, step: int) -> None:
-        self.now = max(self.now, step)  # never turns the clock back
-        self.tree.fill(self._leaves(slice(len(self))))
+        with self.lock:
+            self.now = max(self.now, step)  # never turns the clock back
+            self.tree.fill(self._leaves(slice(len(self))))
 
     def refresh_async(self, step: int) -> Future:
         """Start `refresh` on the buffer's own thread ("async on CPU")."""
         self.pending.result()
-        self.pending = self.thread.submit(self._refresh, step)
+        self.pending = self.thread.submit(self.refresh, step)
         return self.pending
 
     def sample(self, batch_size: int, step: int = 0) -> Replay:
@@ -185,14 +184,9 @@ class ReplayBuffer:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Restore a state. Raises ValueError if its buffer had another capacity."""
-        self.pending.result()
-        saved = len(state["base_priorities"])
-        if saved != self.capacity:
-            raise ValueError(f"capacity is {self.capacity}, but must be {saved} as in the state")
+        """Restore the state of a buffer of the same capacity into a new one."""
         for name in ARRAYS:
             getattr(self, name)[:] = state[name].numpy()
-        self.drawn[:] = -1
         self.episodes = list(state["episodes"])
         self.added = state["added"]
         self.now = state["now"]
@@ -222,19 +216,12 @@ class ReplayBuffer:
     def _lowest(self, n: int) -> np.ndarray:
         """Return the n slots of the lowest leaves, of equal ones the oldest, in this order."""
         leaves = self.tree[np.arange(len(self))]
-        highest = np.partition(leaves, n - 1)[n - 1]
-        below = np.flatnonzero(leaves < highest)
-        equal = np.flatnonzero(leaves == highest)
-        rest = n - len(below)
-        oldest = equal[np.argpartition(self.arrival[equal], rest - 1)[:rest]]
-
-        slots = np.append(below, oldest)
-        return slots[np.lexsort((self.arrival[slots], leaves[slots]))]
+        arrival = self.arrival[: len(self)]
+        return np.lexsort((arrival, leaves))[:n]
 
 
 def check_priorities(base_priorities: np.ndarray) -> None:
     """Raise ValueError if a base priority is not finite and positive."""
     allowed = np.isfinite(base_priorities) & np.greater(base_priorities, 0.0)
     if not allowed.all():
-        wrong = np.asarray(base_priorities)[~allowed][0]
-        raise ValueError(f"base priorities must be finite and positive, got {wrong}")
+        raise ValueError(f"base priorities must be finite and positive, got {base_priorities}")

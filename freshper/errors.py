@@ -76,8 +76,6 @@ class Ending(contextlib.ExitStack):
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         match error:
-            case None:
-                pass
             case Interrupted():
                 self.status = error.status
             case NonFiniteError():
@@ -87,15 +85,12 @@ class Ending(contextlib.ExitStack):
                 self.status = 2
             case OSError() | BackendError() | torch.OutOfMemoryError():
                 self.status = 1  # the report has printed the error
-            case _:
-                super().__exit__(kind, error, trace)
-                return False
-        super().__exit__(None, None, None)
-        return True
+        super().__exit__(kind, error, trace)
+        return self.status > 0
 
 
 class Unbreakable:
-    """A stream whose failures end no run: after the first one, nobody reads it any more."""
+    """A stream whose failures end no run: a broken pipe, a full disk, a closed file."""
 
     def __init__(self, stream: TextIO | None):
         # Python sets a stream to None if it was closed from the start.
@@ -105,16 +100,10 @@ class Unbreakable:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        encoding = self.stream.encoding or "utf-8"
-        return self.attempt(self.stream.write, text.encode(encoding, "replace").decode(encoding))
+        with contextlib.suppress(OSError, ValueError):
+            self.stream.write(text)
+        return len(text)
 
     def flush(self) -> None:
-        self.attempt(self.stream.flush)
-
-    def attempt(self, method: Any, *arguments: str) -> int:
-        """Call a method of the stream. If it fails, write to nowhere from now on."""
-        try:
-            return method(*arguments)
-        except (OSError, ValueError):  # a broken pipe, a full disk; a closed file
-            self.stream = open(os.devnull, "w")  # noqa: SIM115
-            return 0
+        with contextlib.suppress(OSError, ValueError):
+            self.stream.flush()

@@ -9,9 +9,9 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 from envs import ENVS
 from envs.base import EVAL_SEEDS
@@ -83,47 +83,44 @@ def is_tiny(model: str) -> bool:
     return model == "tiny" or (os.path.isfile(path) and '"freshper_tiny": true' in path.read_text())
 
 
-def validate(config: Config, given: Iterable[str] = ()) -> None:
-    """Raise ValueError with one sentence if a setting's value is not allowed, or if one of the
-    flags `given` has no effect."""
-
-    def refuse(name: str, reason: str) -> NoReturn:
-        raise ValueError(f"--{name} is {getattr(config, name)}, but {reason}")
-
+def problems(config: Config, given: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield settings whose value is not allowed, and flags of those `given` that have no effect,
+    each with the reason."""
     for allowed, holds, names in RANGES:
         for name in names.split():
             if not holds(getattr(config, name)):
-                refuse(name, f"must be {allowed}")
+                yield name, f"must be {allowed}"
     for name, allowed, is_met in RULES:
         if not is_met(config):
-            refuse(name, f"must be {allowed}")
+            yield name, f"must be {allowed}"
     for names, others, applies in NO_EFFECT:
         for name in given:
             if name in names.split() and applies(config):
-                refuse(name, f"has no effect with {others}")
+                yield name, f"has no effect with {others}"
 
 
-def make_parser(shown: Config, **options: Any) -> argparse.ArgumentParser:
-    """Make a parser of all flags. It returns only those that were given, and raises ArgumentError
-    if it cannot read the value of one. --help shows the settings `shown`."""
+def make_parser(shown: Config) -> argparse.ArgumentParser:
+    """Make a parser of all flags. It returns only those that were given. Its help shows the
+    settings `shown`."""
     parser = argparse.ArgumentParser(
         description="FreshPER (Algorithm 1). In brackets: what runs with the other flags given.",
         usage=argparse.SUPPRESS,
         allow_abbrev=False,
-        exit_on_error=False,
-        **options,
+        add_help=False,
+        argument_default=argparse.SUPPRESS,
     )
+    parser.add_argument("-h", "--help", action="store_true", help="show this text and exit")
     for field in dataclasses.fields(Config):
         if field.name in GROUPS:
             group = parser.add_argument_group(GROUPS[field.name])
 
         choices = ENVS if field.name == "env" else get_args(field.type)
-        options = {"type": type(field.default)}
+        options: dict[str, Any] = {"type": type(field.default)}
         options |= {"choices": choices} if choices else {"metavar": ""}
         if field.type is bool:
             options = {"action": argparse.BooleanOptionalAction}
         text = f"{field.metadata['help']} [{getattr(shown, field.name)}]".replace("%", "%%")
-        group.add_argument(f"--{field.name}", default=argparse.SUPPRESS, help=text, **options)
+        group.add_argument(f"--{field.name}", help=text, **options)
     return parser
 
 
@@ -147,13 +144,10 @@ def resumed_run(flags: dict[str, Any]) -> Config:
 def parse_args(argv: list[str] | None = None) -> Config:
     """Return the checked settings of a command line: those of the preset, the method, the flags. A
     wrong flag prints one sentence and exits with status 2."""
-    parser = make_parser(Config(), add_help=False)
-    parser.add_argument("-h", "--help", action="store_true", default=argparse.SUPPRESS)
+    parser = make_parser(Config())
+    flags = vars(parser.parse_args(argv))
+    wants_help = flags.pop("help", False)
     try:
-        flags = vars(parser.parse_args(argv))
-        wants_help = flags.pop("help", False)
-        if empty := [name for name, value in flags.items() if value == []]:  # `--tau=--`
-            raise ValueError(f"--{empty[0]} is --, but must have a value")
         if "resume" in flags:
             config = resumed_run(flags)
         else:
@@ -162,7 +156,8 @@ def parse_args(argv: list[str] | None = None) -> Config:
         if wants_help:
             make_parser(config).print_help()
             parser.exit()
-        validate(config, flags)
-    except (OSError, ValueError, argparse.ArgumentError) as error:
+        for name, reason in problems(config, flags):
+            parser.error(f"--{name} is {getattr(config, name)}, but {reason}")
+    except (OSError, ValueError) as error:
         parser.error(str(error))
     return config

@@ -13,6 +13,7 @@ easy to get wrong:
 """
 
 import functools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import date
@@ -87,8 +88,10 @@ class Policy:
         for token in self.special_tokens:
             if "think" in token.lower():
                 raise ValueError(f"it thinks with {token}, a special token, which is never sampled")
-        suppressed = special.union(self.model.generation_config.suppress_tokens or ())
-        suppressed |= {*range(len(tokenizer), self.model.get_output_embeddings().out_features)}
+        without_token = range(len(tokenizer), self.model.get_output_embeddings().out_features)
+        suppressed = special.union(
+            without_token, self.model.generation_config.suppress_tokens or ()
+        )
         self.suppressed_ids = sorted(suppressed - {self.eos_id})
 
         self.image_token_id = getattr(self.model.config, "image_token_id", -1)
@@ -105,26 +108,19 @@ class Policy:
         content: Any = TEXT
         if n_images:
             content = [{"type": "image"}] * n_images + [{"type": "text", "text": TEXT}]
-        turns = [
-            {"role": "user", "content": "?"},
-            {"role": "assistant", "content": REPLY},
-            {"role": "user", "content": content},
-        ]
-        if first:
-            del turns[:2]
+        turns = [{"role": "user", "content": content}]
+        if not first:
+            reply = {"role": "assistant", "content": REPLY}
+            turns = [{"role": "user", "content": "?"}, reply, *turns]
 
         text = self.tokenizer.apply_chat_template(
-            turns,
-            tokenize=False,
-            add_generation_prompt=True,
-            strftime_now=self.today.strftime,
+            turns, tokenize=False, add_generation_prompt=True, strftime_now=self.today.strftime
         )
-        replies = 0 if first else 1
-        if text.count(TEXT) != 1 or text.count(REPLY) != replies:
+        if text.count(TEXT) != 1 or text.count(REPLY) != len(turns) // 2:
             raise ValueError("its chat template does not show a user's text exactly once per turn")
 
         before, after = text.split(TEXT)
-        return before.split(REPLY)[replies], after
+        return before.split(REPLY)[-1], after
 
     def user_turn(self, observation: Observation, first: bool = True) -> list[int]:
         """Return the tokens of a user turn and the assistant header, from the start of the
@@ -139,9 +135,8 @@ class Policy:
         # The template has one placeholder per image, and the model needs rows x columns of them.
         end = 0
         for image in observation.images:
-            rows, columns = self.grid(image)
             start = tokens.index(self.image_token_id, end)
-            size = rows * columns
+            size = math.prod(self.grid(image))
             end = start + size
             tokens[start : start + 1] = [self.image_token_id] * size
         return tokens
@@ -218,7 +213,6 @@ class Policy:
         `mask`: None for causal over right-padded rows, or bool [B, 1, T, cached + T], True if a
         token attends to another."""
         tokens = tokens.to(self.device)
-        positions = positions.to(self.device)
         decoder = self.model.model
         if self.image_processor:
             decoder = decoder.language_model
@@ -233,7 +227,7 @@ class Policy:
                 embeddings = embeddings.masked_scatter(is_image[..., None], features)
             output = decoder(
                 inputs_embeds=embeddings,
-                position_ids=positions,
+                position_ids=positions.to(self.device),
                 attention_mask=mask,
                 past_key_values=cache,
                 use_cache=cache is not None,
@@ -282,17 +276,16 @@ def check_family(config: transformers.PretrainedConfig, max_tokens: int) -> None
     """Raise ValueError unless a model is computed right for conversations of `max_tokens`."""
     kind = config.model_type
     if kind not in FAMILIES:
-        raise ValueError(
-            f"it is a {kind}, but must be one of {', '.join(FAMILIES)}: freshper/models.py says "
-            "where to add a family, and which test it must pass"
-        )
+        where = "freshper/models.py says where to add a family, and which test it must pass"
+        raise ValueError(f"it is a {kind}, but must be one of {', '.join(FAMILIES)}: {where}")
     text = config.get_text_config()
-    rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
+    rope = text.rope_parameters["rope_type"]
     if rope not in ROPES and "mrope_section" not in text.rope_parameters:
         raise ValueError(f"its rope is of the type {rope}, but must be one of {', '.join(ROPES)}")
     # The engine's cache knows no sliding windows.
-    window = getattr(text, "sliding_window", None) or text.max_position_embeddings
-    longest = min(window, text.max_position_embeddings)
+    longest = text.max_position_embeddings
+    if getattr(text, "sliding_window", None):
+        longest = min(longest, text.sliding_window)
     if max_tokens > longest:
         raise ValueError(
             f"--max_tokens is {max_tokens}, but must be at most {longest}, its window of attention"
@@ -303,7 +296,6 @@ def load_policy(
     name: str,
     device: str,
     dtype: torch.dtype,
-    freeze_vision: bool = False,
     max_tokens: int = 0,
     **fields: Any,
 ) -> Policy:
@@ -341,4 +333,4 @@ def load_policy(
         embedding.forward = functools.partial(embed_patches, embedding)
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    return Policy(model.to(device), tokenizer, image_processor, freeze_vision, **fields)
+    return Policy(model.to(device), tokenizer, image_processor, **fields)

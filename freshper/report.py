@@ -20,14 +20,13 @@ has evaluations and checkpoints, too.
 """
 
 import base64
-import csv
 import fcntl
-import io
 import json
 import os
 import time
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,13 +59,13 @@ logprobs_s update_s replay_s sync_s""".split()
 # Every run whose mean of ten iterations fell below it failed. None that stayed above 0.45 did
 # (docs/log.md).
 LEAST_ESS = 0.3
-SLOW = 4.0  # times as long as the fastest ten iterations
 
 
 class Report:
     """A context manager around a run. When it closes, everything is on disk.
 
-    It makes or takes the run's folder and locks it. Raises ValueError if that fails."""
+    It makes or takes the run's folder and locks it. Raises OSError if that fails, ValueError if
+    another process has locked it."""
 
     say = staticmethod(tqdm.write)  # print a line above the progress bar
 
@@ -86,11 +85,9 @@ class Report:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not config.resume:
                 self.write_config()
-        except OSError as error:
-            busy = "another process is writing to it"
-            reason = busy if isinstance(error, BlockingIOError) else error
-            allowed = f"one to write to: {reason}"
-            raise ValueError(f"the run's folder is {self.folder}, but must be {allowed}") from error
+        except BlockingIOError as error:
+            busy = f"{self.folder}, but locked: another process is writing to it"
+            raise ValueError(f"the run's folder is {busy}") from error
 
     def __enter__(self) -> "Report":
         self.baselines = baselines(self.envs[0], self.config.eval_episodes)
@@ -98,22 +95,20 @@ class Report:
             f"{name} policy {value:.2f}" for name, value in self.baselines.items()
         )
         model = self.policy.model
-        lines = [
-            title(self.config),
-            f"{type(model).__name__}, {model.num_parameters():,} parameters",
-            f"backend {self.config.backend} on {self.config.device}, "
-            f"threads {torch.get_num_threads()}",
-            self.envs[0].data_summary(),
-            f"success on held-out seeds: {self.baseline_text}",
-        ]
-        self.say("\n".join(filter(None, lines)))
+        self.say(title(self.config))
+        self.say(f"{type(model).__name__}, {model.num_parameters():,} parameters")
+        threads = f"threads {torch.get_num_threads()}"
+        self.say(f"backend {self.config.backend} on {self.config.device}, {threads}")
+        if self.envs[0].rows:
+            self.say(self.envs[0].data_summary())
+        self.say(f"success on held-out seeds: {self.baseline_text}")
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error:
             self.say(f"stopped after iteration {self.done}: {error}")
-            if isinstance(error, torch.OutOfMemoryError):
-                self.say("lower --micro_batch_size, --rollout_batch_size or --max_tokens")
+        if isinstance(error, torch.OutOfMemoryError):
+            self.say("lower --micro_batch_size, --rollout_batch_size or --max_tokens")
         last = [success for done, success in self.evaluations().items() if done][-3:]
         if last:
             mean = f"{np.mean(last):.2f} ({self.baseline_text})"
@@ -153,7 +148,7 @@ class Report:
         path = self.folder / "replay.csv"
         if self.replayed and path.exists():
             # It has the rows of the checkpoint, no more: a killed run may have written others.
-            os.truncate(path, min(self.replayed, path.stat().st_size))
+            os.truncate(path, self.replayed)
         else:
             path.unlink(missing_ok=True)
         if not self.rows:
@@ -192,7 +187,7 @@ class Report:
             **means([update.stats for update in fresh]),
         }
         if replays:
-            row.update(means([self.replay_row(*replay) for replay in replays]))
+            row |= means([self.replay_row(*replay) for replay in replays])
             row["max_age"] = float(max(drawn.ages.max() for drawn, _ in replays))
         for name, mean in summarize(episodes).items():
             row[name if name in COLUMNS else f"train_{name}"] = mean
@@ -247,28 +242,16 @@ class Report:
             *_, held_out = self.evaluations().values()
             self.bar.set_postfix(success=row["train_success"], held_out=held_out)
         self.write_metrics()
+
         if done == 1 and row["invalid"] == 1:
             cut = f"{row['cut']:.0%} were cut by --max_new_tokens"
             self.say(f"no reply of the first batch could be read, {cut}")
-        if done and done % 10 == 0:
-            self.warn()
-
-    # -- lines and files
-
-    def warn(self) -> None:
-        """Print what a user should know of the last ten iterations."""
         ess = np.mean([row.get("ess_token", np.nan) for row in self.rows[-10:]])
-        if ess < LEAST_ESS:
+        if done % 10 == 0 and ess < LEAST_ESS:
             mean = f"ESS / n of replayed tokens is {ess:.2f}, mean of ten iterations"
             self.say(f"{mean}; lower --lr or --replay_ratio")
 
-        *before, now = np.diff([row["wall_s"] for row in self.rows[::10]])
-        if before and now > SLOW * min(before):
-            again = f"OMP_NUM_THREADS=1 python train.py --resume {self.folder}"
-            self.say(
-                f"ten iterations took {now:.0f} s, the fastest {min(before):.0f} s: if other "
-                f"programs run, stop with Ctrl-C and go on with {again}"
-            )
+    # -- files
 
     def write_config(self) -> None:
         """Write config.json, the settings of the newest checkpoint, or of a run's beginning."""
@@ -280,13 +263,11 @@ class Report:
         columns = [*COLUMNS]
         for name in self.envs[0].metrics:
             columns += [f"train_{name}", f"eval_{name}"]
-        text = io.StringIO()
-        table = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
-        table.writeheader()
+        text = ",".join(columns) + "\n"
         for row in self.rows:
-            cells = {name: f"{value:.8g}" for name, value in row.items() if not np.isnan(value)}
-            table.writerow(cells)
-        self.write_file("metrics.csv", text.getvalue())
+            cells = [f"{row[name]:.8g}" if name in row else "" for name in columns]
+            text += ",".join(cells) + "\n"
+        self.write_file("metrics.csv", text)
 
     def write_file(self, name: str, text: str) -> None:
         """Write a file such that a kill leaves all of it or what was there before."""
@@ -297,11 +278,12 @@ class Report:
     def draw(self) -> None:
         """Draw curve.png and diagnostics.png from the tables."""
         metrics = diagnostics.read(self.folder, "metrics.csv")
+        episodes = metrics["episodes"]
         training = {"label": "training, each iteration", "alpha": 0.4}
         held_out = {"label": "held-out seeds", "marker": "o"}
         lines = [
-            (metrics["episodes"], metrics["train_success"], training),
-            (metrics["episodes"], metrics["eval_success"], held_out),
+            (episodes, metrics["train_success"], training),
+            (episodes, metrics["eval_success"], held_out),
         ]
         path = self.folder / "curve.png"
         plot(path, title(self.config), "success", lines, self.baselines)
@@ -347,20 +329,17 @@ def means(rows: list[Row]) -> Row:
     return {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
 
 
+SUMMED_UP = ("success", "reward", "truncated", "invalid", "cut")
+
+
 def summarize(episodes: list[Episode]) -> Row:
     """Return means over episodes, with the environment's own metrics.
 
     `turns`: replies per episode. `invalid` and `cut`: shares of all replies."""
     rows = []
     for episode in episodes:
-        row = {
-            "success": episode.success,
-            "reward": episode.reward,
-            "truncated": episode.truncated,
-            "turns": len(episode.turn_rewards),
-            "invalid": episode.invalid,
-            "cut": episode.cut,
-        }
+        row = {name: getattr(episode, name) for name in SUMMED_UP}
+        row["turns"] = len(episode.turn_rewards)
         rows.append(row | episode.metrics)
 
     summary = means(rows)
@@ -386,8 +365,8 @@ def plot(
     A line has x [n], y [n], NaN if not measured, and a style for `Axes.plot`."""
     figure = matplotlib.figure.Figure(figsize=(8, 6), layout="constrained")
     axes = figure.subplots()
-    plain_title = title.replace("$", r"\$")  # the name of a file is no mathematics
-    axes.set(xlabel="episodes", ylabel=ylabel, title=plain_title)
+    axes.set(xlabel="episodes", ylabel=ylabel)
+    axes.set_title(title, parse_math=False)  # the name of a file may hold a "$"
 
     for episodes, values, style in lines:
         measured = ~np.isnan(values)
@@ -422,14 +401,14 @@ columns.
 {% for episode in episodes %}
 <h2 class={{ "won" if episode.success else "lost" }}>seed {{ episode.seed }}:
 {{ "success" if episode.success else "no success" }}, return {{ "%g" % episode.reward }}</h2><table>
-{% for turn in turns_of(episode, policy) %}
+{% for turn in turns_of(episode) %}
 <tr><td>
 {% for image in turn.images %}
-<img src="data:image/png;base64,{{ b64encode(image).decode() }}">
+<img src="data:image/png;base64,{{ image }}">
 {% endfor %}
 <pre>{{ turn.prompt }}</pre><td>
 {% for token, logprob in turn.reply %}
-<ruby>{{ policy.tokenizer.decode([token]) }}<rt>{{ "{:z.2f}".format(logprob) }}</rt></ruby>
+<ruby>{{ decode([token]) }}<rt>{{ "{:z.2f}".format(logprob) }}</rt></ruby>
 {%- endfor %}
 <p>reward {{ "%g" % episode.turn_rewards[loop.index0] }}
 {% endfor %}
@@ -444,22 +423,17 @@ def episodes_page(episodes: list[Episode], policy: Policy, title: str) -> str:
     It shows what the policy read and, beside it, the sampled reply with the engine's log-prob above
     each token."""
     template = jinja2.Template(PAGE, autoescape=True, trim_blocks=True)
-    return template.render(
-        title=title,
-        episodes=episodes[:8],
-        turns_of=turns_of,
-        policy=policy,
-        b64encode=base64.b64encode,
-    )
+    turns = partial(turns_of, policy)
+    decode = policy.tokenizer.decode
+    return template.render(title=title, episodes=episodes[:8], turns_of=turns, decode=decode)
 
 
-def turns_of(episode: Episode, policy: Policy) -> Iterator[dict[str, Any]]:
-    """Yield the turns of an episode: images (PNG) and text that the policy read, and its reply as
-    pairs of a token and its log-prob."""
+def turns_of(policy: Policy, episode: Episode) -> Iterator[dict[str, Any]]:
+    """Yield the turns of an episode: images (PNG in base 64) and text that the policy read, and its
+    reply as pairs of a token and its log-prob."""
     decode = partial(policy.tokenizer.decode, skip_special_tokens=True)
     images = iter(episode.images)
-    start = 0
-    for end in episode.turn_ends() + 1:
+    for start, end in pairwise([0, *(episode.turn_ends() + 1)]):
         tokens = episode.tokens[start:end]
         sampled = episode.action_mask[start:end]
         logprobs = episode.behavior_logprobs[start:end]
@@ -471,11 +445,9 @@ def turns_of(episode: Episode, policy: Policy) -> Iterator[dict[str, Any]]:
 
         # The chat template puts the names of the roles around the text.
         roles = policy.template(len(shown), first=start == 0)
-        before, after = map(decode, map(policy.tokenizer.encode, roles))
-        prompt = decode(tokens[~sampled]).removeprefix(before).removesuffix(after)
-        start = end
+        before, after = map(decode, map(policy.encode, roles))
         yield {
-            "images": shown,
-            "prompt": prompt,
+            "images": [base64.b64encode(png).decode() for png in shown],
+            "prompt": decode(tokens[~sampled]).removeprefix(before).removesuffix(after),
             "reply": zip(tokens[sampled], logprobs[sampled]),
         }

@@ -74,9 +74,8 @@ class TorchTrainer:
         self.step = 0
         self.lr = 0.0  # of the last step
 
-        self.reference: Policy | None = None  # pi_ref, the initial policy
-        if config.kl_reward_coef or config.kl_loss_coef:
-            self.reference = copy.deepcopy(policy)
+        has_kl = config.kl_reward_coef or config.kl_loss_coef
+        self.reference = copy.deepcopy(policy) if has_kl else None  # pi_ref, the initial policy
         trainable = [p for p in policy.model.parameters() if p.requires_grad]
         # Fused, a step needs no further memory. On a CPU it would round in another way.
         fused = config.device != "cpu"
@@ -96,15 +95,14 @@ class TorchTrainer:
         difference = logprobs - batch.behavior_logprobs.numpy()  # 0 off the mask
         finite = np.isfinite(difference).all(1)
         if not finite.all():
-            seed = episodes[finite.argmin()].seed
+            seed = batch.seeds[finite.argmin()]
             raise NonFiniteError(f"line 3 met a log-prob that is not finite; episode seed {seed}")
 
         of_actions = difference[batch.action_mask.numpy()]
         mismatch = float(np.abs(of_actions).mean())
         low, high = np.exp(np.quantile(of_actions, (0.01, 0.99))).tolist()
-        config = self.config
-        most = MOST_MISMATCH[config.dtype] / config.temperature
-        has_own_model = config.engine == "vllm" or config.trainer == "deepspeed"
+        most = MOST_MISMATCH[self.config.dtype] / self.config.temperature
+        has_own_model = self.config.backend != "hf+torch"
         if has_own_model and mismatch > most:
             raise BackendError(
                 "the engine does not generate with the trainer's weights: log-probs of the same "
@@ -155,12 +153,10 @@ class TorchTrainer:
         batch = collate(episodes)
         if advantages is None:
             advantages = ReturnNorm("recompute", config.kl_reward_coef).advantages(batch)
-        batch = batch._replace(
-            advantages=advantages.clamp(-config.advantage_clip, config.advantage_clip),
-            weights=torch.ones(len(batch.tokens))
-            if weights is None
-            else torch.tensor(weights).float(),
-        )
+        clipped = advantages.clamp(-config.advantage_clip, config.advantage_clip)
+        batch = batch._replace(advantages=clipped)
+        if weights is not None:
+            batch = batch._replace(weights=torch.tensor(weights).float())
         action_tokens = batch.action_mask.sum(-1).double()  # [B]: their number
 
         self.optimizer.zero_grad()
