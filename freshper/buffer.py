@@ -215,9 +215,10 @@ class ReplayBuffer:
 
     def _lowest(self, n: int) -> np.ndarray:
         """Return the n slots of the lowest leaves, of equal ones the oldest, in this order."""
-        leaves = self.tree[np.arange(len(self))]
-        arrival = self.arrival[: len(self)]
-        return np.lexsort((arrival, leaves))[:n]
+        leaves = self.tree.leaves[: len(self)]
+        # A sort of all would take long. Only those up to the n-th lowest can be among them.
+        slots = np.flatnonzero(leaves <= np.partition(leaves, n - 1)[n - 1])
+        return slots[np.lexsort((self.arrival[slots], leaves[slots]))][:n]
 
 
 def check_priorities(base_priorities: np.ndarray) -> None:

@@ -95,6 +95,8 @@ class Unbreakable:
     def __init__(self, stream: TextIO | None):
         # Python sets a stream to None if it was closed from the start.
         self.stream = stream or open(os.devnull, "w")  # noqa: SIM115
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # not every terminal has every character
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)

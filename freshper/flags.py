@@ -49,6 +49,7 @@ RULES: list[tuple[str, str, Callable[[Config], object]]] = [
      "take pretrained models)", lambda c: c.resume or is_tiny(c.model) == (c.preset == "tiny")),
     ("data", "empty with --preset tiny, whose models read generated questions only",
      lambda c: c.preset != "tiny" or not c.data),
+    ("out", "a folder that does not exist yet", lambda c: c.resume or not os.path.exists(c.out)),
     ("replay_ratio", "0 with --method on_policy",
      lambda c: c.method != "on_policy" or c.replay_ratio == 0),
     ("decay", "none with --method per", lambda c: c.method != "per" or c.decay == "none"),

@@ -59,6 +59,7 @@ logprobs_s update_s replay_s sync_s""".split()
 # Every run whose mean of ten iterations fell below it failed. None that stayed above 0.45 did
 # (docs/log.md).
 LEAST_ESS = 0.3
+SLOW = 4.0  # times as long as the fastest ten iterations
 
 
 class Report:
@@ -148,7 +149,7 @@ class Report:
         path = self.folder / "replay.csv"
         if self.replayed and path.exists():
             # It has the rows of the checkpoint, no more: a killed run may have written others.
-            os.truncate(path, self.replayed)
+            os.truncate(path, min(self.replayed, path.stat().st_size))
         else:
             path.unlink(missing_ok=True)
         if not self.rows:
@@ -250,6 +251,12 @@ class Report:
         if done % 10 == 0 and ess < LEAST_ESS:
             mean = f"ESS / n of replayed tokens is {ess:.2f}, mean of ten iterations"
             self.say(f"{mean}; lower --lr or --replay_ratio")
+        *before, seconds = np.diff([0.0, *(row["wall_s"] for row in self.rows[::10])])
+        if done % 10 == 0 and seconds > SLOW * min(before[1:], default=seconds):
+            remedy = (
+                f"stop with Ctrl-C, then OMP_NUM_THREADS=1 python train.py --resume {self.folder}"
+            )
+            self.say(f"ten iterations took {seconds:.0f} s: if other programs run, {remedy}")
 
     # -- files
 
