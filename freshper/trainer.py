@@ -40,7 +40,7 @@ DRIFT = ("log_ratio", "ratio", "ratio_sq", "kl", "clipped")  # sums of each row 
 LOGITS_AT_ONCE = 2**27
 WARMUP_STEPS = 10  # appendix F
 MAX_GRAD_NORM = 1.0  # Table 3
-# Bounds of `mismatch` at temperature 1.
+# Bounds of `mismatch` at temperature 1. SmolLM2-135M has 5e-6 and 0.04 under vLLM.
 MOST_MISMATCH = {"float32": 1e-4, "bfloat16": 0.2}
 
 Parameters = Iterator[tuple[str, Tensor]]  # names, and whole parameters of a model
