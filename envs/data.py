@@ -46,9 +46,9 @@ def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
 def converted_rows(source: str, from_row: Callable, files: tuple) -> dict[str, list]:
     """Do the work of `load_rows`. `files` are those of the source, with time and size."""
     splits = read_splits(source)
-    of_held_out = "validation" if "validation" in splits else "test"
     if len(splits) > 1:
-        splits = {split: splits.get(split, []) for split in ("train", of_held_out)}
+        of_held_out = "validation" if "validation" in splits else "test"
+        splits = {"train": splits.get("train", []), "held_out": splits.get(of_held_out, [])}
     for split, rows in splits.items():
         for k, row in enumerate(rows):
             try:
@@ -56,16 +56,11 @@ def converted_rows(source: str, from_row: Callable, files: tuple) -> dict[str, l
             except ValueError as error:
                 raise ValueError(f"{source}, {split} row {k + 1}: {error}") from error
 
-    if len(splits) == 1:
-        parts = divide(*splits.values())
-    else:
-        parts = {"train": splits["train"], "held_out": splits[of_held_out]}
-
+    parts = splits if len(splits) > 1 else divide(*splits.values())
     if not all(parts.values()):
-        counts = ", ".join(f"{len(rows)} in {split}" for split, rows in splits.items())
-        raise ValueError(
-            f"--data is {source}, with too few different rows to train and to hold out: {counts}"
-        )
+        counts = [len(rows) for rows in parts.values()]
+        sentence = "with too few different rows to train and to hold out"
+        raise ValueError(f"--data is {source}, {sentence}: {counts}")
     for rows in parts.values():
         np.random.default_rng(0).shuffle(rows)
     return parts

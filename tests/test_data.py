@@ -161,11 +161,11 @@ BAD = {  # file: content, a part of the sentence
         [{"question": "1", "a": "1"}],
         "answer is missing or empty, the row has quest",
     ),
-    "one.jsonl": (ROWS[:1] * 5, "too few different rows to train and to hold out: 5 in train"),
+    "one.jsonl": (ROWS[:1] * 5, "too few different rows to train and to hold out: [0, 5]"),
     "nowhere.jsonl": (None, "there is no such file or folder"),
     "mixed/train.json": (ROWS, "same data file format"),
-    "halves/validation.jsonl": (ROWS[:5], "to train and to hold out: 0 in train, 5 in validation"),
-    "odd/train.jsonl": (ROWS[:5], "test row 1: the field answer is missing or empty"),
+    "halves/validation.jsonl": (ROWS[:5], "to train and to hold out: [0, 5]"),
+    "odd/train.jsonl": (ROWS[:5], "held_out row 1: the field answer is missing or empty"),
 }
 
 

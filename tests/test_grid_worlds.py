@@ -121,7 +121,7 @@ def test_frozenlake_maps_and_exact_bounds():
 def test_held_out_maps_and_rooms_are_never_seen_in_training_or_warm_start(name):
     """No map shares holes and goal, no room walls and targets, with a held-out one.
 
-    Training has at least 10,000 of them.
+    Training has at least 10,000 of them: if n draws have c repetitions, some n² / 2c.
     """
     env, grounds = ENVS[name](), {}
     movers = {"P": "_"} if name == "frozenlake" else {"P": "_", "X": "_", "S": "O"}
@@ -133,11 +133,10 @@ def test_held_out_maps_and_rooms_are_never_seen_in_training_or_warm_start(name):
     assert len(held_out) > 300
 
     if name == "frozenlake":
-        different = {random_map(seed).tobytes() for seed in range(12_000)}
+        different = {random_map(seed).tobytes() for seed in range(2000)}
     else:
-        seeds = range(25_000 if name == "sokoban_simple" else 12_000)
-        different = {random_room(seed, *SIZES[name], 5) for seed in seeds}
-    assert len(different) >= 10_000
+        different = {random_room(seed, *SIZES[name], 5) for seed in range(2000)}
+    assert 10_000 * (2000 - len(different)) < 2000**2 / 2
 
 
 def test_cliffwalking_is_gymnasium_s():
