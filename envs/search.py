@@ -136,7 +136,7 @@ def encodable(text: Any) -> str:
 
 
 def read_corpus(path: str) -> list[str]:
-    """Return the `contents` of each line that is not empty; a name that ends in .gz is unpacked.
+    """Return the `contents` of each line that is not empty. A file that ends in .gz is unpacked.
     Raises ValueError that names file and line if a line has none."""
     passages = []
     with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
@@ -185,10 +185,8 @@ class Retriever:
         if index is None:
             index = build_index(corpus, encoder)
         elif not fits(index, corpus, encoder):
-            raise ValueError(
-                f"the index of {index.ntotal} passages is of another corpus or encoder: "
-                "build it again"
-            )
+            sentence = f"the index of {index.ntotal} passages is of another corpus or encoder"
+            raise ValueError(f"{sentence}: build it again")
         self.corpus = np.array(corpus, dtype=object)
         self.encoder = encoder
         self.index = index
