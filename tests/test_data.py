@@ -20,8 +20,6 @@ from envs.base import EVAL_SEEDS
 from envs.data import divide, field_of, load_rows, text_of
 from envs.gsm8k import GSM8K
 from envs.question_answering import Question
-from freshper import evaluation
-from freshper.flags import parse_args
 
 ROWS = []
 for k in range(40):
@@ -260,16 +258,3 @@ def test_rows_that_do_not_fit_the_model_are_left_out(
     (line,) = capsys.readouterr().err.splitlines()[-1:]
     assert "data, but no train row has a first turn of at most 96 tokens" in line
     assert not (tmp_path / "none").exists()
-
-
-def test_the_baseline_of_data_is_exact_and_reads_each_answer_once(tmp_path, monkeypatch):
-    """Twenty answers; each is that of some questions for training and of some that are held out."""
-    rows = [{"question": f"What is {k}?", "answer": f"#### {k // 20}"} for k in range(400)]
-    source, reads, read = write_rows(tmp_path / "rows.jsonl", rows), [], GSM8K.read
-    env = parse_args(["--env", "gsm8k", "--data", source, "--model", "a/b"]).config.make_env()
-    monkeypatch.setattr(GSM8K, "read", staticmethod(lambda text: reads.append(text) or read(text)))
-    assert evaluation.baselines(env, 40) == {
-        "random": pytest.approx(1 - (1 - 1 / 20) ** 3),
-        "optimal": 1.0,
-    }
-    assert len(reads) == 20 + 40
