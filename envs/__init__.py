@@ -4,7 +4,6 @@
 Keyword arguments (`slippery=True`, `style="full"`) change them.
 """
 
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -35,7 +34,7 @@ class Task:
 
 
 # A class of your own, such as `ENVS["animals"] = Animals`, is as good as a `Task`.
-ENVS: dict[str, Callable[..., TextEnv]] = {
+ENVS: dict[str, Task | type[TextEnv]] = {
     "frozenlake": Task("frozenlake", "FrozenLake"),
     "frozenlake_vlm": Task("frozenlake", "FrozenLake", image=True),
     "sokoban_simple": Task("sokoban", "Sokoban"),

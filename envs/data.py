@@ -37,9 +37,16 @@ def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
     Raises ValueError with one sentence that names source, row and field, if there is no such
     source, a file cannot be read, a field is refused by `from_row`, or the rows are too few."""
     path = Path(source).expanduser().absolute()
-    files = [path, *path.rglob("*")] if path.exists() else []
-    states = [(file, file.stat().st_mtime_ns, file.stat().st_size) for file in files]
+    states = []
+    for file in files_of(path):
+        state = file.stat()
+        states.append((file, state.st_mtime_ns, state.st_size))
     return converted_rows(source, from_row, tuple(states))
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return a file, or all files of a folder; none if it does not exist."""
+    return [file for file in (path, *path.rglob("*")) if file.is_file()]
 
 
 @cache
@@ -180,8 +187,8 @@ def load_local(path: Path) -> Any:
     import datasets
     import fsspec
 
-    for file in [path, *path.rglob("*")]:
-        if file.is_file() and ".json" in file.name:
+    for file in files_of(path):
+        if ".json" in file.name:
             with fsspec.open(str(file), compression="infer") as stream:
                 start = stream.read(JSON_START)
             if start.lstrip(b"\xef\xbb\xbf \t\r\n[").startswith(b"null"):

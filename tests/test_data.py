@@ -117,6 +117,7 @@ def test_a_split_that_is_not_used_is_not_read(tmp_path):
     for split in ("train", "validation"):
         write_rows(tmp_path / f"{split}.jsonl", ROWS)
     write_rows(tmp_path / "test.jsonl", [row | {"answer": ""} for row in ROWS])
+    (tmp_path / "broken.json").symlink_to("nowhere")
     assert len(load_rows(str(tmp_path), from_row)["held_out"]) == 40
 
 
