@@ -116,8 +116,8 @@ def as_text(value: Any, name: str) -> str:
     column in which every text looks like one. A Parquet file keeps the text."""
     if type(value) is float and value.is_integer():
         value = int(value)
-    is_nan = value != value
-    if type(value) not in (str, int, float) or is_nan or not str(value).strip():
+    is_text = type(value) in (str, int) or (type(value) is float and np.isfinite(value))
+    if not is_text or not str(value).strip():
         raise ValueError(f"the field {name} is {value!r:.80}, but must be a text or a number")
     return str(value)
 

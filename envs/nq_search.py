@@ -70,8 +70,7 @@ def parse_action(reply: str) -> tuple[str, str]:
 
 
 def harmless(text: str) -> str:
-    """Return foreign text without angle brackets, so that it holds no tag and no special token of
-    any tokenizer."""
+    """Return foreign text without angle brackets, so that it holds no tag."""
     return text[:MAX_TEXT].replace("<", "‹").replace(">", "›")
 
 

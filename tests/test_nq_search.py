@@ -99,7 +99,7 @@ def questions(tmp_path, request):
 
 
 NO_TEXT = [[None], [""], ["  "], "['Paris']", '{"value": "Paris"}', {"value": "Paris"}]
-NO_TEXT += [["Paris", {"text": "Paris"}], [["Paris"]], [True], [float("nan")], []]
+NO_TEXT += [["Paris", {"text": "Paris"}], [["Paris"]], [True], [float("nan")], [1e999], []]
 CHAT = [{"role": "user", "content": "who?"}]
 
 
