@@ -32,8 +32,9 @@ from envs import search
 from envs.search import LocalEncoder, Retriever, TransformerEncoder, encodable
 
 TOPK = 3  # if a request does not say
-# Bounds of a request: its bytes, and the passages that it asks for in all.
+# Bounds of a request: its bytes, its queries, and the passages that it asks for in all.
 MOST_BYTES = 1 << 24
+MOST_QUERIES = 4096
 MOST_PASSAGES = 100_000
 
 
@@ -53,8 +54,9 @@ def application(retriever: Retriever) -> FastAPI:
         if not queries:
             return {"result": []}
         topk = request.topk or TOPK
-        if not 0 < topk * len(queries) <= MOST_PASSAGES:
-            raise HTTPException(422, f"ask for 1 to {MOST_PASSAGES} passages")
+        if len(queries) > MOST_QUERIES or not 0 < topk * len(queries) <= MOST_PASSAGES:
+            allowed = f"at most {MOST_QUERIES} queries for {MOST_PASSAGES} passages in all"
+            raise HTTPException(422, f"send {allowed}")
 
         result: list[list] = []
         for texts, scores in zip(*retriever.search(queries, topk)):
