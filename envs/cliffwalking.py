@@ -60,11 +60,10 @@ class CliffWalking(GridWorld):
     def __init__(self, along_the_way: bool = False, **common: Any):
         super().__init__(**common)
         self.along_the_way = along_the_way
+        self.cliff = gymnasium.make("CliffWalking-v1").unwrapped
 
     def start(self, seed: int) -> None:
-        self.cliff = gymnasium.make("CliffWalking-v1").unwrapped
         self.cliff.reset(seed=seed)
-
         rng = np.random.default_rng(seed)
         if seed >= WARM_START_SEEDS:
             # Any free cell, so that a model has seen them all.

@@ -37,18 +37,25 @@ def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
     Raises ValueError with one sentence that names source, row and field, if there is no such
     source, a file cannot be read, a field is refused by `from_row`, or the rows are too few."""
     path = Path(source).expanduser().absolute()
-    files = [path, *path.rglob("*")] if path.exists() else []
-    states = [(file, file.stat().st_mtime_ns, file.stat().st_size) for file in files]
+    states = []
+    for file in files_of(path):
+        state = file.stat()
+        states.append((file, state.st_mtime_ns, state.st_size))
     return converted_rows(source, from_row, tuple(states))
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return a file, or all files of a folder; none if it does not exist."""
+    return [file for file in (path, *path.rglob("*")) if file.is_file()]
 
 
 @cache
 def converted_rows(source: str, from_row: Callable, files: tuple) -> dict[str, list]:
     """Do the work of `load_rows`. `files` are those of the source, with time and size."""
     splits = read_splits(source)
-    of_held_out = "validation" if "validation" in splits else "test"
     if len(splits) > 1:
-        splits = {split: splits.get(split, []) for split in ("train", of_held_out)}
+        of_held_out = "validation" if "validation" in splits else "test"
+        splits = {"train": splits.get("train", []), "held_out": splits.get(of_held_out, [])}
     for split, rows in splits.items():
         for k, row in enumerate(rows):
             try:
@@ -56,16 +63,11 @@ def converted_rows(source: str, from_row: Callable, files: tuple) -> dict[str, l
             except ValueError as error:
                 raise ValueError(f"{source}, {split} row {k + 1}: {error}") from error
 
-    if len(splits) == 1:
-        parts = divide(*splits.values())
-    else:
-        parts = {"train": splits["train"], "held_out": splits[of_held_out]}
-
+    parts = splits if len(splits) > 1 else divide(*splits.values())
     if not all(parts.values()):
-        counts = ", ".join(f"{len(rows)} in {split}" for split, rows in splits.items())
-        raise ValueError(
-            f"--data is {source}, with too few different rows to train and to hold out: {counts}"
-        )
+        counts = [len(rows) for rows in parts.values()]
+        sentence = "with too few different rows to train and to hold out"
+        raise ValueError(f"--data is {source}, {sentence}: {counts}")
     for rows in parts.values():
         np.random.default_rng(0).shuffle(rows)
     return parts
@@ -114,8 +116,8 @@ def as_text(value: Any, name: str) -> str:
     column in which every text looks like one. A Parquet file keeps the text."""
     if type(value) is float and value.is_integer():
         value = int(value)
-    is_nan = value != value
-    if type(value) not in (str, int, float) or is_nan or not str(value).strip():
+    is_text = type(value) in (str, int) or (type(value) is float and np.isfinite(value))
+    if not is_text or not str(value).strip():
         raise ValueError(f"the field {name} is {value!r:.80}, but must be a text or a number")
     return str(value)
 
@@ -185,8 +187,8 @@ def load_local(path: Path) -> Any:
     import datasets
     import fsspec
 
-    for file in [path, *path.rglob("*")]:
-        if file.is_file() and ".json" in file.name:
+    for file in files_of(path):
+        if ".json" in file.name:
             with fsspec.open(str(file), compression="infer") as stream:
                 start = stream.read(JSON_START)
             if start.lstrip(b"\xef\xbb\xbf \t\r\n[").startswith(b"null"):

@@ -15,8 +15,7 @@ Questions come from `data` (Search-R1's fields `question` and `golden_answers`) 
 
 import re
 import string
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -71,8 +70,7 @@ def parse_action(reply: str) -> tuple[str, str]:
 
 
 def harmless(text: str) -> str:
-    """Return foreign text without angle brackets, so that it holds no tag and no special token of
-    any tokenizer."""
+    """Return foreign text without angle brackets, so that it holds no tag."""
     return text[:MAX_TEXT].replace("<", "‹").replace(">", "›")
 
 
@@ -124,22 +122,21 @@ class NQSearch(QuestionEnv):
 
     @classmethod
     def step_many(cls, envs: list[Self], replies: list[str]) -> list[Step]:
-        """Step each environment with its reply. All searches of one corpus are one call. If the
-        server fails, raises ConnectionError before any environment has taken its turn."""
+        """Step each environment with its reply. They search one corpus, in one call. If the server
+        fails, raises ConnectionError before any environment has taken its turn."""
+        (corpus,) = {env.question.group or env.search_url for env in envs}
         actions = [parse_action(reply) for reply in replies]
-        queries: dict[str, dict] = defaultdict(dict)  # texts by corpus, then by environment
-        for k, (kind, text) in enumerate(actions):
-            if kind == "search":
-                corpus = envs[k].question.group or envs[k].search_url
-                queries[corpus][k] = text[:MAX_TEXT]
+        queries = [text[:MAX_TEXT] for kind, text in actions if kind == "search"]
 
-        passages: dict[int, list[str]] = {}  # by environment
-        for corpus, texts in queries.items():
+        passages: Iterator[list[str]] = iter(())
+        if queries:
             search = synthetic_wiki.search if corpus in synthetic_wiki.GROUPS else retrieve
-            results = search(corpus, list(texts.values()), envs[0].topk)
-            passages |= zip(texts, results, strict=True)
+            passages = iter(search(corpus, queries, envs[0].topk))
 
-        return [env.act(*actions[k], passages.get(k, [])) for k, env in enumerate(envs)]
+        steps = []
+        for env, (kind, text) in zip(envs, actions):
+            steps.append(env.act(kind, text, next(passages) if kind == "search" else []))
+        return steps
 
     def act(self, kind: str, text: str, passages: list[str]) -> Step:
         """Take one turn, given kind and text of a reply and the passages of its search. Returns

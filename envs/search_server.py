@@ -22,7 +22,6 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import faiss
 import uvicorn
@@ -33,8 +32,9 @@ from envs import search
 from envs.search import LocalEncoder, Retriever, TransformerEncoder, encodable
 
 TOPK = 3  # if a request does not say
-# Bounds of a request: its bytes, and the passages that it asks for in all.
+# Bounds of a request: its bytes, its queries, and the passages that it asks for in all.
 MOST_BYTES = 1 << 24
+MOST_QUERIES = 4096
 MOST_PASSAGES = 100_000
 
 
@@ -54,8 +54,9 @@ def application(retriever: Retriever) -> FastAPI:
         if not queries:
             return {"result": []}
         topk = request.topk or TOPK
-        if not 0 < topk * len(queries) <= MOST_PASSAGES:
-            raise HTTPException(422, f"ask for 1 to {MOST_PASSAGES} passages")
+        if len(queries) > MOST_QUERIES or not 0 < topk * len(queries) <= MOST_PASSAGES:
+            allowed = f"at most {MOST_QUERIES} queries for {MOST_PASSAGES} passages in all"
+            raise HTTPException(422, f"send {allowed}")
 
         result: list[list] = []
         for texts, scores in zip(*retriever.search(queries, topk)):
@@ -84,18 +85,6 @@ def serving(retriever: Retriever, host: str = "127.0.0.1", port: int = 0) -> Ite
         thread.join()
 
 
-def build(path: Path, corpus: list[str], encoder: search.Encoder) -> None:
-    """Write an index beside its path, and rename it when it is whole."""
-    unfinished = Path(f"{path}.{os.getpid()}.new")
-    # A file that cannot be written is refused before the corpus is encoded.
-    unfinished.touch()
-    try:
-        faiss.write_index(search.build_index(corpus, encoder), str(unfinished))
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
 def main(argv: list[str] | None = None) -> None:
     """Build or serve an index. Exits with status 2 and one sentence if a file, a model or an
     address cannot be used."""
@@ -115,28 +104,29 @@ def main(argv: list[str] | None = None) -> None:
     if is_local == bool(args.prefixes):
         parser.error("--prefixes must be given with a transformer as --encoder, and only then")
 
-    path = Path(args.index).resolve()
     try:
         corpus = search.read_corpus(args.corpus)
-        if not corpus or path == Path(args.corpus).resolve():
+        if not corpus or os.path.realpath(args.index) == os.path.realpath(args.corpus):
             raise ValueError("the corpus must have documents, and the index a file of its own")
-        if path.exists() and not path.is_file():
-            raise ValueError("the index must be a file")
-        encoder: search.Encoder = LocalEncoder(corpus)
-        if not is_local:
+        encoder: search.Encoder
+        if is_local:
+            encoder = LocalEncoder(corpus)
+        else:
             encoder = TransformerEncoder(args.encoder, args.prefixes == "e5")
         if args.build:
-            build(path, corpus, encoder)
+            # A file that cannot be written is refused before the corpus is encoded.
+            open(args.index, "ab").close()
+            faiss.write_index(search.build_index(corpus, encoder), args.index)
             return
 
-        retriever = Retriever(corpus, encoder, faiss.read_index(str(path)))
+        retriever = Retriever(corpus, encoder, faiss.read_index(args.index))
         with serving(retriever, args.host, args.port) as url:
             print(f"{len(corpus)} documents at {url}", flush=True)
             with contextlib.suppress(KeyboardInterrupt):
                 threading.Event().wait()
     # These errors are of a file, the model, the port, FAISS.
     except (ValueError, OSError, OverflowError, RuntimeError) as error:
-        parser.error(f"corpus {args.corpus}, index {path}, {args.host}:{args.port}: {error}")
+        parser.error(f"corpus {args.corpus}, index {args.index}, {args.host}:{args.port}: {error}")
 
 
 if __name__ == "__main__":

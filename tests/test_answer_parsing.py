@@ -113,32 +113,28 @@ SOLUTION = """She sold 48/2 = 24 clips in May.
 The sum: <answer>72</answer>"""
 QUESTION = "Tom has 4 fish and gets 3. How many fish does Tom have now?"
 SENTENCES = {
-    1.0: ["Tom has 4 + 3 = 7 fish now.", "Tom has 7 fish.", "He now has 7!", "4+3=7.", "7 fish."]
-    + ["4 fish + 3 fish = 7 fish.", "Tom has a total of 4 + 3 = 7 fish."]
-    + ["So Tom gets 3 fish and has 7 fish left.", "The answer is 7.", "<answer>7</answer>"]
-    + ["<think>8 - 1.</think>Tom has 7 fish."],
-    0.0: ["Tom has 8 fish.", "Tom has 4 fish now.", "4 + 3 = 8.", "4 - 3 = 1."]
-    + ["Tom has 4 + 3 = 4 fish."],
-    -0.15: ["Tom has 4 + 3 = 7 fish", "7", "Tom has 7 fish, and 9 more."]
-    + ["Tom has 7 fish. He is happy.", "Has Tom 7 fish?", "-7.", "4 + 3 = -7."]
-    + ["Tom has 4 + 7 fish.", "Tom has 7/3 fish.", "x + 7.", "Tom has 4, 7 fish.", "-fish = 7."]
-    + ["Tom has 4 7 fish.", "Tom doesn't have 7 fish.", "Tom has no 7 fish."]
-    + ["Tom does not have 4 + 3 = 7 fish.", "4 + 3 is not = 7."]
-    + ["He has 1 + 2 = 3 and 4 + 3 = 7.", "He has 7 or 8 fish.", "4 + 3 = 7 - 1 = 6."]
-    + ["4 + 3.", "4 + 3 = 7 + 0.", "Tom has more than 4 + 3 = 7 fish."]
-    + ["Tom has 8 fish as 4 + 3 = 7.", "Tom has twice 4 + 3 = 7 fish.", "Ann has 7 fish."]
-    + ["Tom has 7 fish and eight deer.", "Tom has 1,007 fish.", "Tom has 4,007 fish."]
-    + ["Tom has 7.5 fish.", "4 + 3 = 7².", "Tom has 7 hundred fish."]
-    + ["Tom has half of 7 fish.", "Tom gets 7 fish.", "Tom\nhas 7 fish.", "Tom has 7?!"]
-    + ["Tom has 7" + " fish" * 20 + ".", "<answer>Tom has 7 fish.</answer>"]
-    + ["<answer></answer>Tom has 7 fish."],
+    1.0: """Tom has 4 + 3 = 7 fish now.|Tom has 7 fish.|He now has 7!|4+3=7.|7 fish.
+4 fish + 3 fish = 7 fish.|Tom has a total of 4 + 3 = 7 fish.|So Tom gets 3 fish and has 7 fish left.
+The answer is 7.|<answer>7</answer>|<think>8 - 1.</think>Tom has 7 fish.""",
+    0.0: """Tom has 8 fish.|Tom has 4 fish now.|4 + 3 = 8.|4 - 3 = 1.|Tom has 4 + 3 = 4 fish.""",
+    -0.15: """Tom has 4 + 3 = 7 fish|7|Tom has 7 fish, and 9 more.|Tom has 7 fish. He is happy.
+Has Tom 7 fish?|-7.|4 + 3 = -7.|Tom has 4 + 7 fish.|Tom has 7/3 fish.|x + 7.|Tom has 4, 7 fish.
+-fish = 7.|Tom has 4 7 fish.|Tom doesn't have 7 fish.|Tom has no 7 fish.|4 + 3 is not = 7.
+Tom does not have 4 + 3 = 7 fish.|He has 1 + 2 = 3 and 4 + 3 = 7.|He has 7 or 8 fish.|4 + 3.
+4 + 3 = 7 - 1 = 6.|4 + 3 = 7 + 0.|Tom has more than 4 + 3 = 7 fish.|Tom has 8 fish as 4 + 3 = 7.
+Tom has twice 4 + 3 = 7 fish.|Ann has 7 fish.|Tom has 7 fish and eight deer.|Tom has 1,007 fish.
+Tom has 4,007 fish.|Tom has 7.5 fish.|4 + 3 = 7².|Tom has 7 hundred fish.|Tom has half of 7 fish.
+Tom gets 7 fish.|Tom⏎has 7 fish.|Tom has 7?!|<answer>Tom has 7 fish.</answer>
+<answer></answer>Tom has 7 fish.""",
 }
+SENTENCES[-0.15] += f"|Tom has 7{20 * ' fish'}."
 
 
 @pytest.mark.parametrize("earned", SENTENCES)
 def test_a_question_in_one_sentence_accepts_one_whole_sentence(earned):
     env = GSM8K(style="full")
-    for reply in SENTENCES[earned]:
+    for reply in re.split(r"[|\n]", SENTENCES[earned]):
+        reply = reply.replace("⏎", "\n")
         env.turn = 0
         env.question = Question(QUESTION, "7", one_sentence=True)
         assert env.step(reply)[1] == earned, reply
@@ -159,9 +155,8 @@ def test_a_reply_that_was_cut_earns_nothing(gold):
     assert read_sentence(sentence, sentence) == gold
 
 
-PIECES = ["9", "1,", "<answer>", "</answer>", "<think>", "\\boxed{", "\\boxed{1}", "{", "$", "**"]
-PIECES += ["1 ", "a ", "= ", "1\n2 3", "٧", "<answer>1", "\\text{", "\\frac{1}", "√{", "√", "π"]
-PIECES += ["(", "((1)/", "- ", "9**", "9/", "°"]
+PIECES = r"""9;1,;<answer>;</answer>;<think>;\boxed{;\boxed{1};{;$;**;1 ;a ;= ;1
+2 3;٧;<answer>1;\text{;\frac{1};√{;√;π;(;((1)/;- ;9**;9/;°""".split(";")
 
 
 def seconds(task, texts):

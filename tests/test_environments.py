@@ -22,81 +22,79 @@ every_environment = pytest.mark.parametrize("name", list(CASES))
 ACTIONS = ("Left", "Down", "Right", "Up")
 
 
-READABLE = [
-    "<answer>Right</answer>",
-    "<answer>right</answer>",
-    "<Answer> RIGHT </Answer>",
-    "<ANSWER>\n\tRight\n</answer>",
-    "The hole is Down, so I go Right: <answer> Right </answer>. Then Up!",
-    "1 < 2 <b><answer>Right</answer></b>",
-    "<THINK>Left? <answer>Left</answer> no.</Think>\n<answer>Right</answer>",
-    "<think>What is <think> for?</think><answer>Right</answer>",
-    "<answer>go Right</answer>",
-    "<answer>**Right**</answer>",
-    '<answer>"Move right."</answer>',
-    "<answer>go **Right**</answer>",
-    "<answer>Right</answer><think>Or Left?</think>",
-    "Left? <answer>Left</answer></think><answer>Right</answer>",
-]
-NO_ACTION = [
-    "I go Right.",
-    "<search>Right</search>",
-    "<answer>Right",
-    "</answer>Right<answer>",
-    "<answer> </answer>",
-    "<answer>not Right</answer>",
-    "<answer>go</answer>",
-    "<answer>Right or Left</answer>",
-    "<answer>Rights</answer>",
-    "<answer>Ri ght</answer>",
-    "<anſwer>Right</anſwer>",
-    "<answer>Right</answer><answer>Left</answer>",
-    "<answer><answer>Right</answer></answer>",
-    "\x00\ud800",
-    "<think><think><answer>Right</answer>",
-    "<think><answer>Right</answer></think>",
-    "<answer>Right</answer></think>",
-    "<think>a</think><think>b</think><answer>Right</answer>",
-    "< answer>Right</ answer>",
-]
+READABLE = """\
+<answer>Right</answer>
+<answer>right</answer>
+<Answer> RIGHT </Answer>
+<ANSWER>⏎\tRight⏎</answer>
+The hole is Down, so I go Right: <answer> Right </answer>. Then Up!
+1 < 2 <b><answer>Right</answer></b>
+<THINK>Left? <answer>Left</answer> no.</Think>⏎<answer>Right</answer>
+<think>What is <think> for?</think><answer>Right</answer>
+Left? <answer>Left</answer></think><answer>Right</answer>
+<answer>Right</answer><think>Or Left?</think>
+<answer>go Right</answer>
+<answer>**Right**</answer>
+<answer>"Move right."</answer>
+<answer>go **Right**</answer>"""
+NO_ACTION = """\
+I go Right.
+<search>Right</search>
+<answer>Right
+</answer>Right<answer>
+<answer> </answer>
+<answer>not Right</answer>
+<answer>go</answer>
+<answer>Right or Left</answer>
+<answer>Rights</answer>
+<answer>Ri ght</answer>
+<anſwer>Right</anſwer>
+<answer>Right</answer><answer>Left</answer>
+<answer><answer>Right</answer></answer>
+\x00\ud800
+<think><think><answer>Right</answer>
+<think><answer>Right</answer></think>
+<answer>Right</answer></think>
+<think>a</think><think>b</think><answer>Right</answer>
+< answer>Right</ answer>"""
 
 
 def test_a_reply_holds_one_action_or_none():
-    assert {reply: parse_action(reply, ACTIONS) for reply in READABLE} == dict.fromkeys(READABLE, 2)
+    for replies, action in ((READABLE, 2), (NO_ACTION, None)):
+        for reply in replies.split("\n"):
+            assert parse_action(reply.replace("⏎", "\n"), ACTIONS) == action, reply
     assert parse_action("<answer>Move left</answer>", ("Left!", "Move left")) == 1
-    assert {reply: parse_action(reply, ACTIONS) for reply in NO_ACTION} == dict.fromkeys(NO_ACTION)
 
 
 # Replies under a chat template that opens the thought in the assistant's header. The rollout puts
 # the opening in front of the reply.
-THOUGHTS = {
-    "<think>\nA hole.\n</think>\n\nRight": "\n\nRight",
-    "<think>A hole.</think>Right": "Right",
-    "<think><think>\nTwice.</think> Right": " Right",
-    "<THINK>a</Think>Right": "Right",
-    "A hole.\n</think>\n\nRight": "\n\nRight",
-    "</think>Right": "Right",
-    "<think>\n</think>\n\n": "\n\n",
-    "<think>\nIs it <answer>Left</answer>…": "",
-    "<think>": "",
-    "<think>a</think>b</think>Right": "",
-    "a</think>b</think>Right": "",
-    "a</think>b<think>c</think>Right": "",
-    "a</think>b<think>Right": "",
-    "Right": "Right",
-}
+THOUGHTS = """\
+<think>⏎A hole.⏎</think>⏎⏎Right|⏎⏎Right
+<think>A hole.</think>Right|Right
+<think><think>⏎Twice.</think> Right| Right
+<THINK>a</Think>Right|Right
+A hole.⏎</think>⏎⏎Right|⏎⏎Right
+</think>Right|Right
+<think>⏎</think>⏎⏎|⏎⏎
+<think>⏎Is it <answer>Left</answer>…|
+<think>|
+<think>a</think>b</think>Right|
+a</think>b</think>Right|
+a</think>b<think>c</think>Right|
+a</think>b<think>Right|
+Right|Right"""
 
 
 def test_what_follows_the_thought_is_read_and_nothing_of_an_open_one():
-    assert {reply: outside_think(reply) for reply in THOUGHTS} == THOUGHTS
+    for line in THOUGHTS.split("\n"):
+        reply, read_part = line.replace("⏎", "\n").split("|")
+        assert outside_think(reply) == read_part, line
 
 
-HOSTILE = [
-    "<answer>", "</answer>", "<think>", "</think>", "<search>", "</search>", "<information>",
-    "</information>", "<answer", "<ANSWER>", "</", "<|im_end|>", "<|image_pad|>", "Up", "Left",
-    " 7", "042", "nan", "1e999", "-", "6*7", "\\boxed{", "}", "$", ",", ".", "\x00", "\n", " ",
-    "\u202e", "\ud800", "é", "漢字", "𝟟", "٣", "🙂", "%s", "a" * 300,
-]  # fmt: skip
+HOSTILE = r"""<answer> </answer> <think> </think> <search> </search> <information> </information>
+<answer <ANSWER> </ <|im_end|> <|image_pad|> Up Left 7 042 nan 1e999 - 6*7 \boxed{ } $ , . é 漢字 𝟟
+٣ 🙂 %s""".split()
+HOSTILE += ["\x00", "\n", " ", "\u202e", "\ud800", "a" * 300]
 # What a turn costs besides, by the paper's appendix D and the authors' code.
 TURN_REWARD = {"sokoban_simple": -0.1, "sokoban_hard": -0.1, "cliffwalking": -1.0}
 UNREADABLE = [
@@ -153,22 +151,12 @@ print(*sorted(name for name in sys.modules if name.startswith("envs.")))"""
 
 
 @every_environment
-def test_a_seed_reproduces_its_episode(name):
-    """Also its observations and captions on the way. Seeds differ, except those of CliffWalking."""
-
-    def record(seed):
-        env, rng, shown = CASES[name](), np.random.default_rng(1), []
-
-        def reply():
-            assert env.caption()
-            shown.append((env.observe(), env.caption()))
-            return env.random_reply(rng)
-
-        return repr((play_out(env, seed, reply), shown))
-
-    first = [record(seed) for seed in range(10)]
-    assert first == [record(seed) for seed in range(10)]
-    assert name == "cliffwalking" or len(set(first)) > 1
+def test_it_keeps_what_is_asked_of_one_s_own(name):
+    """A seed reproduces its episode, among others. Seeds differ, except those of CliffWalking."""
+    env = CASES[name]()
+    check_environment(env)
+    assert len({repr(env.reset(seed=seed)[0]) for seed in range(10)}) > (name != "cliffwalking")
+    assert env.caption()
 
 
 def test_the_random_policy_has_its_own_stream(monkeypatch):
@@ -306,33 +294,26 @@ BROKEN = [
     ({"actions": "12345678"}, f"actions is '12345678', {TUPLE}"),
     ({"actions": (1, 2, 3)}, rf"actions is \(1, 2, 3\), {TUPLE}"),
     ({"words": ("one", "")}, rf"words is \('one', ''\), {TUPLE}"),
-    ({"metrics": "tries"}, f"metrics is 'tries', {TUPLE}"),
-    ({"metrics": ("step",)}, "metrics has the name 'step', which something else has"),
     ({"metrics": ("turns",)}, "metrics has the name 'turns', which something else has"),
     ({"settings": ("data")}, f"settings is 'data', {TUPLE}"),
     ({"warm_start": (60, 2)}, rf"warm_start is \(60, 2\), {PAIRS}"),
-    ({"warm_start": ((60, 0),)}, rf"warm_start is \(\(60, 0\),\), {PAIRS}"),
     ({"random_reply": lambda *_: None}, r"random_reply\(\) is None, but must be a string"),
     ({"reset": lambda *_, **__: Observation("?")}, rf"reset\(\) is Observation\(.*, {SHOWN}"),
-    ({"reset": lambda *_, **__: ("?", {})}, rf"reset\(\) is \('\?', {{}}\), {SHOWN}"),
     ({"observe": unseeded}, r"reset\(seed=0\) began two different episodes, but"),
     ({"observe": lambda _: "?"}, rf"reset\(\) is \('\?', .*, {SHOWN}"),
     ({"observe": lambda _: Observation("", None)}, rf"reset\(\) is \(Observatio.*, {SHOWN}"),
     ({"observe": shows(np.zeros((14, 14, 3)))}, rf"reset\(\) is \(Observatio.*, {SHOWN}"),
     ({"step": TextEnv.step}, r"step\(\) is missing"),
     ({"step": lambda *_: None}, rf"step\(\) is None, {SHOWN}"),
-    ({"step": lambda env, _: (env.observe(), 0.0, True, {})}, rf"step\(\) is \(Obs.*, {SHOWN}"),
     ({"step": returns(won=1)}, rf"step\(\) is .*, {{'won': 1}}\), {SHOWN}, .* with `success`"),
-    ({"step": returns(success=None)}, rf"step\(\) is .*, {{'success': None}}\), {SHOWN}"),
     ({"step": returns(info=None)}, rf"step\(\) is .*, 0.0, True, False, None\), {SHOWN}"),
     ({"step": returns("1")}, rf"step\(\) is .*, '1', True, .*, {SHOWN}, a finite number"),
-    ({"step": returns(np.zeros(1))}, rf"step\(\) is .*, array\(\[0.\]\), True, .*, {SHOWN}"),
     ({"step": returns(float("nan"))}, rf"step\(\) is .*, nan, True, .*, {SHOWN}, a finite number"),
     ({"step": returns(ended="no")}, rf"step\(\) is .*, 'no', False, .*, {SHOWN}"),
     ({"step": raises_for_the_unreadable}, r"step\(\) raised TypeError\(.*\), but no reply may"),
     (
         {"step": returns(success=False, valid=False)},
-        r"step\(\) could not read '<answer>\d</answer>' of random_reply\(\): its `valid` is False",
+        r"step\(\) could not read '<answer>\d</answer>'",
     ),
     ({"step": shows_another_state}, r"observe\(\) does not return what step\(\) returned"),
     ({"step": returns(ended=False)}, r"step\(\) did not end the episode in turn 2"),
@@ -353,7 +334,6 @@ def test_what_is_wrong_with_an_environment_is_one_sentence(change, sentence):
 
 
 UNTEACHABLE = [
-    ({"actions": "12345678"}, f"actions is '12345678', {TUPLE}"),
     ({"caption": TextEnv.caption}, r"caption\(\) is ''"),
     ({"actions": (*"abcdefghijklmnopqrstuvwxyz" * 4, "Süd")}, r"random_reply\(\) .*Süd.* ASCII"),
 ]
@@ -379,8 +359,7 @@ def test_train_py_says_it_before_training(change, sentence, train_on, capsys):
     assert re.fullmatch(rf"train.py: error: Own.{sentence}.*\n", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("task", [Guess, OwnReset])
-def test_actions_of_one_character_can_be_sampled(task, train_on, tmp_path):
+def test_actions_of_one_character_can_be_sampled(train_on, tmp_path):
     """Without a list of `words`, from the first evaluation on."""
-    assert train_on(task) == 0
+    assert train_on(OwnReset) == 0
     assert read(tmp_path / "run", "metrics.csv")["invalid"][-1] < 0.1

@@ -83,18 +83,6 @@ def test_frozenlake_is_gymnasium_s_on_our_maps(slippery):
             over = terminated or truncated
 
 
-def test_a_map_of_frozenlake_does_not_show_the_slips():
-    """Gymnasium's first number is the start. Were its other ones those of the map, too, the one of
-    slip k would tell whether cell k is a hole: a correlation of 0.5."""
-    slips, holes = [], []
-    for seed in range(300):
-        env = ENVS["frozenlake"](slippery=True)
-        env.reset(seed=seed)
-        slips.append(env.lake.np_random.random(15))
-        holes.append(env.cells.ravel()[1:] == "H")
-    assert abs(np.corrcoef(np.ravel(slips), np.ravel(holes))[0, 1]) < 0.05
-
-
 def test_frozenlake_maps_and_exact_bounds():
     """Means over held-out maps: 0.49 at best on slippery ice and 1 elsewhere, and 0.21 at random.
 
@@ -121,7 +109,7 @@ def test_frozenlake_maps_and_exact_bounds():
 def test_held_out_maps_and_rooms_are_never_seen_in_training_or_warm_start(name):
     """No map shares holes and goal, no room walls and targets, with a held-out one.
 
-    Training has at least 10,000 of them.
+    Training has at least 10,000 of them: if n draws have c repetitions, some n² / 2c.
     """
     env, grounds = ENVS[name](), {}
     movers = {"P": "_"} if name == "frozenlake" else {"P": "_", "X": "_", "S": "O"}
@@ -133,11 +121,10 @@ def test_held_out_maps_and_rooms_are_never_seen_in_training_or_warm_start(name):
     assert len(held_out) > 300
 
     if name == "frozenlake":
-        different = {random_map(seed).tobytes() for seed in range(12_000)}
+        different = {random_map(seed).tobytes() for seed in range(2000)}
     else:
-        seeds = range(25_000 if name == "sokoban_simple" else 12_000)
-        different = {random_room(seed, *SIZES[name], 5) for seed in seeds}
-    assert len(different) >= 10_000
+        different = {random_room(seed, *SIZES[name], 5) for seed in range(2000)}
+    assert 10_000 * (2000 - len(different)) < 2000**2 / 2
 
 
 def test_cliffwalking_is_gymnasium_s():
@@ -182,12 +169,6 @@ def test_where_episodes_of_cliffwalking_start():
     for first, cells in ((0, way), (EVAL_SEEDS, {"a4"}), (WARM_START_SEEDS, free)):
         assert {env.reset(seed=first + k)[0].text.split()[0] for k in range(500)} == cells
     assert ENVS["cliffwalking"]().reset(seed=0)[0].text == " a4 _ C # #"
-
-    # k cells before the goal, where k <= 15 U^1.5 < k + 1; all above 12 are the task's own start
-    starts = [env.reset(seed=seed)[0].text.split()[0] for seed in range(1000)]
-    edges = (np.array([*range(13), 15]) / 15) ** (2 / 3)
-    for cell, p in zip([f"{c}3" for c in "lkjihgfedcba"] + ["a4"], np.diff(edges), strict=True):
-        assert starts.count(cell) / 1000 == pytest.approx(p, abs=4 * (p * (1 - p) / 1000) ** 0.5)
 
 
 def test_cliffwalking_s_exact_bounds():
@@ -338,19 +319,12 @@ def test_captions_name_the_cells(name):
             assert not named
 
 
-def test_full_prompts_count_the_turns():
-    env = ENVS["sokoban_simple"](style="full", max_turns=3)
-    shown = [env.reset(seed=0)[0].text, *(env.step("?")[0].text for _ in range(2))]
-    for turn, text in enumerate(shown):
-        assert f"\nTurn {turn + 1}, actions left: {3 - turn}.\n" in text
-
-
 @pytest.mark.parametrize(("style", "size"), [("terse", 14), ("full", 56)])
 def test_images_show_the_state(style, size):
-    """Red only in the player's cell, green on the goal, dark blue in holes, grey beyond the edge,
-    else plain ice."""
+    """Right of its ruler and below, a cell looks as its symbol, and no two symbols look alike."""
     env, text_env = ENVS["frozenlake_vlm"](style=style), ENVS["frozenlake"]()
-    for seed in range(20):
+    looks = {}
+    for seed in range(60):
         shown = zip(wander(env, seed), wander(text_env, seed), strict=True)
         for (observation, caption), (text_observation, text_caption) in shown:
             grid, beside = text_observation.text.split("\n ")
@@ -360,18 +334,10 @@ def test_images_show_the_state(style, size):
                 assert observation.text == ""  # the image alone says where things are
                 rows.append(beside.replace(" ", ""))
 
-            image = observation.images[0].astype(int)
+            image = observation.images[0]
             assert image.shape == (len(rows) * size, 4 * size, 3)
             for (row, col), symbol in cells_of(rows).items():
                 cell = image[size * row : size * (row + 1), size * col : size * (col + 1)]
-                cell = cell[2 * size // 7 : -1, 2 * size // 7 : -1].reshape(-1, 3)
-                r, g, b = cell.T
-                red = np.mean((r > 150) & (g < 100))
-                green = np.mean((g > 130) & (r < 60))
-                dark = np.mean((b > 60) & (r < 60) & (g < 80))
-                assert (red > 0.1) == (symbol in "PX√")
-                # The player hides the flag.
-                assert symbol == "√" or (green > 0.1) == (symbol == "G")
-                assert (dark > 0.2) == (symbol in "OX")
-                assert (np.ptp(cell, axis=1).max() < 5) == (symbol == "#")
-                assert symbol != "_" or np.ptp(cell, axis=0).max() < 90
+                looks.setdefault(symbol, set()).add(cell[size // 7 :, size // 7 :].tobytes())
+    assert looks.keys() == set("PX√_OG" + "#" * (style == "terse"))
+    assert len(set.union(*looks.values())) == sum(map(len, looks.values())) == len(looks)

@@ -28,60 +28,58 @@ QUESTION = "who got the first nobel prize in physics"
 NO_SERVER = "http://127.0.0.1:9/retrieve"
 START = {"train": 0, "held-out": EVAL_SEEDS}  # the first seed of each group
 
-ACTIONS = {
-    "<search>nobel prize</search>": ("search", "nobel prize"),
-    "<think>first <answer> comes later</think><search> a </search>": ("search", "a"),
-    "so: <answer>Rome</answer>.": ("answer", "Rome"),
-    "<answer>a <b> c</answer>": ("answer", "a <b> c"),
-    "<Think>hm</THINK><ANSWER>Rome</Answer>": ("answer", "Rome"),
-    "so <search>a</search>?</think>\n<answer>Rome</answer>": ("answer", "Rome"),
-}
-UNREADABLE = [
-    "Rome",
-    "<answer>  </answer>",
-    "<answer>Rome",
-    "</answer>Rome<answer>",
-    "<answer>a</answer><answer>b</answer>",
-    "<search>a</search><answer>b</answer>",
-    "<answer>b</answer><SEARCH>",
-    "<answer><search>a</search></answer>",
-    "<search>a</search><information>Rome</information>",
-    "<information>Rome</information>",
-    "<think><answer>a</answer></think>",
-    "<think>a</think><think>b</think><answer>c</answer>",
-    "<search>" * 10_000,
-]
+ACTIONS = """\
+<search>nobel prize</search>|search|nobel prize
+<think>first <answer> comes later</think><search> a </search>|search|a
+so <search>a</search>?</think>⏎<answer>Rome</answer>|answer|Rome
+so: <answer>Rome</answer>.|answer|Rome
+<answer>a <b> c</answer>|answer|a <b> c
+<Think>hm</THINK><ANSWER>Rome</Answer>|answer|Rome
+Rome||
+<answer>  </answer>||
+<answer>Rome||
+</answer>Rome<answer>||
+<answer>a</answer><answer>b</answer>||
+<search>a</search><answer>b</answer>||
+<answer>b</answer><SEARCH>||
+<answer><search>a</search></answer>||
+<search>a</search><information>Rome</information>||
+<information>Rome</information>||
+<think><answer>a</answer></think>||
+<think><search>a</search>||
+<think>a</think><think>b</think><answer>c</answer>||"""
 
 
 def test_a_reply_is_one_action_or_none():
-    for reply, action in (ACTIONS | dict.fromkeys(UNREADABLE, ("", ""))).items():
-        assert parse_action(reply) == action, reply[:60]
+    for line in ACTIONS.split("\n"):
+        reply, *action = line.replace("⏎", "\n").split("|")
+        assert parse_action(reply) == tuple(action), reply
+    assert parse_action("<search>" * 10_000) == ("", "")
 
 
-EQUAL = [
-    ("  the PARIS. ", ["London", "Paris"]),
-    ("an apple a day", ["apple day"]),
-    ("O'Neill", ["ONeill"]),
-    ("1,000", ["1000"]),
-    ("new\n\tyork", ["The New York"]),
-    ("a", ["A"]),  # as SQuAD and Search-R1 pay it
-    ("%", ["Rome", " % "]),
-    ("The", ["the"]),
-]
-DIFFERENT = [
-    ("theatre", ["atre"]),
-    (".", ["Who?", "%", "the"]),
-    ("the", ["A"]),
-    ("a%", ["A", "%"]),
-    ("Rontgen", ["Röntgen"]),
-    ("It is Paris", ["Paris"]),
-    ("anything", []),
-]
+# Answer, golden answers, and whether they match. "A" is paid as SQuAD and Search-R1 pay it.
+MATCHES = """\
+  the PARIS. |London;Paris|1
+an apple a day|apple day|1
+O'Neill|ONeill|1
+1,000|1000|1
+new⏎\tyork|The New York|1
+a|A|1
+%|Rome; % |1
+The|the|1
+theatre|atre|0
+.|Who?;%;the|0
+the|A|0
+a%|A;%|0
+Rontgen|Röntgen|0
+It is Paris|Paris|0
+anything||0"""
 
 
 def test_exact_match():
-    assert all(exact_match(*pair) for pair in EQUAL)
-    assert not any(exact_match(*pair) for pair in DIFFERENT)
+    for line in MATCHES.split("\n"):
+        answer, golden, equal = line.replace("⏎", "\n").split("|")
+        assert exact_match(answer, golden.split(";")) == bool(int(equal)), line
 
 
 @pytest.mark.parametrize(("answer", "text"), [(1969.0, "1969"), (7, "7"), (2.5, "2.5")])
@@ -101,7 +99,7 @@ def questions(tmp_path, request):
 
 
 NO_TEXT = [[None], [""], ["  "], "['Paris']", '{"value": "Paris"}', {"value": "Paris"}]
-NO_TEXT += [["Paris", {"text": "Paris"}], [["Paris"]], [True], [float("nan")], []]
+NO_TEXT += [["Paris", {"text": "Paris"}], [["Paris"]], [True], [float("nan")], [1e999], []]
 CHAT = [{"role": "user", "content": "who?"}]
 
 
@@ -158,9 +156,9 @@ def test_an_episode_with_data_and_a_server(questions, url):
     assert asks_nobody == {"random": 0.0, "optimal": 1.0}
 
 
-def test_a_failed_search_raises_before_any_episode_takes_its_turn(questions, url, monkeypatch):
+def test_a_failed_search_raises_before_any_episode_takes_its_turn(questions, monkeypatch):
     monkeypatch.setattr(search, "PAUSE", 0.01)
-    envs = [NQSearch(data=questions, search_url=address) for address in (url, NO_SERVER, url)]
+    envs = [NQSearch(data=questions, search_url=NO_SERVER) for _ in range(3)]
     for env in envs:
         env.reset(seed=0)
     with pytest.raises(ConnectionError, match=f"{NO_SERVER} failed 3 times.*Connection refused"):
@@ -223,13 +221,11 @@ def test_a_run_stops_with_its_server_and_goes_on_with_it(run, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("questions", ["Rome"], indirect=True)
-@pytest.mark.parametrize(
-    "address", (NO_SERVER, "http://[", "http://127.0.0.1:99999999/", "http://a b/", "http://")
-)
-def test_a_run_without_a_server_does_not_begin(run, address, tmp_path, capsys):
-    assert run(address, "run") == 2
-    (line,) = capsys.readouterr().err.splitlines()[-1:]
-    assert line.startswith("train.py: error: --search_url must be the address of a search server: ")
+def test_a_run_without_a_server_does_not_begin(run, tmp_path, capsys):
+    sentence = "train.py: error: --search_url must be the address of a search server: "
+    for address in (NO_SERVER, "http://[", "http://127.0.0.1:99999999/", "http://a b/", "http://"):
+        assert run(address, "run") == 2
+        assert capsys.readouterr().err.splitlines()[-1].startswith(sentence)
     assert not Path(tmp_path / "run").exists()
 
 
@@ -294,60 +290,30 @@ def test_held_out_questions_facts_and_people_are_never_seen_in_training_or_warm_
     assert [len(names) for names in people.values()] == [3328, 768]
     assert not set.intersection(*people.values())
 
-    env = NQSearch()
+    env = NQSearch(style="full")
     for seed in range(WARM_START_SEEDS, WARM_START_SEEDS + 100):
         env.reset(seed=seed)
-        assert env.question.group == "train"
-    for style, passages in (("full", 3), ("terse", 1)):
-        env = NQSearch(style=style)
-        env.reset(seed=7)
         env.step(f"<search>{min(people['held-out'])}</search>")
-        assert len(env.passages) == passages
-        assert set(re.findall(synthetic_wiki.PERSON, "\n".join(env.passages))) <= people["train"]
+        assert set(re.findall(synthetic_wiki.PERSON, "\n".join(env.seen))) <= people["train"]
 
 
 def test_a_turn_searches_once_for_all_environments(monkeypatch):
     """128 random episodes make one call per turn, and are the same one environment at a time."""
     calls = []
     search = synthetic_wiki.search
-
-    def count_and_search(group, queries, topk):
-        calls.append(len(queries))
-        return search(group, queries, topk)
-
-    monkeypatch.setattr(synthetic_wiki, "search", count_and_search)
-    runs = []
-    for together in (True, False):
-        envs = [NQSearch() for _ in range(128)]
-        rngs = [np.random.default_rng(k) for k in range(128)]
-        for k, env in enumerate(envs):
+    monkeypatch.setattr(
+        synthetic_wiki, "search", lambda *args: calls.append(len(args[1])) or search(*args)
+    )
+    together, alone = ([NQSearch() for _ in range(128)] for _ in range(2))
+    for k, pair in enumerate(zip(together, alone, strict=True)):
+        for env in pair:
             env.reset(seed=k)
 
-        steps = []
-        for _ in range(5):
-            replies = [env.random_reply(rng) for env, rng in zip(envs, rngs, strict=True)]
-            if together:
-                steps += NQSearch.step_many(envs, replies)
-            else:
-                steps += [env.step(reply) for env, reply in zip(envs, replies, strict=True)]
-        assert all(step[3] for step in steps[-128:])  # five turns and no more
-        runs.append(steps)
-    assert runs[0] == runs[1]
-    assert calls == calls[:5] + [1] * sum(calls[:5])
-    assert sum(calls[:5]) > 256
-
-
-def test_captions_tell_what_was_found_in_the_tokenizer_s_words_and_no_answer():
-    env = NQSearch()
-    words = re.compile("(?:" + "|".join(map(re.escape, NQSearch.words)) + ")+")
-    for seed in range(100):
-        env.reset(seed=seed)
-        person = env.question.people[0]
-        assert env.caption() == f" {person}"
-        env.step(f"<search>{person}</search>")
-        name, values = env.passages[0].split("\n")
-        facts = [f" {name} {fact}" for fact in values.split(", ")]
-        caption = env.caption()
-        assert sorted(re.findall(r" \w+ \w+ (?:born|job|friend \w+) \w+", caption)) == sorted(facts)
-        assert len(caption) == sum(map(len, facts))  # there is nothing else
-        assert words.fullmatch(caption)
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        calls.clear()
+        replies = [env.random_reply(rng) for env in together]
+        steps = NQSearch.step_many(together, replies)
+        assert steps == [env.step(reply) for env, reply in zip(alone, replies, strict=True)]
+        assert calls == [calls[0]] + [1] * calls[0] and calls[0] > 40
+    assert all(step[3] for step in steps)  # five turns and no more

@@ -7,6 +7,7 @@ import http.client
 import itertools
 import json
 import re
+import shutil
 import signal
 import socket
 import socketserver
@@ -145,7 +146,7 @@ def test_bad_and_unbounded_requests_are_refused_and_the_server_lives_on(url):
     bodies = [b"{", b"\xff\xfe", b"null", b"[1]", b"[" * 100_000, {}]
     bodies += [{"queries": queries} for queries in ("planet", ["a", 3], ["x" * 2**24])]
     bodies += [{"queries": ["a"], "topk": topk} for topk in (-1, 1.5, 10**400)]
-    bodies.append({"queries": ["a"] * 1000, "topk": 10**6})
+    bodies += [{"queries": ["a"] * 1000, "topk": 10**6}, {"queries": ["a"] * 5000, "topk": 1}]
     for body in bodies:
         status, _ = post(url, body)
         assert 400 <= status < 500, str(body)[:60]
@@ -164,17 +165,6 @@ def test_two_hundred_clients_at_once_and_slow_ones_besides(url):
     assert answers == [[[query]] for query in queries]
     for connection in slow:
         connection.close()
-
-
-def test_a_long_query_takes_time_in_proportion():
-    """Eight times the letters take eight times as long, not 64 times as if trigrams copied them."""
-    encoder = LocalEncoder(TEXTS)
-    seconds = []
-    for letters in (40_000, 320_000):
-        began = time.process_time()
-        assert encoder.encode(["x" * letters]).any()
-        seconds.append(time.process_time() - began)
-    assert seconds[1] < 24 * seconds[0]
 
 
 def test_a_search_that_fails_is_answered_and_the_server_lives_on(url, retriever, monkeypatch):
@@ -214,6 +204,7 @@ FAILURES = {  # what a server sends, piece by piece
     "cut short": [answer(GOOD)[:-9]],
     "deep": [answer("[" * 100_000)],
     "drips of a body": partial(drip, OK + b"Content-Length: 99999\r\n\r\n", b"[ "),
+    "drips of a body without a length": partial(drip, OK + b"\r\n", b"[ "),
     "drips of a header": partial(drip, OK + b"X: ", b"x"),
     "an endless body": lambda: itertools.chain([OK + b"\r\n"], itertools.repeat(b" " * 4096)),
     "endless chunks": lambda: itertools.chain(
@@ -285,7 +276,7 @@ def test_build_and_serve_from_the_command_line(packed, tmp_path):
 REFUSED = {  # arguments: a part of the sentence
     "--index bad.faiss": "bad.faiss",
     "--index no/c.faiss --build": "no/c.faiss",
-    "--index device --build": "the index must be a file",
+    "--index device --build": "No space left on device",
     "--corpus d.jsonl": "the index of 6 passages is of another corpus or encoder",
     "--corpus e.jsonl": "the index of 6 passages is of another corpus or encoder",
     "--corpus bad.jsonl": "bad.jsonl, line 2: must be a JSON object",
@@ -305,18 +296,13 @@ def files_of(folder):
 
 def test_what_cannot_be_served_is_said_in_one_sentence(model_folder, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write_rows(tmp_path / "c.jsonl", CORPUS)
-    write_rows(tmp_path / "d.jsonl", CORPUS[:4])
-    write_rows(tmp_path / "e.jsonl", CORPUS[::-1])
-    (tmp_path / "bad.faiss").write_bytes(b"no index at all")
+    for name, rows in (("c", CORPUS), ("d", CORPUS[:4]), ("e", CORPUS[::-1]), ("none", [])):
+        write_rows(tmp_path / f"{name}.jsonl", rows)
     write_rows(tmp_path / "bad.jsonl", [{"contents": "fine"}, {"text": "x"}])
+    (tmp_path / "bad.faiss").write_bytes(b"no index at all")
     (tmp_path / "deep.jsonl").write_text("[" * 100_000)
-    (tmp_path / "none.jsonl").write_text("")
     (tmp_path / "device").symlink_to("/dev/full")
-    half = tmp_path / "half"
-    half.mkdir()
-    for file in Path(model_folder["text"]).iterdir():
-        (half / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(model_folder["text"], "half")
     weights = load_file("half/model.safetensors")
     del weights["model.layers.0.mlp.up_proj.weight"]
     save_file(weights, "half/model.safetensors", {"format": "pt"})
@@ -324,20 +310,14 @@ def test_what_cannot_be_served_is_said_in_one_sentence(model_folder, tmp_path, c
     search_server.main(["--build", *files])
     made = files_of(tmp_path)
 
-    for arguments, sentence in REFUSED.items():
+    def refused(arguments, sentence):
         with pytest.raises(SystemExit, match="2"):
             search_server.main([*files, *arguments.split()])
         assert sentence in capsys.readouterr().err
         # Nothing is lost, and nothing half-written.
         assert files_of(tmp_path) == made
+
+    for arguments, sentence in REFUSED.items():
+        refused(arguments, sentence)
     assert (tmp_path / "device").is_symlink()
-
-    def full_disk(index, path):
-        Path(path).write_bytes(b"half")
-        raise RuntimeError("No space left on device")
-
-    monkeypatch.setattr(faiss, "write_index", full_disk)
-    with pytest.raises(SystemExit, match="2"):
-        search_server.main([*files, "--build"])
-    assert "No space left" in capsys.readouterr().err
-    assert files_of(tmp_path) == made
+    assert Path("/dev/full").is_char_device()
