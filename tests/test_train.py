@@ -1,7 +1,6 @@
 """The real train.py on a CPU: Algorithm 1 in its order, every method and option, how it fails."""
 
 import os
-import pkgutil
 import re
 import shlex
 import shutil
@@ -16,20 +15,19 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import speakable_episodes
 from safetensors.torch import load_file
 
 import train
 from envs.base import EVAL_SEEDS
 from envs.frozenlake import FrozenLake
 from freshper import report
-from freshper.backends import make_trainer
 from freshper.buffer import ReplayBuffer
 from freshper.diagnostics import read
-from freshper.engine_hf import HFEngine
+from freshper.engine_hf import HFEngine, Sampling
 from freshper.episode import collate
 from freshper.flags import parse_args
 from freshper.models import load_policy
+from freshper.reinforce import policy_loss
 from freshper.rollout import rollout, training_seeds
 from freshper.tiny import tiny_model
 from freshper.trainer import TorchTrainer
@@ -203,66 +201,46 @@ def test_every_method_runs_and_engine_and_trainer_agree(text, tmp_path):
     assert not any("visual" in n for n in changed)  # a tiny vision tower is frozen
 
 
-OPTIONS = {
-    "all but the precision": """--slippery --format_penalty 0.3 --max_turns 4 --capacity 6
-    --eviction lowest_priority --alpha 0.3 --epsilon 0.01 --base_priority advantage
-    --decay polynomial --tau 7 --beta 0.4 --baseline recompute --replay_ratio 1
-    --ppo_epochs 2 --ratio_clip 0.1 --dual_clip 2 --advantage_clip 0.2 --kl_loss_coef 0.05
-    --kl_reward_coef 0.1 --entropy_coef 0.01 --micro_batch_size 2
-    --temperature 0.8 --top_k 0 --top_p 1 --max_tokens 400 --max_new_tokens 5""",
-    "mixed precision": "--dtype bfloat16 --env frozenlake_vlm",
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_together(name, tmp_path, monkeypatch):
-    episodes = []
-
-    def recorded(*arguments):
-        collected = rollout(*arguments)
-        episodes.extend(collected)
-        return collected
-
-    monkeypatch.setattr(train, "rollout", recorded)
-    made = {}
-    for path in (
-        "train.ReplayBuffer",
-        "train.ReturnNorm",
-        "train.base_priorities",
-        "freshper.backends.HFEngine",
-        "freshper.trainer.policy_loss",
-    ):
-        made[path] = Mock(wraps=pkgutil.resolve_name(path))
-        monkeypatch.setattr(path, made[path])
-    assert train.main(flags(OPTIONS[name], tmp_path / "run")) == 0
+def test_options_together(tmp_path, monkeypatch):
+    """They reach the code, and the trainer has --temperature, too."""
+    text = """--slippery --format_penalty 0.3 --max_turns 4 --capacity 6 --eviction lowest_priority
+    --alpha 0.3 --epsilon 0.01 --base_priority advantage --decay polynomial --tau 7 --beta 0.4
+    --baseline recompute --replay_ratio 1 --ppo_epochs 2 --ratio_clip 0.1 --dual_clip 2
+    --advantage_clip 0.2 --kl_loss_coef 0.05 --kl_reward_coef 0.1 --entropy_coef 0.01
+    --micro_batch_size 2 --temperature 0.8 --top_k 0 --top_p 1 --max_tokens 400"""
+    loss = Mock(wraps=policy_loss)
+    monkeypatch.setattr("freshper.trainer.policy_loss", loss)
+    sampling = Mock(wraps=Sampling)
+    monkeypatch.setattr("freshper.backends.Sampling", sampling)
+    assert train.main(flags(text, tmp_path / "run")) == 0
     table = read(tmp_path / "run", "metrics.csv")
-    assert not any(np.isinf(column).any() for column in table.values())
+    assert table["step"].tolist() == [0, 3, 6]
+    assert table["buffer_size"][1:].tolist() == [4, 6]
+    assert (table["mismatch"][1:] < 1e-4).all()
+    assert sampling.call_args.args == (0.8, 0, 1.0)
+    terms = [
+        loss.call_args.kwargs[k] for k in ("ratio_clip", "dual_clip", "entropy_coef", "kl_coef")
+    ]
+    assert terms == [0.1, 2.0, 0.01, 0.05]
+    assert loss.call_args.kwargs["ref_logprobs"] is not None
+
+
+def test_mixed_precision_rounds_and_keeps_weights_in_float32(tmp_path, monkeypatch):
+    """The log-probs of line 3 are those of the same computation again."""
+    collected = []
+    monkeypatch.setattr(
+        train, "rollout", lambda *arguments: collected.append(rollout(*arguments)) or collected[-1]
+    )
+    assert train.main(flags("--dtype bfloat16 --env frozenlake_vlm", tmp_path / "run")) == 0
     weights = load_file(tmp_path / "run/checkpoint/model.safetensors").values()
     assert {w.dtype for w in weights} == {torch.float32}
-    if name == "mixed precision":
-        policy = load_policy(str(tiny_model("frozenlake_vlm")), "cpu", torch.float32)
-        batch = collate(episodes[:4])
-        trainer = TorchTrainer(policy, parse_args([]), total_updates=1)
-        exact = trainer.logprobs(batch)
-        policy.mixed = True
-        # The same computation of the same tokens, which bfloat16 rounds.
-        assert torch.equal(trainer.logprobs(batch), batch.behavior_logprobs)
-        assert (batch.behavior_logprobs - exact).abs().mean() > 1e-5
-        return
-
-    assert table["step"].tolist() == [0, 3, 6]
-    given = [call.call_args for call in made.values()]
-    _, alpha, decay, eviction, seed = given[0].args
-    assert (alpha, eviction, decay(21)) == (0.3, "lowest_priority", 1 / 4)
-    assert seed == 2
-    assert (given[1].args, given[2].args[2:]) == (("recompute", 0.1), ("advantage", 0.01))
-    assert given[3].args[2] == 2
-    assert vars(given[3].args[1]) == {"temperature": 0.8, "top_k": 0, "top_p": 1.0}
-    terms = [given[4].kwargs[k] for k in ("ratio_clip", "dual_clip", "entropy_coef", "kl_coef")]
-    assert terms == [0.1, 2.0, 0.01, 0.05]
-    assert (table["mismatch"][1:] < 1e-4).all()  # the trainer has --temperature, too
-    assert table["buffer_size"][1:].tolist() == [4, 6]
-    assert all(e.ref_logprobs is not None and len(e.turn_rewards) <= 4 for e in episodes)
+    policy = load_policy(str(tiny_model("frozenlake_vlm")), "cpu", torch.float32)
+    batch = collate(collected[0])
+    trainer = TorchTrainer(policy, parse_args([]), total_updates=1)
+    exact = trainer.logprobs(batch)
+    policy.mixed = True
+    assert torch.equal(trainer.logprobs(batch), batch.behavior_logprobs)
+    assert (batch.behavior_logprobs - exact).abs().mean() > 1e-5
 
 
 def test_a_run_needs_neither_a_terminal_nor_a_display(tmp_path):
@@ -301,7 +279,6 @@ OUT_OF_MEMORY = "the GPU's memory ran out in"
     ("kind", "sentence"),
     [
         ("learning rate", "update met numbers that are not finite: loss nan"),
-        ("model", "and a reply of log-prob nan"),
         ("reward", "the rollout met a reward nan"),
         ("rollout", f"{OUT_OF_MEMORY} rollout; lower --rollout_batch_size"),
         ("update", f"{OUT_OF_MEMORY} training; lower --micro_batch_size"),
@@ -316,12 +293,6 @@ def test_numbers_that_stop_being_finite_and_a_full_gpu_end_the_run(
         monkeypatch.setattr(HFEngine, "generate", full)
     if kind == "update":
         monkeypatch.setattr(TorchTrainer, "update", full)
-    if kind == "model":
-        policy = load_policy(str(tiny_model("frozenlake")), "cpu", torch.float32)
-        with torch.no_grad():
-            policy.model.lm_head.weight[policy.eos_id] = torch.nan
-        policy.save(str(tmp_path / "broken"))
-        monkeypatch.setattr("freshper.backends.tiny_model", lambda env: tmp_path / "broken")
     if kind == "reward":
         ending = float("nan"), True, False, {"success": False, "valid": True}
         monkeypatch.setattr(
@@ -336,61 +307,9 @@ def test_numbers_that_stop_being_finite_and_a_full_gpu_end_the_run(
     assert ("episode seed" in line) is (OUT_OF_MEMORY not in line)
 
 
-def test_a_first_batch_without_a_readable_reply_is_announced_and_cut_replies_are_marked(
-    tmp_path, monkeypatch, capsys
-):
-    replies = []
-    step_many = FrozenLake.step_many
-
-    def recorded(envs, texts):
-        replies.extend(texts)
-        return step_many(envs, texts)
-
-    monkeypatch.setattr(FrozenLake, "step_many", recorded)
-    assert train.main(flags("--max_new_tokens 1", tmp_path / "run")) == 0  # too short for a reply
-    out = capsys.readouterr().out
-    _, middle, end = out.split("no reply of the first batch could be read")
-    assert "written to" not in middle  # at once, and again in the end
-    assert "written to" in end
-    cut = read(tmp_path / "run", "metrics.csv")["cut"][1]
-    assert 0.9 < cut <= 1
-    assert all(reply.endswith("…") for reply in replies if reply)  # one token, or none and the end
-    assert f"{cut:.0%} were cut by --max_new_tokens" in out
-
-    replies.clear()
-    assert train.main(flags("", tmp_path / "whole")) == 0
-    assert any(reply.endswith("</answer>") for reply in replies)
-
-
-@pytest.mark.parametrize("family", ["text", "vision"])
-def test_activations_that_are_computed_again_give_the_same_update(
-    family, model_folder, monkeypatch
-):
-    runs = []
-    for most in (2**40, 0):
-        monkeypatch.setattr("freshper.backends.ACTIVATIONS", most)
-        policy = load_policy(model_folder[family], "cpu", torch.float32)
-        trainer = make_trainer(policy, parse_args([]))
-        calls = []
-        decoder = policy.model.model
-        if family == "vision":
-            decoder = decoder.language_model
-        decoder.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        trainer.update(speakable_episodes(policy, 4))
-        runs.append((len(calls), [parameter.grad for parameter in policy.model.parameters()]))
-
-    (once, gradients), (again, same) = runs
-    assert again == 2 * once
-    assert all(torch.equal(*pair) for pair in zip(gradients, same, strict=True))
-    assert all(gradient.abs().max() > 0 for gradient in gradients)
-
-
-INDEX = b'{"metadata": {}, "weight_map": {"lm_head.weight": "model-2.safetensors"}}'
-QUANTIZED = b'"quantization_config": {"quant_method": "gptq", "bits": 4}, '
 # What is wrong with a model folder: a file, its new content (None: it is deleted; a pair: what is
 # replaced, by what), and a part of the sentence.
 MODELS = {
-    "no image processor": ("preprocessor_config.json", None, "Can't load image processor"),
     "no chat template": (
         "chat_template.jinja",
         None,
@@ -398,8 +317,6 @@ MODELS = {
     ),
     "a broken template": ("chat_template.jinja", b"{% for", "unexpected 'end of template'"),
     "a template without the text": ("chat_template.jinja", b"hello", "a user's text exactly once"),
-    "no tokenizer": ("tokenizer.json", None, "does not belong to it (283)"),
-    "a tokenizer that is none": ("tokenizer.json", b"{}", "added_tokens"),
     "sizes of another model": (
         "config.json",
         (b'"hidden_size": 64', b'"hidden_size": 128'),
@@ -416,13 +333,7 @@ MODELS = {
         (b'"qwen2"', b'"llama"'),
         "have no place for 12, such as model.layers.0.",
     ),
-    "quantized": (
-        "config.json",
-        (b'"model_type"', QUANTIZED + b'"model_type"'),
-        "quantized model requires optimum",
-    ),
     "truncated weights": ("model.safetensors", bytes(99), "Error while deserializing header"),
-    "half a download": ("model.safetensors.index.json", INDEX, "model-2.safetensors"),
     "an image processor of another model": (
         "preprocessor_config.json",
         (b'"patch_size": 7', b'"patch_size": 14'),
@@ -443,16 +354,8 @@ MODELS = {
         (b'"use_sliding_window": false', b'"use_sliding_window": true, "sliding_window": 32'),
         "--max_tokens is 512, but must be at most 32",
     ),
-    "a short context": (
-        "config.json",
-        (b'"max_position_embeddings": 4096', b'"max_position_embeddings": 128'),
-        "--max_tokens is 512, but must be at most 128",
-    ),
     "settings that are a list": ("config.json", b'[{"freshper_tiny": true}]', ""),
-    "sizes that are words": ("config.json", (b'"hidden_size": 64', b'"hidden_size": "x"'), ""),
     "half a tokenizer": ("tokenizer.json", (b'"version"', b'"versio'), ""),
-    "a tokenizer of numbers": ("tokenizer_config.json", b"7", ""),
-    "generation settings of nothing": ("generation_config.json", b"null", ""),
 }
 
 
@@ -475,8 +378,6 @@ def test_a_model_folder_that_cannot_be_used(kind, model_folder, tmp_path, monkey
     file = Path("model") / name
     if kind == "pickled weights":  # good ones, in the format that can carry code
         torch.save(load_file(file), "model/pytorch_model.bin")
-    if kind == "half a download":
-        file.with_name("model.safetensors").rename("model/model-1.safetensors")
     if content is None:
         file.unlink()
     elif isinstance(content, tuple):
