@@ -286,7 +286,6 @@ FORGED = {
     "a step of letters": (("trainer", "step"), "x"),
     "no rows": (("report", "rows"), []),
     "an engine without state": (("engine",), {}),
-    "features of a number": (("features",), 5),
 }
 
 
@@ -312,10 +311,8 @@ def test_a_forged_state_is_one_sentence_and_no_code(copy, monkeypatch, capsys, k
     [
         ("optimizer-0.pt", {"python": Malicious()}),
         ("optimizer-0.pt", {"state": 3}),
-        ("run.json", {"iteration": "x", "settings": {}, "today": "2001-02-03"}),
         ("run.json", {"iteration": 4, "settings": None, "today": "2001-02-03"}),
         ("run.json", {"iteration": 4, "settings": {"no": 1}, "today": "2001-02-03"}),
-        ("run.json", {"iteration": 4, "settings": {}, "today": "soon"}),
     ],
 )
 def test_other_forged_files_end_in_a_sentence_too(copy, monkeypatch, capsys, name, content):
@@ -345,15 +342,6 @@ def test_a_template_with_the_date_shows_that_of_the_first_start(tmp_path, model_
     assert "03 Feb 2001" in prompt("--resume", str(out))
     assert resume(out, "--iterations", "2") == 0
     assert json.loads((out / "checkpoint/run.json").read_text())["today"] == "2001-02-03"
-
-
-@pytest.mark.parametrize("left", [None, 1, 4])
-def test_rows_lost_from_metrics_csv_are_written_again(copy, finished, left):
-    table = copy / "metrics.csv"
-    lines = table.read_text().splitlines(keepends=True)
-    table.unlink() if left is None else table.write_text("".join(lines[:left]))
-    assert resume(copy) == 0
-    assert contents(copy) == contents(finished)
 
 
 # -- saves that are cut off, on a run of stand-ins -------------------------------------------------
