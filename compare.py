@@ -63,6 +63,8 @@ EXHIBITS = {
 }
 TAUS = {"tiny": (5, 20, 80, 320), "small": (5, 20, 80, 320), "paper": (500, 1000, 1500)}
 NOT_FINITE = 3  # the exit status of a run that met such numbers
+# What is read of metrics.csv, besides the metric
+READ = "iteration step episodes wall_s invalid eval_success".split()
 PERIOD = 60.0  # seconds between two lines on what is under way
 
 Results = dict[str, list[Row]]  # the rows of results.csv, by arm
@@ -105,9 +107,13 @@ def read_run(folder: Path) -> tuple[Config, Table]:
     damaged, or those of something else."""
     try:
         config = Config(**json.loads((folder / "config.json").read_text()))
-        metrics = read(folder, "metrics.csv") if (folder / "metrics.csv").exists() else {}
-        if metrics and np.isnan(metrics["iteration"]).any():
-            raise ValueError("metrics.csv has a row without an iteration")
+        if not (folder / "metrics.csv").exists():
+            return config, {}
+        metrics = read(folder, "metrics.csv")
+        # The first row is the evaluation before training.
+        first = {name: metrics[name][0] for name in READ}
+        if np.isnan(metrics["iteration"]).any() or np.isnan(first["eval_success"]):
+            raise ValueError("metrics.csv has a row without an iteration or a first evaluation")
         return config, metrics
     # A folder of something else may hold anything.
     except Exception as error:

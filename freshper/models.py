@@ -311,6 +311,8 @@ def load_policy(
         image_processor = transformers.AutoImageProcessor.from_pretrained(
             name, trust_remote_code=False
         )
+        if image_processor.patch_size != config.vision_config.patch_size:
+            raise ValueError("its image processor belongs to another model")
 
     model, loaded = auto_class.from_pretrained(
         name,

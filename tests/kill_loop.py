@@ -16,8 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-SHORT = """--model tiny --rollout_batch_size 2 --batch_size 2 --eval_episodes 2 --eval_every 4
---max_turns 3 --save_every 1""".split()
+SHORT = """--rollout_batch_size 2 --batch_size 2 --eval_episodes 2 --eval_every 4
+--max_turns 2 --max_new_tokens 4 --save_every 1""".split()
 SERVER = multiprocessing.get_context("forkserver")  # imports torch once, not at every start
 SERVER.set_forkserver_preload(["train"])
 

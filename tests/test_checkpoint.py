@@ -7,6 +7,7 @@ import random
 import resource
 import shutil
 import signal
+from datetime import date
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -19,25 +20,26 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
+from envs.base import Observation
 from envs.frozenlake import FrozenLake
 from freshper import backends
 from freshper.checkpoint import (
-    RunState,
-    StopSignals,
+    Checkpoints,
+    find_saved,
     fingerprint,
-    newest,
     pack_episodes,
     unpack_episodes,
-    without_numpy,
 )
 from freshper.config import Config
 from freshper.diagnostics import read
 from freshper.engine_hf import HFEngine
 from freshper.episode import compressed
+from freshper.errors import Ending
+from freshper.flags import parse_args
 from freshper.tiny import SHIPPED
 
-SHORT = """--model tiny --iterations 6 --save_every 2 --rollout_batch_size 4 --batch_size 4
---eval_episodes 4 --eval_every 2 --max_turns 3""".split()
+SHORT = """--iterations 6 --save_every 2 --rollout_batch_size 4 --batch_size 4
+--eval_episodes 4 --eval_every 2 --max_turns 2 --max_new_tokens 4""".split()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,8 +63,8 @@ def resume(out, *flags):
 
 def done(out):
     """Completed iterations at the checkpoint that --resume would load, 0 without one."""
-    saved = newest(out)
-    return json.loads((saved.folder / "run.json").read_text())["iteration"] if saved else 0
+    saved = find_saved(Config(resume=str(out)))
+    return saved.iteration if saved else 0
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +101,9 @@ def send(*signals):
 
 
 FLAGS = {
-    "text": "--tau auto",
     "images": "--env frozenlake_vlm --kl_loss_coef 0.05 --base_priority advantage",
     "per": """--method per --eviction lowest_priority --capacity 6 --kl_reward_coef 0.05
-    --truncated_is 2 --ppo_epochs 2 --baseline recompute""",
+    --ppo_epochs 2 --baseline recompute""",
 }
 
 
@@ -112,8 +113,8 @@ def test_a_stopped_and_resumed_run_is_the_run_that_never_stopped(tmp_path, monke
     flags = FLAGS[kind].split()
     assert run(tmp_path / "plain", *flags) == 0
     with monkeypatch.context() as patch:
-        # three turns each, and two evaluations
-        at_call(patch, HFEngine, "generate", 14, send(signal.SIGTERM))
+        # two turns each, and two evaluations
+        at_call(patch, HFEngine, "generate", 9, send(signal.SIGTERM))
         assert run(tmp_path / "stopped", *flags) == 143
     assert done(tmp_path / "stopped") == 3
     assert resume(tmp_path / "stopped") == 0
@@ -122,7 +123,11 @@ def test_a_stopped_and_resumed_run_is_the_run_that_never_stopped(tmp_path, monke
 
 def test_a_resumed_run_goes_on_learning(tmp_path):
     """The policy can reply here, so every update changes weights and moments."""
-    flags = ["--model", str(SHIPPED / "frozenlake"), "--rollout_batch_size", "16", "--tau", "auto"]
+    flags = [
+        "--model",
+        str(SHIPPED / "frozenlake"),
+        *"--rollout_batch_size 16 --max_new_tokens 6 --max_turns 3".split(),
+    ]
     plain, resumed = tmp_path / "plain", tmp_path / "resumed"
     assert run(plain, *flags) == 0
     shutil.copytree(plain, resumed)
@@ -135,7 +140,7 @@ def test_a_resumed_run_goes_on_learning(tmp_path):
 
 def test_killed_again_and_again(model_folder, tmp_path):
     """SIGKILL at random moments, saves included."""
-    assert kill_and_resume(model_folder["text"], tmp_path, iterations=10, kills=3) >= 1
+    assert kill_and_resume(model_folder["text"], tmp_path, iterations=8, kills=3) >= 1
 
 
 @pytest.mark.parametrize("fault", ["Ctrl-C twice", "a bug of an environment"])
@@ -144,14 +149,15 @@ def test_a_fault_ends_the_run_at_once_and_it_can_be_resumed(
 ):
     with monkeypatch.context() as patch:
         if fault == "Ctrl-C twice":
-            at_call(patch, HFEngine, "generate", 17, send(signal.SIGINT, signal.SIGINT))
+            at_call(patch, HFEngine, "generate", 11, send(signal.SIGINT, signal.SIGINT))
             assert run(tmp_path / "run") == 130
         else:
-            at_call(patch, FrozenLake, "step", 90, lambda _: int("lake"))
+            at_call(patch, FrozenLake, "step", 75, lambda _: int("lake"))
             # it is not taken for bad input, and keeps its traceback
             with pytest.raises(ValueError, match="'lake'"):
                 run(tmp_path / "run")
     assert "continue with: python train.py --resume" in capsys.readouterr().out
+    assert (tmp_path / "run/episodes.html").exists()
     assert done(tmp_path / "run") == 2
     assert resume(tmp_path / "run") == 0
     assert contents(tmp_path / "run") == contents(finished)
@@ -163,14 +169,7 @@ def test_a_signal_while_the_model_is_loaded_leaves_nothing(tmp_path, monkeypatch
     assert not (tmp_path / "run").exists()
 
 
-def test_a_finished_run_can_be_extended_but_not_shortened(copy, finished, capsys):
-    settings = (copy / "config.json").read_text()
-    sentence = "--iterations is 6, but must be above 6, which the run has done"
-    # a setting would have no effect any more
-    for flags in (("--iterations", "6"), ("--lr", "0.5")):
-        assert resume(copy, *flags) == 2
-        assert capsys.readouterr().err == f"train.py: error: {sentence}\n"
-    assert (copy / "config.json").read_text() == settings
+def test_a_finished_run_can_be_extended(copy, finished, capsys):
     assert resume(copy, "--iterations", "7", "--save_every", "1") == 0
     assert "iterations is 7, was 6" in capsys.readouterr().out
     rows, before = contents(copy)[0], contents(finished)[0]
@@ -182,81 +181,60 @@ def test_a_finished_run_can_be_extended_but_not_shortened(copy, finished, capsys
         assert AutoTokenizer.from_pretrained(folder).chat_template
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "state.pt",
-        "optimizer-0.pt",
-        "model.safetensors",
-        "generation_config.json",
-        "manifest.json",
-        "run.json",
-    ],
-)
-def test_of_a_damaged_checkpoint_the_one_before_it_is_used(copy, capsys, name, finished):
+def test_settings_that_trained_nothing_are_not_kept(copy, finished, monkeypatch, capsys):
+    """--lr 0.7 of a resumed run that ended before its first iteration."""
+    shutil.rmtree(copy / "checkpoint")  # leaves the one of iteration 4
+    assert resume(copy, "--lr", "0.7", "--iterations", "4") == 0
+    with monkeypatch.context() as patch:
+        at_call(patch, HFEngine, "generate", 1, send(signal.SIGINT, signal.SIGINT))
+        assert resume(copy, "--lr", "0.7") == 130
+    assert "lr is 0.7, was 0.001" in capsys.readouterr().out
+    assert resume(copy) == 0
+    assert contents(copy) == contents(finished)
+
+    assert resume(copy, "--lr", "0.7", "--iterations", "7") == 0
+    assert parse_args(["--resume", str(copy)]).lr == 0.7
+
+
+def test_replay_can_be_switched_on_and_off(tmp_path):
+    """The learning rate falls to 0 at the end, although the number of its steps changes."""
+    flags = " ".join(SHORT).replace("--batch_size 4", "--replay_ratio 0").split()
+    assert train.main([*flags, "--out", str(tmp_path / "run")]) == 0
+    for iterations, replay_ratio in ((7, 2), (8, 0), (10, 1)):
+        flags = ["--iterations", str(iterations), "--replay_ratio", str(replay_ratio)]
+        assert resume(tmp_path / "run", *flags) == 0
+    replayed = read(tmp_path / "run")
+    replays = [sum(replayed["iteration"] == k) > 0 for k in range(6, 11)]
+    assert replays == [False, True, False, True, True]
+    # Of 14 steps 10 are the warm-up.
+    lr = 1e-3 * 0.5 * (1 + np.cos(np.pi * np.array([0.25, 0.75])))
+    assert read(tmp_path / "run", "metrics.csv")["lr"][-2:] == pytest.approx(lr, rel=1e-3)
+
+
+def test_of_damaged_checkpoints_the_one_before_is_used_and_without_any_the_run_starts_over(
+    copy, capsys, finished
+):
     """A flipped bit, a file that is cut short, other content, none at all."""
-    path, rng = copy / "checkpoint" / name, random.Random(0)
-    whole = path.read_bytes()
-    for place in (0, *rng.sample(range(len(whole)), 5), len(whole) - 1):
-        flipped = whole[place] ^ 1 << rng.randrange(8)
-        for content in (whole[:place] + bytes([flipped]) + whole[place + 1 :], whole[:place]):
+    config = Config(resume=str(copy))
+    rng = random.Random(0)
+    names = "state.pt optimizer-0.pt model.safetensors tokenizer.json manifest.json run.json"
+    for path in [copy / "checkpoint" / name for name in names.split()]:
+        whole = path.read_bytes()
+        contents_ = [b"null", b"{}", b"[" * 10**5, whole[:-1], b""]
+        for place in (0, *rng.sample(range(len(whole)), 3), len(whole) - 1):
+            flipped = whole[place] ^ 1 << rng.randrange(8)
+            contents_.append(whole[:place] + bytes([flipped]) + whole[place + 1 :])
+        for content in contents_:
             path.write_bytes(content)
-            assert newest(copy).folder.name == "checkpoint-before"
-    for content in (b"null", b"{}", b"[" * 10**5):
-        path.write_bytes(content)
-        assert newest(copy).folder.name == "checkpoint-before"
+            assert find_saved(config).folder.name == "checkpoint-before"
+        path.write_bytes(whole)
     path.unlink()
     assert resume(copy) == 0
     said = capsys.readouterr().out
-    assert f"the newest checkpoint is damaged ({name} is missing), so it is removed" in said
+    assert "the newest checkpoint is damaged ([Errno 2] No such file" in said
     assert "checkpoint-before, after iteration 4 of 6" in said
     assert contents(copy) == contents(finished)
 
-
-def test_a_table_without_the_rows_of_the_checkpoint_is_not_gone_on_with(copy, capsys):
-    with open(copy / "replay.csv", "r+b") as table:
-        table.truncate(100)
-    before = (copy / "metrics.csv").read_text()
-    assert resume(copy, "--iterations", "7") == 1
-    assert "replay.csv has 100 bytes, but must have at least" in capsys.readouterr().out
-    assert (copy / "metrics.csv").read_text() == before
-
-
-@pytest.mark.parametrize("left", [None, 1, 4])
-def test_rows_lost_from_metrics_csv_are_written_again(copy, finished, left):
-    table = copy / "metrics.csv"
-    lines = table.read_text().splitlines(keepends=True)
-    table.unlink() if left is None else table.write_text("".join(lines[:left]))
-    assert resume(copy) == 0
-    assert contents(copy) == contents(finished)
-
-
-def test_what_cannot_be_read_is_not_damaged(copy, capsys):
-    (copy / "checkpoint/state.pt").rename(copy / "state.pt")
-    (copy / "checkpoint/state.pt").mkdir()
-    before = sorted(copy.rglob("*"))
-    assert resume(copy, "--iterations", "7") == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(
-        f"train.py: error: --resume is {copy}, but its checkpoint cannot be read: [Errno 21]"
-    )
-    assert sorted(copy.rglob("*")) == before
-
-
-def test_weights_and_state_are_of_one_checkpoint(copy, finished, monkeypatch, capsys):
-    """Another process completes an iteration between the two."""
-
-    def replace(_):
-        (copy / "checkpoint").rename(copy / "checkpoint-before")
-        shutil.copytree(finished / "checkpoint-before", copy / "checkpoint")
-
-    shutil.rmtree(copy / "checkpoint-before")
-    at_call(monkeypatch, train, "load", 1, replace)
-    assert resume(copy, "--iterations", "7") == 1
-    assert "another process has replaced" in capsys.readouterr().out
-
-
-def test_without_a_checkpoint_the_run_starts_over_and_says_so(copy, finished, capsys):
     for folder in copy.glob("checkpoint*"):
         shutil.rmtree(folder)
     assert resume(copy) == 0
@@ -264,52 +242,106 @@ def test_without_a_checkpoint_the_run_starts_over_and_says_so(copy, finished, ca
     assert contents(copy) == contents(finished)
 
 
-def test_replay_can_be_switched_on_and_off(tmp_path):
-    flags = " ".join(SHORT).replace("--batch_size 4", "--replay_ratio 0").split()
-    assert train.main([*flags, "--out", str(tmp_path / "run")]) == 0
-    for iterations, replay_ratio in ((7, 2), (8, 0), (9, 1)):
-        flags = ["--iterations", str(iterations), "--replay_ratio", str(replay_ratio)]
-        assert resume(tmp_path / "run", *flags) == 0
-    replayed = read(tmp_path / "run")
-    assert [sum(replayed["iteration"] == k) > 0 for k in range(6, 10)] == [False, True, False, True]
+def test_without_replay_csv_the_run_goes_on(copy, finished):
+    """It is a log. What comes later is written to a new one."""
+    (copy / "replay.csv").unlink()
+    (copy / "checkpoint").rename(copy / "lost")
+    assert resume(copy) == 0
+    assert contents(copy)[0] == contents(finished)[0]
+    assert {*read(copy)["iteration"]} == {5, 6}
 
 
-def test_the_learning_rate_falls_to_0_at_the_end_if_k_changes(tmp_path):
-    """30 steps of warm-up and cosine, then 6 more of a schedule of 36."""
-    out = tmp_path / "run"
-    assert run(out, "--replay_ratio", "4") == 0
-    assert resume(out, "--iterations", "12", "--replay_ratio", "0") == 0
-    metrics = read(out, "metrics.csv")
-    assert metrics["step"][-1] == 36
-    steps = np.arange(30, 36)
-    expected = 0.5 * (1 + np.cos(np.pi * (steps - 10) / (36 - 10)))
-    lr = train.parse_args(["--preset", "tiny"]).config.lr
-    assert metrics["lr"][-6:] == pytest.approx(lr * expected, rel=1e-3)
-
-
-def test_an_edited_config_does_not_change_a_run(copy, capsys):
-    settings = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(settings | {"capacity": 20_000}))
+def test_what_the_system_cannot_read_is_not_damaged(copy, capsys, monkeypatch):
+    denied = PermissionError(13, "Permission denied", "state.pt")
+    monkeypatch.setattr("freshper.checkpoint.fingerprint", Mock(side_effect=denied))
+    before = sorted(copy.rglob("*"))
     assert resume(copy, "--iterations", "7") == 2
-    sentence = "--capacity is 20000, but must be 10000 as in the earlier run"
-    assert capsys.readouterr().err == f"train.py: error: {sentence}\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"train.py: error: --resume is {copy}, but: {denied}"
+    assert sorted(copy.rglob("*")) == before
 
 
-@pytest.mark.parametrize("name", ["state.pt", "optimizer-0.pt"])
-def test_code_in_a_checkpoint_is_not_run(copy, tmp_path, capsys, name):
-    class Malicious:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "executed"),)
-
-    folder = copy / "checkpoint"
-    state = torch.load(folder / name, weights_only=True)
-    torch.save(state | {"python": Malicious()}, folder / name)
+def forge(folder, name, content):
+    """Write a file of a checkpoint and its checksum."""
+    if name.endswith(".pt"):
+        torch.save(content, folder / name)
+    else:
+        (folder / name).write_text(json.dumps(content))
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest[name] = fingerprint(folder / name)
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert resume(copy) == 1
-    assert "checkpoint does not hold plain data" in capsys.readouterr().out
-    assert not (tmp_path / "executed").exists()
+
+
+class Malicious:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+# A part of state.pt, and what is there instead.
+FORGED = {
+    "the whole": ((), 7),
+    "code": (("python",), Malicious()),
+    "no tokens": (("buffer", "episodes", "tokens"), {"values": 3, "lengths": "x"}),
+    "another capacity": (("buffer", "base_priorities"), torch.zeros(3)),
+    "a step of letters": (("trainer", "step"), "x"),
+    "no rows": (("report", "rows"), []),
+    "an engine without state": (("engine",), {}),
+}
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_a_forged_state_is_one_sentence_and_no_code(copy, monkeypatch, capsys, kind):
+    monkeypatch.chdir(copy)
+    state = torch.load("checkpoint/state.pt", weights_only=True)
+    *parents, name = FORGED[kind][0] or [None]
+    part = state
+    for parent in parents:
+        part = part[parent]
+    part[name] = FORGED[kind][1]
+    forge(copy / "checkpoint", "state.pt", state if name else 7)
+    assert resume(copy, "--iterations", "7") == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line]
+    folder = copy / "checkpoint"
+    assert line.startswith(f"train.py: error: {folder} is not a checkpoint of this run: ")
+    assert not (copy / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("optimizer-0.pt", {"python": Malicious()}),
+        ("optimizer-0.pt", {"state": 3}),
+        ("run.json", {"iteration": 4, "settings": None, "today": "2001-02-03"}),
+        ("run.json", {"iteration": 4, "settings": {"no": 1}, "today": "2001-02-03"}),
+    ],
+)
+def test_other_forged_files_end_in_a_sentence_too(copy, monkeypatch, capsys, name, content):
+    monkeypatch.chdir(copy)
+    forge(copy / "checkpoint", name, content)
+    shutil.rmtree(copy / "checkpoint-before")
+    assert resume(copy, "--iterations", "7") == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert line.startswith("train.py: error: ")
+    assert not (copy / "executed").exists()
+
+
+def test_a_template_with_the_date_shows_that_of_the_first_start(tmp_path, model_folder):
+    def prompt(*flags):
+        policy = backends.load(parse_args([*flags])).policy
+        return policy.tokenizer.decode(policy.user_turn(Observation("x")))
+
+    model = shutil.copytree(model_folder["text"], tmp_path / "model")
+    template = model / "chat_template.jinja"
+    template.write_text("{{ strftime_now('%d %b %Y') }}" + template.read_text())
+    assert date.today().strftime("%d %b %Y") in prompt("--model", str(model))
+
+    out = tmp_path / "run"
+    assert run(out, "--model", str(model), "--iterations", "1") == 0
+    saved = json.loads((out / "checkpoint/run.json").read_text())
+    forge(out / "checkpoint", "run.json", saved | {"today": "2001-02-03"})
+    assert "03 Feb 2001" in prompt("--resume", str(out))
+    assert resume(out, "--iterations", "2") == 0
+    assert json.loads((out / "checkpoint/run.json").read_text())["today"] == "2001-02-03"
 
 
 # -- saves that are cut off, on a run of stand-ins -------------------------------------------------
@@ -318,20 +350,23 @@ def test_code_in_a_checkpoint_is_not_run(copy, tmp_path, capsys, name):
 def stand_in(out, done, best=0):
     """Return the state of a run after `done` iterations, resumed if it has saved before. The only
     weight of its model is the number of completed iterations; so is the step of its trainer."""
+    config = Config(resume=str(out), save_every=1, iterations=100)
     trainer = Mock(**{"state_dict.return_value": {"step": done}})
     buffer = Mock(**{"state_dict.side_effect": lambda: {"episodes": []}})
     report = Mock(
-        folder=out, evaluations=lambda: {k: float(k >= best) for k in range(done + 1)}, done=done
+        config=config,
+        folder=out,
+        policy=SimpleNamespace(features={}, today=date.today()),
+        saved=find_saved(config),
+        ending=Ending(),
+        done=done,
+        evaluations=lambda: {k: float(k >= best) for k in range(done + 1)},
+        **{"state_dict.return_value": {}},
     )
     trainer.save = lambda folder: save_file(
         {"done": torch.tensor(done)}, f"{folder}/model.safetensors"
     )
-    config = Config(resume=str(out), save_every=1, iterations=100)
-    policy = SimpleNamespace(device="cpu", features={})
-    parts = {"trainer": trainer, "buffer": buffer}
-    run = RunState(config, policy, report, StopSignals(), newest(out), parts)
-    run.restore()
-    return run
+    return Checkpoints(report, trainer=trainer, buffer=buffer)
 
 
 def weight(model):
@@ -340,7 +375,7 @@ def weight(model):
 
 def done_by_all(out):
     """The same as `done`, where model and state must agree."""
-    saved = newest(out)
+    saved = find_saved(Config(resume=str(out)))
     if saved:
         state = torch.load(saved.folder / "state.pt", weights_only=True)
         step = state["trainer"]["step"]
@@ -438,11 +473,11 @@ def test_episodes_come_back_as_they_were():
         make_episode(rng, images=images[: k % 3], **fields) for k, fields in enumerate(given)
     ]
     file = io.BytesIO()
-    torch.save(without_numpy(pack_episodes(episodes)), file)
+    torch.save(pack_episodes(episodes), file)
     file.seek(0)
     back = unpack_episodes(torch.load(file, weights_only=True))
     with np.printoptions(floatmode="unique"):
         assert [repr(vars(e)) for e in back] == [repr(vars(e)) for e in episodes]
     assert all(e.tokens.base is None for e in back)  # own memory
     assert len({id(image) for e in back for image in e.images}) == 2
-    assert unpack_episodes(without_numpy(pack_episodes([]))) == []
+    assert unpack_episodes(pack_episodes([])) == []

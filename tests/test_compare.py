@@ -2,8 +2,10 @@
 
 import csv
 import json
+import shutil
 import subprocess
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from freshper.presets import PRESETS
 from scipy import stats
 
 import compare
+from freshper.config import PRESETS, TINY
 from freshper.diagnostics import read
 from freshper.flags import parse_args
 
@@ -68,69 +71,97 @@ REFUSED = {
     "--lr is 0.5, but must be 0.001 as in": ["--lr", "0.5"],
     "freshpr": ["--arm", "freshpr --tau 5"],
     "must be one of success with --env frozenlake": ["--metric", "score"],
-    "--exhibit is tau, but has no effect with --arm": ["--exhibit", "tau"],
-    "--jobs is 0, but must be 1 or more": ["--jobs", "0"],
-    "compare.py, but must be a folder that can be made: File exists": ["--out", "compare.py"],
+    "--exhibit: not allowed with argument --arm": ["--exhibit", "tau"],
+    "File exists: 'compare.py'": ["--out", "compare.py"],
     "--seed is in the flags of per --seed=5, but must be left": ["--arm", "per --seed=5"],
     "--method is in the flags of on_policy, but must be left": ["--method", "per"],
 }
 
 
+def refusal(monkeypatch, capsys, folder, *flags):
+    """Return the sentence that a comparison ends with."""
+    with pytest.raises(SystemExit) as stop:
+        call(monkeypatch, folder, *ARMS, *flags)
+    assert stop.value.code != 0
+    return capsys.readouterr().err + str(stop.value.code)
+
+
 @pytest.mark.parametrize("sentence", REFUSED)
 def test_wrong_arguments_are_refused(out, monkeypatch, capsys, sentence):
-    with pytest.raises(SystemExit) as stop:
-        call(monkeypatch, out, *ARMS, *REFUSED[sentence])
-    assert stop.value.code == 2
-    assert sentence in capsys.readouterr().err
+    assert sentence in refusal(monkeypatch, capsys, out, *REFUSED[sentence])
 
 
-def test_a_flag_that_every_arm_sets_is_refused(tmp_path, monkeypatch, capsys):
-    arms = ["--arm", "per --lr=0.1", "--arm", "freshper --lr 0.2"]
-    with pytest.raises(SystemExit, match="2"):
-        call(monkeypatch, tmp_path / "out", *arms, "--lr", "0.3")
-    assert "--lr has no effect, because every arm sets --lr" in capsys.readouterr().err
+HEADER = "iteration,step,episodes,wall_s,invalid,eval_success"
+# What a file of a finished run holds instead.
+DAMAGED = {
+    "nothing": ("metrics.csv", ""),
+    "bytes": ("metrics.csv", "\0\xff" * 50),
+    "a header alone": ("metrics.csv", HEADER + "\n"),
+    "text": ("metrics.csv", HEADER + "\nx,1,2,3,4,5\n"),
+    "half a row": ("metrics.csv", HEADER + "\n0,1\n1,2,3,4,5,6\n"),
+    "other columns": ("metrics.csv", "iteration,step\n0,0\n2,2\n"),
+    "no evaluation": ("metrics.csv", HEADER + "\n0,0,0,0,,\n2,2,8,1,0,\n"),
+    "no settings": ("config.json", "[]"),
+}
 
 
-def test_two_arms_with_one_folder_are_refused(tmp_path, monkeypatch, capsys):
-    arms = ["--arm", "freshper --epsilon 1e-3", "--arm", "freshper --epsilon 1e+3"]
-    with pytest.raises(SystemExit, match="2"):
-        call(monkeypatch, tmp_path / "out", *arms)
-    sentence = "--arm is freshper --epsilon 1e+3, but must not have the folder of freshper --eps"
-    assert sentence in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_a_damaged_run_is_named(out, tmp_path, monkeypatch, capsys, kind):
+    copy = shutil.copytree(out, tmp_path / "out")
+    folder = compare.folder_of(copy, "on_policy", 3)
+    name, content = DAMAGED[kind]
+    (folder / name).write_text(content)
+    sentence = refusal(monkeypatch, capsys, copy)
+    assert f"compare.py: error: {folder} is no run of this version, remove it: " in sentence
+
+
+def test_a_folder_of_something_else_is_named(out, tmp_path, monkeypatch, capsys):
+    (compare.folder_of(tmp_path, "on_policy", 3) / "photos").mkdir(parents=True)
+    assert "is no run of this version, remove it" in refusal(monkeypatch, capsys, tmp_path)
+    copy = shutil.copytree(out, tmp_path / "out")
+    (copy / "table.md").unlink()
+    (copy / "table.md").mkdir()
+    assert "Is a directory" in refusal(monkeypatch, capsys, copy)
 
 
 def test_an_interrupted_run_goes_on_and_a_failed_one_ends_the_comparison(tmp_path, monkeypatch):
     commands = []
-    done = subprocess.CompletedProcess([], 1, "stopped: no disk", "")
 
     def fail(command, **_):
         commands.append(command[1:])
-        return done
+        return Mock(returncode=1, communicate=lambda: ("stopped: no disk", None))
 
-    monkeypatch.setattr(subprocess, "run", fail)
-    settings = vars(parse_args(["--preset", "tiny", "--method", "per"]).config)
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    settings = vars(parse_args(["--method", "per"]))
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    (tmp_path / "metrics.csv").write_text("iteration,eval_success\n0,0.2\n1,0.3\n")
-    with pytest.raises(SystemExit, match="no disk"):
-        compare.run("frozenlake", "per", 42, tmp_path, ["--preset", "tiny"])
+    (tmp_path / "metrics.csv").write_text(HEADER + "\n0,0,0,0,,0.2\n1,3,8,1,0,0.3\n")
+    with pytest.raises(RuntimeError, match="no disk"):
+        compare.train(tmp_path, ["--preset", "tiny"])
     ((program, *flags),) = commands
     assert Path(program).is_file() and Path(program).name == "train.py"
     assert flags == [f"--resume={tmp_path}"]
 
 
+def test_a_line_says_where_the_runs_are(out, monkeypatch):
+    folder = compare.folder_of(out, "on_policy", 3)
+    held_out = read(folder, "metrics.csv")["eval_success"][-1]
+    assert compare.progress() == "starting"
+    monkeypatch.setitem(compare.under_way, folder, None)
+    monkeypatch.setitem(compare.under_way, out / "later", None)
+    line = f"{folder.name}: 2 of 2 iterations, {held_out:.2f} on held-out seeds"
+    assert compare.progress() == line
+
+
 @pytest.mark.parametrize("metric, expected", [("success", (0.1, 0.3)), ("score", (-150, -50))])
 def test_a_stopped_run_gets_the_lowest_value_for_what_it_missed(tmp_path, metric, expected):
     flags = "--env cliffwalking --iterations 5 --eval_every 1".split()
-    settings = vars(parse_args(flags).config)
+    settings = vars(parse_args(flags))
     (tmp_path / "config.json").write_text(json.dumps(settings))
     # 2 of 5 evaluations are missing
     rows = [f"{k},{k},{k},{k},0,{0.1 * k},{-50 * k}" for k in range(1, 4)]
     header = "iteration,step,episodes,wall_s,invalid,eval_success,eval_score"
     (tmp_path / "metrics.csv").write_text("\n".join([header, "0,0,0,0,,0.9,9", *rows]) + "\n")
-    assert not compare.finished(tmp_path)
     (tmp_path / "stopped.txt").write_text("not finite")
-    assert compare.finished(tmp_path)
     summary = compare.summary(tmp_path, metric)
     assert (summary["last"], summary["peak"]) == pytest.approx(expected)
     assert summary["diverged"] == 1
@@ -147,7 +178,7 @@ def test_a_stopped_run_falls_to_0_in_the_figure(tmp_path, monkeypatch):
     whole = {"episodes": np.arange(4.0), "eval_success": np.array([0.1, 0.2, 0.3, 0.4])}
     stopped = {"episodes": np.arange(2.0), "eval_success": np.array([0.1, 0.8])}
     tables = [whole, stopped]
-    monkeypatch.setattr(compare, "read", lambda folder, _: tables[int(folder.name[-1])])
+    monkeypatch.setattr(compare, "read_run", lambda folder: (None, tables[int(folder.name[-1])]))
     figures = []
     savefig = "matplotlib.figure.Figure.savefig"
     monkeypatch.setattr(savefig, lambda figure, *_, **__: figures.append(figure))
@@ -157,18 +188,13 @@ def test_a_stopped_run_falls_to_0_in_the_figure(tmp_path, monkeypatch):
     assert line.get_ydata() == pytest.approx([0.1, 0.5, 0.15, 0.2])
 
 
-def test_a_folder_that_is_no_run_is_named(tmp_path):
-    with pytest.raises(ValueError, match=f"{tmp_path} is no run of this version, remove it: "):
-        compare.checked("frozenlake", "per", 42, tmp_path, ["--preset", "tiny"])
-
-
 def test_methods_have_the_paper_s_colors(tmp_path, monkeypatch):
     figures = []
     savefig = "matplotlib.figure.Figure.savefig"
     monkeypatch.setattr(savefig, lambda figure, *_, **__: figures.append(figure))
-    arms = [*compare.exhibits("tiny", "frozenlake")["ratio"], "per", "freshper"]
+    arms = [*compare.exhibit("tau", "tiny"), "freshper"]
     metrics = {"episodes": np.arange(3.0), "eval_success": np.array([0.1, np.nan, 0.4])}
-    monkeypatch.setattr(compare, "read", lambda *_: metrics)
+    monkeypatch.setattr(compare, "read_run", lambda _: (None, metrics))
     results = {arm: [{"seed": 0}, {"seed": 1}] for arm in arms}
     compare.figure(tmp_path, results, "success", "title", {"random": 0.2})
     (figure,) = figures
@@ -212,20 +238,14 @@ def test_arms_whose_seeds_are_all_equal_have_an_interval_of_no_width():
     assert compare.welch_interval(np.ones(3), np.full(5, 0.25)) == pytest.approx((0.75, 0.75))
 
 
-@pytest.mark.parametrize("preset", list(PRESETS))
-def test_every_arm_of_every_exhibit_is_a_valid_command_with_a_name_of_its_own(preset):
-    env = next(iter(PRESETS[preset]))
-    exhibits = compare.exhibits(preset, env)
-    flags = ["--preset", preset, "--env", env, "--method"]
-    for name, arms in exhibits.items():
-        assert len({compare.label(arm) for arm in arms}) == len(arms) > 1, name
+@pytest.mark.parametrize("name", compare.EXHIBITS)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_arm_of_every_exhibit_is_a_valid_command_with_a_name_of_its_own(preset, name):
+    arms = compare.exhibit(name, preset)
+    assert len({compare.label(arm) for arm in arms}) == len(arms) > 1
+    assert len({compare.folder_of(Path(), arm, 0) for arm in arms}) == len(arms)
+    for env in TINY:
         for arm in arms:
-            words = arm.split()
-            assert parse_args([*flags, *words]).config.method == words[0]
-    # Of as many updates per iteration, and of the same mean age, also with other flags.
-    changed = compare.exhibits(preset, env, ["--ppo_epochs=2", "--alpha=1", "--tau=10"])
-    assert changed["matched"][4] == "on_policy --ppo_epochs 4"
-    assert changed["decay"][2] == "freshper --decay limit --tau 20"
-    replay = parse_args([*flags, "freshper"]).config
-    epochs = parse_args([*flags, *exhibits["matched"][4].split()]).config
-    assert epochs.ppo_epochs == replay.ppo_epochs + replay.replay_ratio
+            method, *words = arm.split()
+            flags = ["--preset", preset, "--env", env, "--method", method, *words]
+            assert parse_args(flags).method == method

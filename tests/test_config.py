@@ -173,6 +173,7 @@ def test_bad_flags_get_one_sentence(flags, tmp_path, monkeypatch, capsys):
     assert sorted(Path().rglob("*")) == before  # nothing is written
 
 
+# --slippery takes no value.
 @pytest.mark.parametrize("name", sorted(vars(Config()).keys() - {"slippery"}))
 def test_a_value_of_two_dashes_or_of_300_characters_is_one_sentence(name, capsys):
     """argparse reads `--name=--` as an empty list; the system takes no such name of a file."""
