@@ -2,6 +2,7 @@
 traceback."""
 
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -95,7 +96,7 @@ class Unbreakable:
     def __init__(self, stream: TextIO | None):
         # Python sets a stream to None if it was closed from the start.
         self.stream = stream or open(os.devnull, "w")  # noqa: SIM115
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # not every terminal has every character
 
     def __getattr__(self, name: str) -> Any:

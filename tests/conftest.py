@@ -136,3 +136,16 @@ def write_rows(path, rows):
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         path.write_text(lines if path.suffix == ".jsonl" else json.dumps(rows))
     return str(path)
+
+
+QUESTION = "who got the first nobel prize in physics"
+
+
+@pytest.fixture(params=[["Wilhelm Conrad Röntgen", "The"], "Wilhelm Conrad Röntgen"])
+def questions(tmp_path, request):
+    """Twenty questions with Search-R1's fields, with a list of answers or a single one."""
+    rows = []
+    for k in range(20):
+        question = f"{QUESTION} {k}?"
+        rows.append({"id": k, "question": question, "golden_answers": request.param})
+    return write_rows(tmp_path / "train.jsonl", rows)

@@ -9,7 +9,6 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from freshper.presets import PRESETS
 from scipy import stats
 
 import compare

@@ -1,0 +1,122 @@
+"""NQ Search with a real search server: an episode, and runs that lose it."""
+
+import contextlib
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import QUESTION
+from kill_loop import contents, state_of
+from test_nq_search import NO_SERVER, PASSAGES
+
+import train
+from envs import nq_search, search
+from envs.base import EVAL_SEEDS
+from envs.nq_search import NQSearch
+from envs.search import LocalEncoder, Retriever
+from envs.search_server import serving
+from freshper.engine_hf import HFEngine
+
+
+def serve(port=0):
+    """Return a server as a context, which yields its address."""
+    return serving(Retriever(PASSAGES, LocalEncoder(PASSAGES)), port=port)
+
+
+@pytest.fixture(scope="module")
+def url():
+    with serve() as url:
+        yield url
+
+
+def test_an_episode_with_data_and_a_server(questions, url):
+    env = NQSearch(style="full", data=questions, search_url=url)
+    first, _ = env.reset(seed=EVAL_SEEDS)
+    assert re.search(rf"Question: {QUESTION} \d+\?", first.text)
+    assert all(part in first.text for part in ("<search>", "<answer>", "<think>", "5 replies"))
+
+    search = "<think>hm</think><search>Wilhelm Röntgen physics</search>"
+    observation, *results, info = env.step(search)
+    passages = "\n\n".join(PASSAGES)
+    assert f"<information>\n{passages}\n</information>\n" in observation.text
+    assert results == [0.0, False, False]
+    assert info == {"success": False, "valid": True, "metrics": {"searches": 1.0}}
+
+    observation, *results, info = env.step("Röntgen")
+    assert results == [-0.15, False, False]
+    assert info == {"success": False, "valid": False, "metrics": {"searches": 1.0}}
+    assert all(part in observation.text for part in ("could not be read", PASSAGES[0]))
+
+    _, *results, info = env.step("<Answer>wilhelm conrad röntgen.</Answer>")
+    assert results == [1.0, True, False]
+    assert info == {"success": True, "valid": True, "metrics": {"searches": 1.0}}
+
+    assert env.optimal_reply() == "<answer> Wilhelm Conrad Röntgen</answer>"
+    assert env.data_summary() == f"{questions}: 18 rows for training, 2 held out"
+    asks_nobody = NQSearch(data=questions, search_url=NO_SERVER).baselines(EVAL_SEEDS)
+    assert asks_nobody == {"random": 0.0, "optimal": 1.0}
+
+
+SHORT = """--env nq_search --preset small --iterations 3 --save_every 1 --eval_every 3
+--eval_episodes 2 --rollout_batch_size 4 --batch_size 4 --max_turns 2 --max_tokens 4000
+--max_new_tokens 8 --dtype float32""".split()
+
+
+@pytest.fixture
+def run(questions, model_folder, tmp_path, monkeypatch):
+    """Return a function that runs train.py on these questions. The model has random weights, and
+    each of its replies is a search."""
+    monkeypatch.setattr(search, "PAUSE", 0.01)
+    monkeypatch.setattr(nq_search, "parse_action", lambda reply: ("search", f"physics {reply}"))
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **kwargs: None)
+    model = shutil.copytree(model_folder["text"], tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"freshper_tiny": False}))
+    flags = [*SHORT, "--model", str(model), "--data", questions]
+
+    def run(address, out):
+        return train.main([*flags, "--search_url", address, "--out", str(tmp_path / out)])
+
+    return run
+
+
+@pytest.mark.parametrize("questions", ["Rome"], indirect=True)
+def test_a_run_stops_with_its_server_and_goes_on_with_it(run, tmp_path, monkeypatch, capsys):
+    calls = []
+    generate = HFEngine.generate
+    server = contextlib.ExitStack()
+    url = server.enter_context(serve())
+    assert run(url, "plain") == 0
+
+    def generate_and_kill(engine, *args):
+        calls.append(1)
+        # Calls 1 and 2 are the turns of the evaluation, 3 and 4 those of iteration 1.
+        if len(calls) == 6:
+            server.close()
+        return generate(engine, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HFEngine, "generate", generate_and_kill)
+        assert run(url, "stopped") == 1
+    sentence = f"stopped after iteration 1: the search server {url} failed 3 times"
+    assert sentence in capsys.readouterr().out
+    stopped = tmp_path / "stopped"
+    assert state_of(stopped / "checkpoint")["report"]["rows"][-1]["iteration"] == 1
+    assert not (stopped / "checkpoint-before").exists()
+
+    assert train.main(["--resume", str(stopped)]) == 2
+    assert f"train.py: error: the search server {url} failed 3 times" in capsys.readouterr().err
+    with serve(int(re.search(r":(\d+)/", url)[1])):
+        assert train.main(["--resume", str(stopped)]) == 0
+    assert contents(stopped) == contents(tmp_path / "plain")
+
+
+@pytest.mark.parametrize("questions", ["Rome"], indirect=True)
+def test_a_run_without_a_server_does_not_begin(run, tmp_path, capsys):
+    for address in (NO_SERVER, "http://[", "http://127.0.0.1:99999999/", "http://a b/", "http://"):
+        assert run(address, "run") == 2
+        sentence = capsys.readouterr().err.splitlines()[-1]
+        assert sentence.startswith("train.py: error: ") and address in sentence
+    assert not Path(tmp_path / "run").exists()
