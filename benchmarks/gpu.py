@@ -231,14 +231,14 @@ def run(out: str, flags: list[str]) -> int:
     import torch
 
     import train
-    from freshper.checkpoint import RunState
+    from freshper.checkpoint import Checkpoints
     from freshper.config import Config
 
     if torch.cuda.is_available():
         # Users have tiny models on the CPU.
         setattr(Config, "device", "cuda")  # noqa: B010
     # The disk may be too small for a checkpoint.
-    RunState.save_if_due = lambda _: None
+    Checkpoints.save_if_due = lambda _: None
     table = Table(out)
     status = train.main(["--out", out, *flags])
     table.write()
