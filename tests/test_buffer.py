@@ -232,11 +232,9 @@ def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="the buffer is empty"):
         buffer.sample(1)
     buffer.add(episodes(2), np.ones(2), step=0)
-    for slots, base, words in (([0, 2], [5, 5], "no slot 2"), ([-1], [5], "no slot -1")):
-        with pytest.raises(ValueError, match=f"2 episodes, but {words}"):
-            buffer.update_base_priorities(slots, base)
-    with pytest.raises(ValueError, match="2 slots, 1 priorities"):
-        buffer.update_base_priorities([0, 1], [5.0])
+    for slots in ([0, 2], [-1, 0]):
+        with pytest.raises(ValueError, match="2 episodes, but not all slots"):
+            buffer.update_base_priorities(slots, [5.0, 5.0])
     np.testing.assert_array_equal(buffer.base_priorities, [1, 1, 0, 0])
     with pytest.raises(ValueError, match="capacity is 3, but must be 4"):
         ReplayBuffer(3, 0.6, None).load_state_dict(buffer.state_dict())

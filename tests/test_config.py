@@ -11,7 +11,7 @@ import pytest
 
 from envs import ENVS
 from envs.frozenlake import FrozenLake
-from freshper.backends import check_backend, make_env
+from freshper.backends import join_ranks, make_env
 from freshper.config import CONFIG_A, CONFIG_DEFAULT, PRESETS, Config
 from freshper.flags import MAY_CHANGE, parse_args
 from freshper.priority import age_decay
@@ -130,7 +130,6 @@ def test_what_follows_from_the_settings(tmp_path, monkeypatch, model_folder):
 # A range, a rule, no effect, a wrong choice: flags, and how their sentence begins.
 SENTENCES = {
     "--env nowhere": "argument --env: invalid choice: 'nowhere' (choose from 'frozenlake',",
-    "--slippery maybe": "argument --slippery: invalid boolean value: 'maybe'",
     "--tau auto": "argument --tau: invalid float value: 'auto'",
     "--it 3": "unrecognized arguments: --it 3",
     "--lr nan": "--lr is nan, but must be above 0",
@@ -143,18 +142,15 @@ SENTENCES = {
     "--model a/b": "--model is a/b, but must be tiny, or a checkpoint of a tiny model, with",
     "--preset small --model tiny": "--model is tiny, but must be tiny, or a checkpoint of a tiny",
     "--capacity 10": "--capacity is 10, but must be at least the episodes of an iteration",
-    "--out afile": "--out is afile, but must be a folder that does not exist yet",
     "--method per --decay exponential": "--decay is exponential, but must be none with --method",
-    "--decay limit --tau 2 --ppo_epochs 3": "--tau is 2.0, but must be at least --ppo_epochs with",
     "--data x --env aime": "--data is x, but must be empty with --preset tiny",
     "--slippery --env gsm8k": "--slippery is True, but has no effect with this --env",
     "--alpha 1 --method on_policy": "--alpha is 1.0, but has no effect with --replay_ratio 0",
     "--tau 5 --method per": "--tau is 5.0, but has no effect with --decay none",
     "--epsilon 0.5 --alpha 0": "--epsilon is 0.5, but has no effect with --alpha 0",
-    "--zero_stage 1": "--zero_stage is 1, but has no effect with a --backend without deepspeed",
-    "--resume nowhere": "--resume is nowhere, but must be the folder of a run: [Errno 2] No such",
-    "--resume broken": "--resume is broken, but must be the folder of a run: Expecting property",
-    "--resume other": "--resume is other, but must be the folder of a run: its config.json is not",
+    "--resume nowhere": "--resume is nowhere, but must be the folder of a run of this version: [Er",
+    "--resume broken": "--resume is broken, but must be the folder of a run of this version: Exp",
+    "--resume other": "--resume is other, but must be the folder of a run of this version: ",
     "--resume run --method per": "--method is per, but must be freshper as in run",
     "--resume run --lr=-1": "--lr is -1.0, but must be above 0",
 }
@@ -164,10 +160,9 @@ SENTENCES = {
 def test_bad_flags_get_one_sentence(flags, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run = json.dumps(vars(settings_of("")))
-    for name, content in {"run": run, "broken": "{oops", "other": '{"lr": 1.0}'}.items():
+    for name, content in {"run": run, "broken": "{oops", "other": '{"no": 1.0}'}.items():
         Path(name).mkdir()
         Path(name, "config.json").write_text(content)
-    Path("afile").write_text("no folder")
     before = sorted(Path().rglob("*"))
     assert refusal(flags.split(), capsys).startswith(SENTENCES[flags])
     assert sorted(Path().rglob("*")) == before  # nothing is written
@@ -192,10 +187,10 @@ def test_resuming_may_change_what_comes_later_and_nothing_else(tmp_path, capsys)
     ratio_clip dual_clip advantage_clip entropy_coef micro_batch_size engine_memory resume"""
     assert {*later.split()} == MAY_CHANGE
     assert parse_args([resume, "--lr=0.5", "--iterations=999"]).lr == 0.5
-    changed = {"seed": "1", "slippery": "true", "method": "per", "out": "b", "data": "c"}
+    changed = {"seed": "1", "method": "per", "out": "b", "data": "c"}
     for name in stored.keys() - MAY_CHANGE:
         value = changed.get(name)
-        if isinstance(stored[name], (int, float)):
+        if type(stored[name]) in (int, float):
             value = value or str(stored[name] + 1)
         if value:
             sentence = f", but must be {stored[name]} as in {tmp_path}"
@@ -225,7 +220,7 @@ def test_an_environment_gets_the_flags_that_it_lists(monkeypatch, capsys):
 def test_a_backend_that_cannot_run_here_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
     with pytest.raises(ValueError, match=r"^--backend is vllm\+deepspeed, but vllm is not inst"):
-        check_backend(settings_of("--preset paper"))
+        join_ranks(settings_of("--preset paper"))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"hf\+torch, but must train with deepspeed on the 2 rank"):
-        check_backend(settings_of(""))
+    with pytest.raises(ValueError, match=r"hf\+torch, but must train with deepspeed on several"):
+        join_ranks(settings_of(""))
