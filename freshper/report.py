@@ -135,9 +135,7 @@ class Report:
         return {"rows": self.rows, "replayed": self.replayed, "features": self.features}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.replayed = state["replayed"]
-        self.features = state["features"]
-        self.rows = state["rows"]
+        vars(self).update(state)
         self.done = self.rows[-1]["iteration"]
 
     # -- an iteration
