@@ -192,7 +192,8 @@ def run_all(args: argparse.Namespace, arms: list[str]) -> Results:
 def value_of_missed(metric: str, values: np.ndarray) -> float:
     """Return what an evaluation counts as that a stopped run has missed: a success of 0, or the
     lowest value of another metric."""
-    return 0.0 if metric == "success" else min(values, default=np.nan)
+    measured = values[~np.isnan(values)]
+    return 0.0 if metric == "success" else min(measured, default=np.nan)
 
 
 def summary(folder: Path, metric: str = "success") -> Row:
@@ -274,14 +275,13 @@ def figure(out: Path, results: Results, metric: str, title: str, levels: Row) ->
         tables = [read_run(folder_of(out, arm, run["seed"]))[1] for run in runs]
         longest = max((table["episodes"] for table in tables), key=len)
 
-        curves = []
+        curves = []  # NaN between evaluations
         for table in tables:
             values = table[f"eval_{metric}"]
-            measured = ~np.isnan(values)
-            episodes, values = table["episodes"][measured], values[measured]
-            lines.append((episodes, values, {"color": color, "alpha": 0.3, "linewidth": 1}))
-            after = value_of_missed(metric, values[1:])
-            curves.append(np.interp(longest, episodes, values, right=after))
+            thin = {"color": color, "alpha": 0.3, "linewidth": 1}
+            lines.append((table["episodes"], values, thin))
+            missed = len(longest) - len(values)
+            curves.append(np.append(values, [value_of_missed(metric, values[1:])] * missed))
 
         style = {"color": color, "linewidth": 2.2, "label": label(arm)}
         lines.append((longest, np.mean(curves, axis=0), style))
