@@ -189,8 +189,9 @@ def read_saved(folder: Path, damage: str) -> Saved:
         if fingerprint(folder / name) != manifest[name]:
             raise ValueError(f"{name} has changed")
     run = json.loads((folder / "run.json").read_bytes())
+    settings = {name: run["settings"][name] for name in vars(Config())}
     today = date.fromisoformat(run["today"])
-    return Saved(folder, run["iteration"], run["settings"], today, damage)
+    return Saved(folder, run["iteration"], settings, today, damage)
 
 
 def fingerprint(path: Path) -> str:
