@@ -27,6 +27,7 @@ import warnings
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from itertools import product
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 
 import numpy as np
 from scipy import stats
@@ -134,14 +135,9 @@ def train(folder: Path, flags: list[str]) -> None:
         flags = [f"--resume={folder}"]
 
     command = [sys.executable, str(Path(__file__).with_name("train.py")), *flags]
-    under_way[folder] = process = subprocess.Popen(
-        command,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=one_thread, stdout=PIPE, stderr=STDOUT, text=True)
+    under_way[folder] = process
     output, _ = process.communicate()
     del under_way[folder]
     if process.returncode == NOT_FINITE and (folder / "metrics.csv").exists():
@@ -154,9 +150,10 @@ def progress() -> str:
     """Return a line on the runs under way: the iteration of each."""
     parts = []
     for folder in [*under_way]:
-        config, metrics = read_run(folder) if folder.exists() else (Config(), {})
-        done = metrics["iteration"][-1] if metrics else 0
-        parts.append(f"{folder.name} {done:.0f} of {config.iterations}")
+        if (folder / "metrics.csv").exists():
+            config, metrics = read_run(folder)
+            done = metrics["iteration"][-1]
+            parts.append(f"{folder.name} {done:.0f} of {config.iterations}")
     return f"iterations: {', '.join(parts)}"
 
 
@@ -201,7 +198,8 @@ def run_all(args: argparse.Namespace, arms: list[str]) -> Results:
 def value_of_missed(metric: str, values: np.ndarray) -> float:
     """Return what an evaluation counts as that a stopped run has missed: a success of 0, or the
     lowest value of another metric."""
-    return 0.0 if metric == "success" else min(values, default=np.nan)
+    measured = values[~np.isnan(values)]
+    return 0.0 if metric == "success" else min(measured, default=np.nan)
 
 
 def summary(folder: Path, metric: str = "success") -> Row:
@@ -238,35 +236,36 @@ def welch_interval(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray
 # -- what is written
 
 
+def column(runs: list[Row], name: str) -> np.ndarray:
+    """Return a number of each run, [runs]."""
+    return np.array([run[name] for run in runs])
+
+
 def table(results: Results) -> str:
     """Return a Markdown table, one row per arm, from the summaries of its runs. One seed gets no
     intervals."""
     first, *_ = results
-    of_arms = {
-        arm: {name: np.array([run[name] for run in runs]) for name in runs[0]}
-        for arm, runs in results.items()
-    }
     text = "| arm | last 3 evaluations, per seed | mean "
     text += f"| - {label(first)} | peak | updates | diverged | seconds |\n"
     text += "|---" * 8 + "|\n"
-    for arm, runs in of_arms.items():
-        last = runs["last"]
-        n = len(last)
+    for arm, runs in results.items():
+        last = column(runs, "last")
+        n = len(runs)
         half, difference = "", ""
         if n > 1:
             half = f" ± {stats.t.ppf(0.975, n - 1) * stats.sem(last):.3f}"
         if n > 1 and arm != first:
-            low, high = welch_interval(last, of_arms[first]["last"])
+            low, high = welch_interval(last, column(results[first], "last"))
             difference = f"{low:+.3f} to {high:+.3f}"
         cells = [
             label(arm),
             " ".join(f"{value:.3f}" for value in last),
             f"{last.mean():.3f}{half}",
             difference,
-            f"{runs['peak'].mean():.3f}",
-            f"{runs['updates'].mean():.0f}",
-            f"{runs['diverged'].sum()} of {n}",
-            f"{runs['wall_s'].mean():.0f}",
+            f"{column(runs, 'peak').mean():.3f}",
+            f"{column(runs, 'updates').mean():.0f}",
+            f"{column(runs, 'diverged').sum()} of {n}",
+            f"{column(runs, 'wall_s').mean():.0f}",
         ]
         text += f"| {' | '.join(cells)} |\n"
     return text
@@ -282,15 +281,13 @@ def figure(out: Path, results: Results, metric: str, title: str, levels: Row) ->
         tables = [read_run(folder_of(out, arm, run["seed"]))[1] for run in runs]
         longest = max((table["episodes"] for table in tables), key=len)
 
-        curves = []
+        curves = []  # NaN between evaluations
         for table in tables:
-            episodes = table["episodes"]
             values = table[f"eval_{metric}"]
-            lines.append((episodes, values, {"color": color, "alpha": 0.3, "linewidth": 1}))
-            measured = ~np.isnan(values)
-            values = values[measured]
-            after = value_of_missed(metric, values[1:])
-            curves.append(np.interp(longest, episodes[measured], values, right=after))
+            thin = {"color": color, "alpha": 0.3, "linewidth": 1}
+            lines.append((table["episodes"], values, thin))
+            missed = len(longest) - len(values)
+            curves.append(np.append(values, [value_of_missed(metric, values[1:])] * missed))
 
         style = {"color": color, "linewidth": 2.2, "label": label(arm)}
         lines.append((longest, np.mean(curves, axis=0), style))
@@ -319,7 +316,7 @@ def write_results(args: argparse.Namespace, results: Results) -> None:
 # -- the command line
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     """Return the arguments; `flags` are those of all runs."""
     parser = argparse.ArgumentParser(
         description=__doc__,
@@ -335,8 +332,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--out", type=Path, help="default: out/compare-<env>-<exhibit>")
-    args, flags = parser.parse_known_args(argv)
+    args, flags = parser.parse_known_args()
     args.flags = flags
+    metrics = ("success", *ENVS[args.env]().metrics)
+    if args.metric not in metrics:
+        parser.error(f"--metric must be one of {', '.join(metrics)} with --env {args.env}")
     args.out = args.out or Path(f"out/compare-{args.env}-{'own' if args.arm else args.exhibit}")
     return args
 
@@ -346,10 +346,6 @@ def main() -> None:
     # As Ctrl-C does
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        metrics = ("success", *ENVS[args.env]().metrics)
-        if args.metric not in metrics:
-            allowed = f"one of {', '.join(metrics)} with --env {args.env}"
-            raise ValueError(f"--metric is {args.metric}, but must be {allowed}")
         arms = args.arm or EXHIBITS[args.exhibit]
         if not args.arm and args.exhibit == "tau":
             arms = [*(f"freshper --tau {tau}" for tau in TAUS[args.preset]), *arms]

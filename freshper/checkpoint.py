@@ -68,9 +68,10 @@ class Checkpoints:
     def restore(self, saved: Saved) -> None:
         """Load the state of a checkpoint. Raises OSError if it does not hold plain data."""
         folder = saved.folder
+        say = self.report.say
         if saved.damage:
             newest = f"the newest checkpoint is damaged ({saved.damage})"
-            self.report.say(f"{newest}, so it is removed and the one before it used")
+            say(f"{newest}, so it is removed and the one before it used")
             # The next save would make it the one before, and so remove the whole one.
             shutil.rmtree(folder.with_name("checkpoint"))
 
@@ -91,12 +92,11 @@ class Checkpoints:
             reason = str(error).partition("\n")[0]
             raise OSError(f"{folder} is not a checkpoint of this run: {reason}") from error
 
-        self.report.say(
-            f"resuming from {folder}, after iteration {saved.iteration} of {self.config.iterations}"
-        )
-        for name, value in saved.settings.items():
-            if name != "resume" and value != getattr(self.config, name):
-                self.report.say(f"{name} is {getattr(self.config, name)}, was {value}")
+        done = f"iteration {saved.iteration} of {self.config.iterations}"
+        say(f"resuming from {folder}, after {done}")
+        for name, value in vars(self.config).items():
+            if value != saved.settings[name] and name != "resume":
+                say(f"{name} is {value}, was {saved.settings[name]}")
 
     def save_if_due(self) -> None:
         """Save every `save_every` iterations, at a best evaluation, at the end and after a signal.
@@ -108,7 +108,7 @@ class Checkpoints:
         finished = done == self.config.iterations
         regular = every and done % every == 0
         # Of equal evaluations the first counts.
-        best = done == max(evaluations, key=evaluations.__getitem__, default=0)
+        best = done == max(evaluations, key=evaluations.__getitem__)
 
         signal = self.report.ending.signal
         if best or regular or finished or signal:

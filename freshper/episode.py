@@ -76,8 +76,8 @@ class Episode:
 class Batch(NamedTuple):
     """B episodes, padded with 0 or False on the right to T tokens.
 
-    Under a causal mask no real token sees padding. Advantages and weights come from
-    `training_batch` (freshper/reinforce.py)."""
+    Under a causal mask no real token sees padding. Advantages and weights come from the
+    trainer."""
 
     tokens: Tensor  # int64 [B, T]
     action_mask: Tensor  # bool [B, T]

@@ -65,8 +65,7 @@ SLOW = 4.0  # times as long as the fastest ten iterations
 class Report:
     """A context manager around a run. When it closes, everything is on disk.
 
-    It makes or takes the run's folder and locks it. Raises OSError if that fails, ValueError if
-    another process has locked it."""
+    It makes or takes the run's folder and locks it. Raises ValueError if that fails."""
 
     say = staticmethod(tqdm.write)  # print a line above the progress bar
 
@@ -86,9 +85,11 @@ class Report:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not config.resume:
                 self.write_config()
-        except BlockingIOError as error:
-            busy = f"{self.folder}, but locked: another process is writing to it"
-            raise ValueError(f"the run's folder is {busy}") from error
+        except OSError as error:
+            busy = isinstance(error, BlockingIOError)
+            reason = "another process is writing to it" if busy else error
+            allowed = f"one to write to: {reason}"
+            raise ValueError(f"the run's folder is {self.folder}, but must be {allowed}") from error
 
     def __enter__(self) -> "Report":
         self.baselines = baselines(self.envs[0], self.config.eval_episodes)
@@ -136,9 +137,7 @@ class Report:
         return {"rows": self.rows, "replayed": self.replayed, "features": self.features}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.replayed = state["replayed"]
-        self.features = state["features"]
-        self.rows = state["rows"]
+        vars(self).update(state)
         self.done = self.rows[-1]["iteration"]
 
     # -- an iteration

@@ -20,7 +20,6 @@ import math
 import time
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -318,11 +317,6 @@ def action_logprobs(
 # -- one process
 
 
-def share_of(rank: int, folder: str) -> Path:
-    """Return the file that holds a rank's share of the optimizer's state."""
-    return Path(folder, f"optimizer-{rank}.pt")
-
-
 class OneProcess:
     """The computation of an update in one process, on one device."""
 
@@ -371,10 +365,10 @@ class OneProcess:
 
     def save_optimizer(self, folder: str) -> None:
         """Write this process's share of the optimizer's state."""
-        with open(share_of(self.rank, folder), "wb") as file:
+        with open(f"{folder}/optimizer-{self.rank}.pt", "wb") as file:
             torch.save(self.optimizer_state(), file)
 
     def load_optimizer(self, folder: str) -> None:
         """Restore this process's share of the optimizer's state."""
-        path = share_of(self.rank, folder)
+        path = f"{folder}/optimizer-{self.rank}.pt"
         self.load_optimizer_state(torch.load(path, map_location="cpu", weights_only=True))
