@@ -243,7 +243,7 @@ def test_rows_that_do_not_fit_the_model_are_left_out(
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"freshper_tiny": False}))
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **kwargs: None)
-    flags = f"""--env {env} --model {model} --data {tmp_path}/data --method on_policy
+    flags = f"""--env {env} --preset small --model {model} --data {tmp_path}/data --method on_policy
     --iterations 1 --rollout_batch_size 24 --eval_episodes 24 --max_tokens 2000 --max_new_tokens 4
     --dtype float32""".split()
 
@@ -257,5 +257,5 @@ def test_rows_that_do_not_fit_the_model_are_left_out(
 
     assert train.main([*flags, "--max_tokens", "100", "--out", str(tmp_path / "none")]) == 2
     (line,) = capsys.readouterr().err.splitlines()[-1:]
-    assert "data, but no train row has a first turn of at most 96 tokens" in line
+    assert "--max_tokens is 100, but must" in line and "train row of" in line
     assert not (tmp_path / "none").exists()

@@ -11,7 +11,8 @@ import torch
 from gymnasium.utils.env_checker import check_env
 
 from envs import ENVS
-from envs.base import EVAL_SEEDS, WARM_START_SEEDS, check_environment, play_out
+from envs.base import EVAL_SEEDS, WARM_START_SEEDS, play_out
+from envs.check import check_environment
 from freshper import tiny
 from freshper.config import defaults
 from freshper.engine_hf import HFEngine, Sampling
