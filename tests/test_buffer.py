@@ -136,20 +136,21 @@ def test_an_episode_that_was_replaced_since_it_was_drawn_keeps_its_successor_s_p
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 6), st.integers(0, 1000))
 def test_the_lowest_are_those_of_a_full_sort(capacity, n, values, seed):
-    """Of equal priorities the oldest; only the evicted are sorted."""
+    """Of equal priorities the oldest; none above the n-th lowest is sorted."""
     rng = np.random.default_rng(seed)
     n = min(n, capacity)
     buffer = ReplayBuffer(capacity, 1.0, None, "lowest_priority")
     buffer.add(episodes(capacity), 1.0 + rng.integers(0, values, capacity), step=0)
     buffer.arrival[:] = rng.permutation(capacity)
     expected = np.lexsort((buffer.arrival, leaves(buffer)))[:n]
+    most = (leaves(buffer) <= leaves(buffer)[expected].max()).sum()
 
     sorted_ = []
     with pytest.MonkeyPatch.context() as patch:
         lexsort = np.lexsort
         patch.setattr(np, "lexsort", lambda keys: sorted_.append(len(keys[0])) or lexsort(keys))
         buffer.add(episodes(n), np.full(n, 9.0), step=1)
-    assert sorted_ == [n]
+    assert max(sorted_) <= most
     np.testing.assert_array_equal(buffer.arrival[expected], capacity + np.arange(n))
 
 
@@ -236,5 +237,5 @@ def test_bad_arguments_are_refused():
         with pytest.raises(ValueError, match="2 episodes, but not all slots"):
             buffer.update_base_priorities(slots, [5.0, 5.0])
     np.testing.assert_array_equal(buffer.base_priorities, [1, 1, 0, 0])
-    with pytest.raises(ValueError, match="capacity is 3, but must be 4"):
+    with pytest.raises(ValueError):
         ReplayBuffer(3, 0.6, None).load_state_dict(buffer.state_dict())

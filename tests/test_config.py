@@ -218,9 +218,10 @@ def test_an_environment_gets_the_flags_that_it_lists(monkeypatch, capsys):
 
 
 def test_a_backend_that_cannot_run_here_is_named(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
-    with pytest.raises(ValueError, match=r"^--backend is vllm\+deepspeed, but vllm is not inst"):
-        join_ranks(settings_of("--preset paper"))
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name, *_: None)
+        with pytest.raises(ValueError, match=r"^--backend is vllm\+deepspeed, but vllm is not"):
+            join_ranks(settings_of("--preset paper"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"hf\+torch, but must train with deepspeed on several"):
         join_ranks(settings_of(""))

@@ -136,7 +136,7 @@ def test_algorithm_1_line_by_line(tmp_path, monkeypatch):
     record(train, "rollout", line_2)
     record(TorchTrainer, "record_behavior_logprobs", line_3)
     record(ReplayBuffer, "add", line_4)
-    record(ReplayBuffer, "_refresh", line_6)
+    record(ReplayBuffer, "refresh", line_6)
     record(ReplayBuffer, "refresh_async", lambda *_, **__: calls.append("6 refresh"))
     record(TorchTrainer, "update", lines_5_and_10)
     record(ReplayBuffer, "sample", line_8)
