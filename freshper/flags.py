@@ -148,6 +148,9 @@ def parse_args(argv: list[str] | None = None) -> Config:
     parser = make_parser(Config())
     flags = vars(parser.parse_args(argv))
     wants_help = flags.pop("help", False)
+    for name in flags:
+        if flags[name] == []:  # so argparse reads `--tau=--`
+            parser.error(f"--{name} is --, but must have a value")
     try:
         if "resume" in flags:
             config = resumed_run(flags)
