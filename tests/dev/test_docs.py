@@ -19,7 +19,7 @@ import pytest
 import torch
 from conftest import make_episode
 
-from compare import exhibits
+from compare import EXHIBITS
 from freshper.config import Config
 from freshper.episode import collate
 from freshper.flags import parse_args
@@ -75,7 +75,7 @@ def test_commands_exist_and_their_flags_parse(page):
             parse_args(flags)
         if name == "compare.py":
             values = {"--exhibit": "main", "--arm": "freshper"} | dict(pairwise(flags))
-            assert values["--exhibit"] in exhibits("tiny", "frozenlake"), words
+            assert values["--exhibit"] in EXHIBITS, words
             if not PLACEHOLDERS & set(values["--arm"].split()):
                 parse_args(["--method", *values["--arm"].split()])
 
@@ -95,7 +95,7 @@ def test_paper_to_code_has_every_label_in_order_and_names_what_exists():
         assert place.strip("()").split()[-1] == numbers[label]
         for name in re.findall(r"`([\w.]+|--\w+.*?)`", code + says):
             if exhibit := re.fullmatch(r"--exhibit (\w+)", name):
-                assert exhibit[1] in exhibits("tiny", "frozenlake")
+                assert exhibit[1] in EXHIBITS
             elif name.startswith("--"):
                 assert name.split()[0].strip("-") in Config.__dataclass_fields__, name
             else:
