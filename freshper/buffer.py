@@ -216,8 +216,9 @@ class ReplayBuffer:
     def _lowest(self, n: int) -> np.ndarray:
         """Return the n slots of the lowest leaves, of equal ones the oldest, in this order."""
         leaves = self.tree[np.arange(len(self))]
-        arrival = self.arrival[: len(self)]
-        return np.lexsort((arrival, leaves))[:n]
+        nth = np.partition(leaves, n - 1)[n - 1]
+        low = np.flatnonzero(leaves <= nth)
+        return low[np.lexsort((self.arrival[low], leaves[low]))[:n]]
 
 
 def check_priorities(base_priorities: np.ndarray) -> None:
