@@ -216,9 +216,14 @@ class ReplayBuffer:
     def _lowest(self, n: int) -> np.ndarray:
         """Return the n slots of the lowest leaves, of equal ones the oldest, in this order."""
         leaves = self.tree.leaves[: len(self)]
-        # A sort of all would take long. Only those up to the n-th lowest can be among them.
-        slots = np.flatnonzero(leaves <= np.partition(leaves, n - 1)[n - 1])
-        return slots[np.lexsort((self.arrival[slots], leaves[slots]))][:n]
+        nth = np.partition(leaves, n - 1)[n - 1]
+        below = np.flatnonzero(leaves < nth)
+        equal = np.flatnonzero(leaves == nth)
+        rest = n - len(below)
+        oldest = equal[np.argpartition(self.arrival[equal], rest - 1)[:rest]]
+
+        slots = np.append(below, oldest)
+        return slots[np.lexsort((self.arrival[slots], leaves[slots]))]
 
 
 def check_priorities(base_priorities: np.ndarray) -> None:
