@@ -121,12 +121,13 @@ def as_text(value: Any, name: str) -> str:
 
 
 def divide(rows: list) -> dict[str, list]:
-    """Divide the rows of a single split: every tenth different row is held out. Equal rows stay on
-    one side. So do rows that show the same image."""
+    """Divide the rows of a single split: every tenth different row is held out. Rows that show the
+    same image stay on one side. So do those that ask the same text, whatever their answers are."""
     parts: dict[str, list] = {"train": [], "held_out": []}
     numbers: dict[int, int] = {}  # by a hash, because rows may have large images
     for row in rows:
-        shown = getattr(row, "image", None) or repr(row)
+        text = getattr(row, "text", repr(row))
+        shown = getattr(row, "image", None) or " ".join(text.split())
         number = numbers.setdefault(hash(shown), len(numbers))
         parts["train" if number % 10 else "held_out"].append(row)
     return parts

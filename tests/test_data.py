@@ -57,6 +57,13 @@ def test_questions_about_one_image_stay_on_one_side():
     assert len(sides["held_out"]) == 2
 
 
+def test_a_question_with_two_answers_stays_on_one_side():
+    rows = [Question(f"{k % 43}? {'' if k < 43 else chr(10)}", f"{k}") for k in range(86)]
+    sides = {name: {row.text.strip() for row in part} for name, part in divide(rows).items()}
+    assert not sides["train"] & sides["held_out"]
+    assert len(sides["held_out"]) == 5
+
+
 @ENDINGS
 @pytest.mark.parametrize("held_out", ["validation", "test"])
 def test_a_folder_has_its_own_splits_and_parts_are_joined(tmp_path, ending, held_out):
