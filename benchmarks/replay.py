@@ -111,7 +111,7 @@ def our_calls(base, steps):
     new = fifo.episodes[:BATCH]
 
     def draw_batch():
-        importance_weights(fifo.sample(BATCH).probabilities, len(base), BETA)
+        importance_weights(fifo.sample(BATCH).probabilities, BETA)
 
     return {
         "refresh": partial(fifo.refresh, fifo.now),
@@ -159,7 +159,7 @@ def plain_calls(base, age, leaves):
     def draw_batch():
         indices = draw()
         drawn = np.array([tree.sums[tree.size + k] for k in indices])
-        importance_weights(drawn / tree.sums[1], n, BETA)
+        importance_weights(drawn / tree.sums[1], BETA)
         return [entries[k] for k in indices]
 
     refresh()

@@ -9,9 +9,10 @@ task will do.
                                  or an image folder of `datasets`
 
 Without a validation split, `test` takes its place. If there is only one split, every tenth
-different row is held out. Names of fields are compared without regard to case (AIME sets have
-`Problem` or `problem`). Images stay encoded. A run leaves out the rows whose first turn is too long
-for its model (freshper/backends.py), and says how many.
+different question is held out. A question of both splits is not trained on. Names of fields are
+compared without regard to case (AIME sets have `Problem` or `problem`). Images stay encoded. A run
+leaves out the rows whose first turn is too long for its model (freshper/backends.py), and says how
+many.
 """
 
 import glob
@@ -63,7 +64,13 @@ def converted_rows(source: str, from_row: Callable, files: tuple) -> dict[str, l
             except ValueError as error:
                 raise ValueError(f"{source}, {split} row {k + 1}: {error}") from error
 
-    parts = splits if len(splits) > 1 else divide(*splits.values())
+    if len(splits) == 1:
+        parts = divide(*splits.values())
+    else:
+        parts = splits
+        held_out = {asked(row) for row in parts["held_out"]}
+        parts["train"] = [row for row in parts["train"] if asked(row) not in held_out]
+
     if not all(parts.values()):
         counts = [len(rows) for rows in parts.values()]
         sentence = "with too few different rows to train and to hold out"
@@ -123,15 +130,21 @@ def as_text(value: Any, name: str) -> str:
 
 
 def divide(rows: list) -> dict[str, list]:
-    """Divide the rows of a single split: every tenth different row is held out. Equal rows stay on
-    one side. So do rows that show the same image."""
+    """Divide the rows of a single split: every tenth different question is held out, with all of
+    its rows."""
     parts: dict[str, list] = {"train": [], "held_out": []}
-    numbers: dict[int, int] = {}  # by a hash, because rows may have large images
+    numbers: dict[int, int] = {}
     for row in rows:
-        shown = getattr(row, "image", None) or repr(row)
-        number = numbers.setdefault(hash(shown), len(numbers))
+        number = numbers.setdefault(asked(row), len(numbers))
         parts["train" if number % 10 else "held_out"].append(row)
     return parts
+
+
+def asked(row: Any) -> int:
+    """Return a hash of what a row asks: its image, or else its text, whatever the answer is. Spaces
+    do not count."""
+    text = getattr(row, "text", repr(row))
+    return hash(getattr(row, "image", None) or " ".join(text.split()))
 
 
 def rows_of(table: Any) -> list[dict]:

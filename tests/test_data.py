@@ -55,6 +55,13 @@ def test_questions_about_one_image_stay_on_one_side():
     assert len(sides["held_out"]) == 2
 
 
+def test_a_question_with_two_answers_stays_on_one_side():
+    rows = [Question(f"{k % 43}? {'' if k < 43 else chr(10)}", f"{k}") for k in range(86)]
+    sides = {name: {row.text.strip() for row in part} for name, part in divide(rows).items()}
+    assert not sides["train"] & sides["held_out"]
+    assert len(sides["held_out"]) == 5
+
+
 @ENDINGS
 @pytest.mark.parametrize("held_out", ["validation", "test"])
 def test_a_folder_has_its_own_splits_and_parts_are_joined(tmp_path, ending, held_out):
@@ -66,6 +73,14 @@ def test_a_folder_has_its_own_splits_and_parts_are_joined(tmp_path, ending, held
     rows = load_rows(str(tmp_path), from_row)
     assert pairs(rows["train"]) == pairs(ROWS[:20])
     assert pairs(rows["held_out"]) == pairs(ROWS[20:30])
+
+
+def test_a_question_of_both_splits_is_not_trained_on(tmp_path):
+    write_rows(tmp_path / "train.jsonl", ROWS[:20])
+    write_rows(tmp_path / "test.jsonl", ROWS[15:30])
+    rows = load_rows(str(tmp_path), from_row)
+    assert pairs(rows["train"]) == pairs(ROWS[:15])
+    assert pairs(rows["held_out"]) == pairs(ROWS[15:30])
 
 
 def test_a_column_of_several_types_keeps_its_values(tmp_path):
@@ -114,11 +129,11 @@ def test_rows_are_read_again_when_a_file_or_the_working_directory_changes(tmp_pa
 
 
 def test_a_split_that_is_not_used_is_not_read(tmp_path):
-    for split in ("train", "validation"):
-        write_rows(tmp_path / f"{split}.jsonl", ROWS)
+    write_rows(tmp_path / "train.jsonl", ROWS[:30])
+    write_rows(tmp_path / "validation.jsonl", ROWS[30:])
     write_rows(tmp_path / "test.jsonl", [row | {"answer": ""} for row in ROWS])
     (tmp_path / "broken.json").symlink_to("nowhere")
-    assert len(load_rows(str(tmp_path), from_row)["held_out"]) == 40
+    assert len(load_rows(str(tmp_path), from_row)["held_out"]) == 10
 
 
 def test_case_of_names_zero_and_line_separators(tmp_path):

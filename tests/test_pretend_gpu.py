@@ -49,14 +49,14 @@ def child(first, second, out, flags, bug=False):
         score = trainer.token_scores
         trainer.token_scores = lambda *given: score(*given[:-1], given[-1].cpu())
     Figure.savefig = lambda *_, **__: None
-    log_row = Report.log
+    row = Report.row
 
-    def log_and_stop(report, *arguments, **named):
+    def row_and_stop(report, *arguments):
         if report.done == 1:
             signal.raise_signal(signal.SIGTERM)
-        log_row(report, *arguments, **named)
+        return row(report, *arguments)
 
-    Report.log = log_and_stop
+    Report.row = row_and_stop
     Config.device = first
     status = train.main(["--out", out, *SHORT, *flags])
     if status == 143:

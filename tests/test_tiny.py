@@ -126,49 +126,38 @@ def test_the_shipped_weights_read_and_play_like_the_random_policy(name):
 
 
 def test_one_s_own_environment(tmp_path, monkeypatch):
-    """The class of the page's first block, listed as its second block says, passes Gymnasium's
-    checks. A tiny model is built for it once, and learns to reply."""
-    code, line, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert line.strip() == '"animals": Animals,'
-    source = tmp_path / "animals.py"
-    source.write_text(code)
+    """The class of the page's first block passes Gymnasium's checks. A tiny model is built for it
+    once, and learns to reply."""
+    source = tmp_path / "digits.py"
+    source.write_text(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0])
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("FRESHPER_CACHE", str(tmp_path / "cache"))
-    animals = importlib.import_module("animals").Animals
-    monkeypatch.setitem(ENVS, "animals", animals)
-    env = animals()
-    check_env(env, skip_render_check=True)
-    random = np.mean([env.baselines(seed)["random"] for seed in range(1000)])
-    assert random == pytest.approx(1 - (5 / 6) ** 2, abs=0.06)
+    digits = importlib.import_module("digits").Digits
+    monkeypatch.setitem(ENVS, "digits", digits)
+    check_env(digits(), skip_render_check=True)
 
-    (tmp_path / "cache").write_text("no folder")
-    with pytest.raises(ValueError, match=r"FRESHPER_CACHE is .*cache, but must be a folder"):
-        tiny_model("animals")
-    (tmp_path / "cache").unlink()
-
-    monkeypatch.setattr(animals, "warm_start", ((50, 2),))
-    folder = tiny_model("animals")
+    folder = tiny_model("digits")
     policy = load_policy(str(folder), "cpu", torch.float32)
-    envs = [animals() for _ in range(100)]
+    envs = [digits() for _ in range(100)]
     played = rollout(HFEngine(policy, Sampling(), 0), policy, envs, list(range(100)), 128, 6)
-    assert sum(episode.invalid for episode in played) < 60  # of 200; all are with random weights
+    replies = sum(len(episode.turn_rewards) for episode in played)
+    assert sum(episode.invalid for episode in played) < 0.3 * replies  # random weights: all
 
     monkeypatch.setattr(tiny, "warm_start", lambda *_: pytest.fail("built again"))
-    assert tiny_model("animals") == folder
-    source.write_text(source.read_text().replace("Two tries", "2 tries"))
-    with pytest.raises(pytest.fail.Exception, match="built again"):  # its source has changed
-        tiny_model("animals")
+    assert tiny_model("digits") == folder
+    source.write_text(source.read_text() + "# changed")
+    with pytest.raises(pytest.fail.Exception, match="built again"):
+        tiny_model("digits")
 
-    animals.caption = lambda self: ""
-    sentence = r"^Animals.caption\(\) is '', but must be a string that says what the obs"
-    with pytest.raises(ValueError, match=sentence):
-        warm_start(policy, animals)
+    digits.caption = lambda self: ""
+    with pytest.raises(ValueError, match=r"^Digits.caption\(\) is empty, but must say what"):
+        warm_start(policy, digits)
 
 
 def test_the_page_s_number_game():
     """Halving finds every digit, and a random policy 1 - 0.9^4 of them. No reply shuts out the
     digit."""
-    code = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[2]
+    code = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0]
     game = {}
     exec(code, game)
     env = game["Digits"]()

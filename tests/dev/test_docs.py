@@ -26,8 +26,8 @@ from freshper.flags import parse_args
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("e*/README.md")])
-# Commands with one of these words are not parsed. The last three are methods of forks, run below.
-PLACEHOLDERS = set("--help --resume NAME animals digits ppo group_advantage surprise".split())
+# Commands with one of these words are not parsed. The last four are names of forks, run below.
+PLACEHOLDERS = set("--help --resume NAME digits ppo group_advantage surprise auto".split())
 SHORT = """--iterations 1 --rollout_batch_size 8 --batch_size 8 --eval_every 1
 --eval_episodes 4""".split()
 
