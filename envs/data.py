@@ -64,12 +64,9 @@ def converted_rows(source: str, from_row: Callable, files: tuple) -> dict[str, l
             except ValueError as error:
                 raise ValueError(f"{source}, {split} row {k + 1}: {error}") from error
 
-    if len(splits) == 1:
-        parts = divide(*splits.values())
-    else:
-        parts = splits
-        held_out = {asked(row) for row in parts["held_out"]}
-        parts["train"] = [row for row in parts["train"] if asked(row) not in held_out]
+    parts = splits if len(splits) > 1 else divide(*splits.values())
+    held_out = {asked(row) for row in parts["held_out"]}
+    parts["train"] = [row for row in parts["train"] if asked(row) not in held_out]
 
     if not all(parts.values()):
         counts = [len(rows) for rows in parts.values()]

@@ -230,9 +230,9 @@ def test_successive_seeds_go_through_all_rows_of_their_split(n, start):
         assert sorted(asked) == env.rows[split]
 
 
-def picture(size):
+def picture(size, k):
     stream = io.BytesIO()
-    Image.new("RGB", size).save(stream, "PNG")
+    Image.new("RGB", size, (k, k, k)).save(stream, "PNG")
     return {"bytes": stream.getvalue(), "path": None}
 
 
@@ -243,7 +243,11 @@ def long_question(k):
 
 def narrow_image(k):
     size = (30, 20) if k % 4 != 1 else (601, 2)
-    return {"image": picture(size), "problem": f"Number {k}?", "solution": f"<answer>{k}</answer>"}
+    return {
+        "image": picture(size, k),
+        "problem": f"Number {k}?",
+        "solution": f"<answer>{k}</answer>",
+    }
 
 
 @pytest.mark.parametrize(("env", "row"), [("gsm8k", long_question), ("geoqa", narrow_image)])
@@ -251,8 +255,9 @@ def test_rows_that_do_not_fit_the_model_are_left_out(
     env, row, model_folder, tmp_path, monkeypatch, capsys
 ):
     """The batches of this run ask for every row twice. Both splits have rows that do not fit."""
-    for split in ("train", "test"):
-        write_rows(tmp_path / f"data/{split}.parquet", [row(k) for k in range(12)])
+    for split, first in (("train", 0), ("test", 12)):
+        rows = [row(k) for k in range(first, first + 12)]
+        write_rows(tmp_path / f"data/{split}.parquet", rows)
     kind = "vision" if env == "geoqa" else "text"
     model = shutil.copytree(model_folder[kind], tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
