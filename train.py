@@ -7,6 +7,7 @@ Each line of the algorithm is one call. The module behind it says how it works, 
 differ.
 """
 
+import signal
 import sys
 from functools import partial
 
@@ -14,6 +15,7 @@ from freshper.config import Config
 from freshper.flags import parse_args
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in the imports leaves no traceback
     parse_args()  # before torch is imported: --help and a wrong flag answer at once
 
 from envs.base import TextEnv

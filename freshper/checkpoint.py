@@ -210,6 +210,8 @@ def replace_folder(folder: Path, fill: Callable[[str], None], before: Path | Non
     fill(str(new))
 
     if before and folder.exists():
+        if before.is_symlink():
+            before.unlink()
         shutil.rmtree(before, ignore_errors=True)
         folder.rename(before)
     shutil.rmtree(folder, ignore_errors=True)

@@ -303,7 +303,9 @@ def tiny_model(name: str) -> Path:
     sources = [__file__, *map(inspect.getfile, classes)]
     code = b"".join(Path(source).read_bytes() for source in sources)
 
-    cache = Path(os.environ.get("FRESHPER_CACHE") or "~/.cache/freshper").expanduser()
+    cache = Path(os.environ.get("FRESHPER_CACHE") or os.path.expanduser("~/.cache/freshper"))
+    if str(cache).startswith("~"):
+        raise ValueError("FRESHPER_CACHE must name a folder, because there is no home folder")
     folder = cache / f"{name}-{hashlib.sha256(code).hexdigest()[:8]}"
     if not folder.is_dir():
         unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
