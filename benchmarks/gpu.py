@@ -161,13 +161,10 @@ class Table:
         before(TorchTrainer, "record_behavior_logprobs", self.write)
         before(TorchTrainer, "update", self.count)
 
-    def count(
-        self, trainer: Any, episodes: list, advantages: Any = None, weights: Any = None
-    ) -> None:
+    def count(self, trainer: Any, batch: Any, advantages: Any = None, weights: Any = None) -> None:
         self.model = trainer.policy.model
-        tokens = sum(len(episode.tokens) for episode in episodes)
-        sampled = sum(int(episode.action_mask.sum()) for episode in episodes)
-        self.updates.append((weights is not None, tokens, sampled))
+        sampled = int(batch.action_mask.sum())
+        self.updates.append((weights is not None, sum(batch.lengths), sampled))
 
     def write(self, *_: Any) -> None:
         """Write the table of all iterations but the first, which warms up."""
