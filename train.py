@@ -3,7 +3,7 @@
     python train.py --env frozenlake_vlm                 an image task, on a laptop, in minutes
     python train.py --env frozenlake --method on_policy  REINFORCE++ without replay
 
-Each line of the algorithm is one call. The module behind it says how it works, and where and why we
+Each line of the algorithm stands with its number. The module behind it says how it works, and where and why we
 differ.
 """
 
@@ -42,7 +42,7 @@ def train(
     decay = age_decay(config.decay, config.tau)
     buffer = ReplayBuffer(config.capacity, config.alpha, decay, config.eviction, config.seed)
     norm = ReturnNorm(config.baseline, config.kl_reward_coef)
-    priority = partial(
+    base_priority = partial(
         base_priorities, norm=norm, kind=config.base_priority, epsilon=config.epsilon
     )
     checkpoints = Checkpoints(report, trainer=trainer, engine=engine, buffer=buffer, norm=norm)
@@ -56,11 +56,11 @@ def train(
         # 3: compute behavior log-probs log pi_mu(e_j), before training
         mismatch = trainer.record_behavior_logprobs(episodes)
         batch = collate(episodes)
-        norm.observe(batch)
+        norm.observe(batch)  # what returns are measured against (ours)
 
         # 4: store each e_j into B with base priority p_j^base and log pi_mu
         if config.replay_ratio:  # on-policy training keeps no episodes
-            buffer.add(episodes, priority(episodes), trainer.step)
+            buffer.add(episodes, base_priority(episodes), trainer.step)
 
         # 6: refresh priorities p_i <- p_i^base * exp(-Delta_i / tau), on a CPU thread beside 5
         buffer.refresh_async(trainer.step + config.ppo_epochs)  # t at the end of 5
@@ -83,8 +83,8 @@ def train(
             update = trainer.update(batch, norm.advantages(batch), weights)
             replays.append((drawn, update))
 
-            # section 3.5, "Priority Update": |A_i| depends on the newest returns
-            buffer.update_base_priorities(drawn.indices, priority(drawn.episodes))
+            # section 3.5, "Priority Update": |r_i| stays, |A_i| depends on the newest returns
+            buffer.update_base_priorities(drawn.indices, base_priority(drawn.episodes))
 
         # 12: sync the inference engine, pi_mu <- pi_theta
         sync = engine.sync(trainer)

@@ -6,7 +6,7 @@ The defaults of `Config` are the paper's. A preset replaces them by the numbers 
 (PRESETS), the method by those of Table 5 (METHODS), and flags by their own (freshper/flags.py):
 
     tiny     a model of 0.1 to 0.3 M parameters that freshper/tiny.py builds, on a laptop
-    small    a pretrained model of up to 1 B on one machine; the same numbers for every task
+    small    a pretrained model of up to 1 B on one machine: numbers for any task, and for gsm8k
     paper    the paper's models on vLLM and DeepSpeed
 """
 
@@ -35,7 +35,7 @@ class Config:
     env: str = flag("frozenlake", "task (appendix D)")
     preset: Preset = flag("tiny", "which model, numbers and backend")
     model: str = flag("tiny", "tiny, the hub id of a chat model, or a folder")
-    slippery: bool = flag(False, "FrozenLake's ice (appendix D: slippery; README.md says where)")
+    slippery: bool = flag(False, "FrozenLake's ice (appendix D: slippery; docs/differences.md says where)")
     max_turns: int = flag(0, "H, replies per episode; 0: the task's own (Table 2)")
     format_penalty: float = flag(0.15, "cost of an unreadable reply (paper: 0; their code: 0.15)")
     data: str = flag(
