@@ -15,7 +15,6 @@ for its model (freshper/backends.py), and says how many.
 """
 
 import glob
-import json
 import textwrap
 from collections.abc import Callable
 from functools import cache
@@ -36,12 +35,8 @@ def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
 
     Raises ValueError with one sentence that names source, row and field, if there is no such
     source, a file cannot be read, a field is refused by `from_row`, or the rows are too few."""
-    path = Path(source).expanduser().absolute()
-    states = []
-    for file in files_of(path):
-        state = file.stat()
-        states.append((file, state.st_mtime_ns, state.st_size))
-    return converted_rows(source, from_row, tuple(states))
+    files = files_of(Path(source).expanduser().absolute())
+    return converted_rows(source, from_row, tuple((file, file.stat().st_mtime_ns) for file in files))
 
 
 def files_of(path: Path) -> list[Path]:
@@ -51,7 +46,7 @@ def files_of(path: Path) -> list[Path]:
 
 @cache
 def converted_rows(source: str, from_row: Callable, files: tuple) -> dict[str, list]:
-    """Do the work of `load_rows`. `files` are those of the source, with time and size."""
+    """Do the work of `load_rows`. `files` are those of the source, with their times."""
     splits = read_splits(source)
     if len(splits) > 1:
         of_held_out = "validation" if "validation" in splits else "test"
@@ -63,14 +58,15 @@ def converted_rows(source: str, from_row: Callable, files: tuple) -> dict[str, l
             except ValueError as error:
                 raise ValueError(f"{source}, {split} row {k + 1}: {error}") from error
 
-    parts = splits if len(splits) > 1 else divide(*splits.values())
-    if not all(parts.values()):
-        counts = [len(rows) for rows in parts.values()]
+    if len(splits) == 1:
+        splits = divide(*splits.values())
+    counts = [len(rows) for rows in splits.values()]
+    if 0 in counts:
         sentence = "with too few different rows to train and to hold out"
         raise ValueError(f"--data is {source}, {sentence}: {counts}")
-    for rows in parts.values():
+    for rows in splits.values():
         np.random.default_rng(0).shuffle(rows)
-    return parts
+    return splits
 
 
 class QuestionEnv(TextEnv):
@@ -100,7 +96,7 @@ class QuestionEnv(TextEnv):
 def field_of(row: dict, name: str) -> Any:
     """Return a field of a row. Raises ValueError if it is missing or empty."""
     value = row.get(name)
-    if value in (None, [], "") or not str(value).strip():
+    if value in (None, []) or not str(value).strip():
         raise ValueError(f"the field {name} is missing or empty, the row has {', '.join(row)}")
     return value
 
@@ -114,12 +110,12 @@ def as_text(value: Any, name: str) -> str:
     """Return a text, or a number as a person writes it: 1969.0, which pandas makes of 1969 in a
     column with gaps, is 1969. Raises ValueError for anything else. `datasets` makes dates of a JSON
     column in which every text looks like one. A Parquet file keeps the text."""
-    if type(value) is float and value.is_integer():
-        value = int(value)
-    is_text = type(value) in (str, int) or (type(value) is float and np.isfinite(value))
-    if not is_text or not str(value).strip():
+    text = str(value)
+    if type(value) is float and np.isfinite(value):
+        return text.removesuffix(".0")
+    if type(value) not in (str, int) or not text.strip():
         raise ValueError(f"the field {name} is {value!r:.80}, but must be a text or a number")
-    return str(value)
+    return text
 
 
 def divide(rows: list) -> dict[str, list]:
@@ -132,25 +128,6 @@ def divide(rows: list) -> dict[str, list]:
         number = numbers.setdefault(hash(shown), len(numbers))
         parts["train" if number % 10 else "held_out"].append(row)
     return parts
-
-
-def rows_of(table: Any) -> list[dict]:
-    """Return the rows of an Arrow table. `datasets` keeps values of several types as JSON, in a
-    column or in its lists."""
-    rows = table.to_pylist()
-    for field in table.schema:
-        kind = getattr(field.type, "value_type", field.type)
-        if getattr(kind, "extension_name", "") == "arrow.json":
-            for row in rows:
-                row[field.name] = from_json(row[field.name])
-    return rows
-
-
-def from_json(value: str | list | None) -> Any:
-    """Return the value of a text of JSON, or those of a list of them."""
-    if isinstance(value, list):
-        return [from_json(part) for part in value]
-    return None if value is None else json.loads(value)
 
 
 def read_splits(source: str) -> dict[str, list[dict]]:
@@ -168,11 +145,12 @@ def read_splits(source: str) -> dict[str, list[dict]]:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
         loaded = load_local(path) if path.exists() else datasets.load_dataset(*source.split(":"))
-        splits = {}
+        splits: dict[str, list[dict]] = {}
         for split, rows in loaded.items():
-            # Rows of Arrow tables hold images as encoded files.
-            tables = rows.with_format("arrow").iter(1000)
-            splits[split] = [row for table in tables for row in rows_of(table)]
+            splits[split] = []
+            for table in rows.with_format("arrow").iter(1000):
+                # So images stay encoded files, and values of several types are restored.
+                splits[split] += datasets.Dataset(table).to_list()
         return splits
     # Its readers raise errors of a dozen libraries.
     except Exception as error:
