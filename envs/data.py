@@ -36,7 +36,8 @@ def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
     Raises ValueError with one sentence that names source, row and field, if there is no such
     source, a file cannot be read, a field is refused by `from_row`, or the rows are too few."""
     files = files_of(Path(source).expanduser().absolute())
-    return converted_rows(source, from_row, tuple((file, file.stat().st_mtime_ns) for file in files))
+    times = tuple(file.stat().st_mtime_ns for file in files)
+    return converted_rows(source, from_row, (*files, *times))
 
 
 def files_of(path: Path) -> list[Path]:
