@@ -24,6 +24,7 @@ from envs.grid_world import FORM, GridWorld, Outcome, name_cells
 
 SIDE = 4
 # Cells are Gymnasium's letters: S (start), F (frozen), H (hole), G (goal). # is the edge.
+BESIDE = ((1, 0), (2, 1), (1, 2), (0, 1))  # rows and columns, counted from one up and one left
 SYMBOLS = str.maketrans("SFH", "__O")  # of cells in texts
 PLAYER_ON = str.maketrans("SFHG", "PPX√")  # of the player on a cell
 CAPTION_MARKS = {"P": "P", "X": "X", "√": "√", "G": "G√", "O": "HX"}
@@ -140,10 +141,9 @@ class FrozenLake(GridWorld):
 
     def beside(self) -> list[str]:
         """Return the cells left, below, right and above of the player."""
+        edged = np.pad(self.cells, 1, constant_values="#")
         row, col = self.position()
-        places = ((row, col - 1), (row + 1, col), (row, col + 1), (row - 1, col))
-        cells = dict(np.ndenumerate(self.cells))
-        return [cells.get(place, "#") for place in places]
+        return [edged[row + down, col + right] for down, right in BESIDE]
 
     def caption(self) -> str:
         """Return the cells of player, goal and holes, such as `P b1 G d3 O a2 c4`. The caption of

@@ -65,7 +65,7 @@ class LocalEncoder:
 
             for term in [word, *trigrams]:
                 weight = 1.0 if term is word else TRIGRAM
-                digest = zlib.crc32(term.encode("utf-8", "replace"))
+                digest = zlib.crc32(term.encode())
                 counts[digest % self.dimension] += weight if digest >> 31 else -weight
 
         return counts
@@ -185,7 +185,7 @@ class Retriever:
 
     def search(self, queries: list[str], topk: int) -> tuple[list[list[str]], list[list[float]]]:
         """Return the `topk` best passages of each query, best first, and their scores (cosines)."""
-        vectors = self.encoder.encode(queries)
+        vectors = self.encoder.encode([encodable(query) for query in queries])
         scores, positions = self.index.search(vectors, min(topk, len(self.corpus)))
         # An index of cells may find fewer, and says -1.
         found = [row[row >= 0] for row in positions]
@@ -197,8 +197,7 @@ def retrieve(url: str, queries: list[str], topk: int) -> list[list[str]]:
     """Ask a server for the `topk` best passages ("Title\\ntext") of each query, best first. Raises
     ConnectionError if ATTEMPTS fail: an answer takes longer than TIMEOUT or more than MOST_BYTES,
     or does not follow the protocol (envs/search_server.py)."""
-    texts = [encodable(query) for query in queries]
-    body = json.dumps({"queries": texts, "topk": topk, "return_scores": True}).encode()
+    body = json.dumps({"queries": queries, "topk": topk, "return_scores": True}).encode()
 
     for attempt in range(ATTEMPTS):
         time.sleep(PAUSE * attempt)
