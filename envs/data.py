@@ -50,8 +50,8 @@ def converted_rows(source: str, from_row: Callable, files: tuple) -> dict[str, l
     """Do the work of `load_rows`. `files` are those of the source, with their times."""
     splits = read_splits(source)
     if len(splits) > 1:
-        of_held_out = "validation" if "validation" in splits else "test"
-        splits = {"train": splits.get("train", []), "held_out": splits.get(of_held_out, [])}
+        held_out_rows = splits.get("validation") or splits.get("test", [])
+        splits = {"train": splits.get("train", []), "held_out": held_out_rows}
     for split, rows in splits.items():
         for k, row in enumerate(rows):
             try:
@@ -174,14 +174,13 @@ def load_local(path: Path) -> Any:
                 raise ValueError(f"{file.name} must begin with an object, but begins with null")
 
     # It takes names for patterns: [1] for 1.
-    folder = (path if path.is_dir() else path.parent).resolve()
-    escaped = glob.escape(str(folder))
-    files = None
+    escaped = glob.escape(str(path))
     if path.is_file():
-        files = {"train": [f"{escaped}/{glob.escape(path.name)}"]}
-    elif escaped != str(folder):
-        patterns = datasets.data_files.get_data_patterns(escaped)
-        files = {
-            split: [f"{escaped}/{name}" for name in names] for split, names in patterns.items()
-        }
-    return datasets.load_dataset(str(folder), data_files=files, streaming=True)
+        files = {"train": escaped}
+        return datasets.load_dataset(str(path.parent), data_files=files, streaming=True)
+    if escaped == str(path):
+        return datasets.load_dataset(escaped, streaming=True)
+    files = datasets.data_files.get_data_patterns(escaped)
+    for split, names in files.items():
+        files[split] = [f"{escaped}/{name}" for name in names]
+    return datasets.load_dataset(str(path), data_files=files, streaming=True)

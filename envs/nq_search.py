@@ -189,6 +189,4 @@ class NQSearch(QuestionEnv):
         for passage in self.passages:
             person, values = passage.split("\n")
             facts += [f" {person} {fact}" for fact in values.split(", ")]
-        if not facts:
-            return f" {self.question.people[0]}"
-        return "".join(self.np_random.permutation(facts))
+        return "".join(self.np_random.permutation(facts)) or f" {self.question.people[0]}"
