@@ -175,12 +175,13 @@ def load_local(path: Path) -> Any:
 
     # It takes names for patterns: [1] for 1.
     escaped = glob.escape(str(path))
+    folder = path
+    files = None
     if path.is_file():
-        files = {"train": escaped}
-        return datasets.load_dataset(str(path.parent), data_files=files, streaming=True)
-    if escaped == str(path):
-        return datasets.load_dataset(escaped, streaming=True)
-    files = datasets.data_files.get_data_patterns(escaped)
-    for split, names in files.items():
-        files[split] = [f"{escaped}/{name}" for name in names]
-    return datasets.load_dataset(str(path), data_files=files, streaming=True)
+        folder = path.parent
+        files = {"train": [escaped]}
+    elif escaped != str(path):
+        files = datasets.data_files.get_data_patterns(escaped)
+        for split, names in files.items():
+            files[split] = [f"{escaped}/{name}" for name in names]
+    return datasets.load_dataset(str(folder), data_files=files, streaming=True)

@@ -34,7 +34,7 @@ def ask(env: TextEnv) -> str:
     """
     show(env)
     line = input("> ")
-    if line.strip().lower() == "q":
+    if line.strip() == "q":
         raise EOFError
     question = getattr(env, "question", None)
     sentence = " " in line.strip() and getattr(question, "one_sentence", False)

@@ -170,7 +170,7 @@ class QuestionAnswering(QuestionEnv):
         self.reset(seed=seed)
         gold = self.read(self.question.gold)
         p = np.mean([self.right(value, gold) for value in self.action_values])
-        return {"random": 1.0 - (1.0 - p) ** self.max_turns, "optimal": 1.0}
+        return {"random": float(1.0 - (1.0 - p) ** self.max_turns), "optimal": 1.0}
 
     def caption(self) -> str:
         return self.question.caption
