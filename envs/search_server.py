@@ -83,9 +83,7 @@ def serving(retriever: Retriever, host: str = "127.0.0.1", port: int = 0) -> Ite
 def main(argv: list[str] | None = None) -> None:
     """Build or serve an index. Exits with status 2 and one sentence if a file, a model or an
     address cannot be used."""
-    parser = argparse.ArgumentParser(
-        description="Build a FAISS index of a corpus, or serve it (Search-R1's protocol)."
-    )
+    parser = argparse.ArgumentParser("envs.search_server")
     add = parser.add_argument
     add("--build", action="store_true", help="write the index and stop")
     add("--corpus", required=True, help='JSON lines: {"contents": "Title\ntext"}; also .gz')
