@@ -15,7 +15,6 @@ Questions come from `data` (Search-R1's fields `question` and `golden_answers`) 
 
 import re
 import string
-from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -79,7 +78,6 @@ class NQSearch(QuestionEnv):
     max_turns = 5
     metrics = ("searches",)
     searches = 0.0
-    seen: Sequence[str] = ()  # the question and all passages so far
     words = ("<search>", "</search>", "<information>", "</information>", *synthetic_wiki.WORDS)
     warm_start = ((600, 1), (2400, 4))  # with less, the second name of a chain is not copied right
 
@@ -89,6 +87,7 @@ class NQSearch(QuestionEnv):
         super().__init__(data, **common)
         self.topk = 1 if self.style == "terse" else TOPK
         self.search_url = search_url
+        self.seen: list[str] = []  # the question and all passages so far
 
     @staticmethod
     def from_row(row: dict) -> Question:
@@ -137,7 +136,7 @@ class NQSearch(QuestionEnv):
         if kind == "search":
             self.searches += 1
             self.passages = [harmless(passage) for passage in passages]
-            self.seen = [*self.seen, *self.passages]
+            self.seen += self.passages
 
         success = kind == "answer" and exact_match(text, self.question.answers)
         reward = float(success) if valid else -self.format_penalty

@@ -203,7 +203,7 @@ def retrieve(url: str, queries: list[str], topk: int) -> list[list[str]]:
         time.sleep(PAUSE * attempt)
         try:
             rows = json.loads(ask(url, body))["result"]
-            passages: list[list[str]] = []
+            passages = []
             for _, hits in zip(queries, rows, strict=True):
                 passages.append([encodable(hit["document"]["contents"]) for hit in hits[:topk]])
             return passages
