@@ -48,9 +48,8 @@ def read_number(answer: str) -> Fraction | None:
     return Fraction(amount[1] + amount[2].replace(",", "")) if amount else None
 
 
-_FILLERS = frozenset(  # words that change no value
-    "a answer correct had he in is it left now of remaining she so the then total".split()
-)
+# Words that change no value.
+_FILLERS = "a answer correct had he in is it left now of remaining she so the then total".split()
 _TOKEN = "[a-z']+|[0-9]+"
 # Work with its = or words with their verb, the value, and words.
 _SENTENCE = (
@@ -72,7 +71,7 @@ def read_sentence(reply: str, question: str) -> str:
         return ""
 
     before, value, behind = sentence.groups()
-    allowed = _FILLERS.union(re.findall(_TOKEN, question.lower()))
+    allowed = {*_FILLERS, *re.findall(_TOKEN, question.lower())}
     return value if allowed.issuperset(re.findall(_TOKEN, before + behind)) else ""
 
 

@@ -1,7 +1,9 @@
 """Check an environment of your own before it is trained on: play it, and say what is wrong."""
 
+import math
 import reprlib
 from collections.abc import Generator, Iterator
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -64,7 +66,7 @@ def episode(env: TextEnv, seed: int) -> Generator[str, None, list]:
     """Play an episode of the random policy. Yields faults, and returns what the episode showed."""
     rng = np.random.default_rng(seed)
     started = env.reset(seed=seed)
-    if not isinstance(started, tuple) or len(started) != 2 or not content(started[0]):
+    if type(started) is not tuple or len(started) != 2 or not content(started[0]):
         yield f"reset() is {reprlib.repr(started)}, but must be {SHOWN}, and a dict"
     shown: list[Any] = [content(started[0])]
 
@@ -89,9 +91,9 @@ def episode(env: TextEnv, seed: int) -> Generator[str, None, list]:
 def is_result(result: Any) -> Any:
     """Return whether a value is what `step` must return."""
     match result:
-        case (observation, (int() | float() | np.number()) as reward, *flags, {"success": success}):
-            are_bools = all(isinstance(flag, bool | np.bool_) for flag in (*flags, success))
-            return are_bools and len(flags) == 2 and content(observation) and np.isfinite(reward)
+        case (observation, Real() as reward, ended, truncated, {"success": success}):
+            kinds = {type(flag) for flag in (ended, truncated, success)}
+            return kinds <= {bool, np.bool_} and content(observation) and math.isfinite(reward)
     return False
 
 

@@ -16,7 +16,6 @@ many.
 """
 
 import glob
-import json
 import textwrap
 from collections.abc import Callable
 from functools import cache
@@ -37,12 +36,9 @@ def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
 
     Raises ValueError with one sentence that names source, row and field, if there is no such
     source, a file cannot be read, a field is refused by `from_row`, or the rows are too few."""
-    path = Path(source).expanduser().absolute()
-    states = []
-    for file in files_of(path):
-        state = file.stat()
-        states.append((file, state.st_mtime_ns, state.st_size))
-    return converted_rows(source, from_row, tuple(states))
+    files = files_of(Path(source).expanduser().absolute())
+    times = tuple(file.stat().st_mtime_ns for file in files)
+    return converted_rows(source, from_row, (*files, *times))
 
 
 def files_of(path: Path) -> list[Path]:
@@ -52,11 +48,11 @@ def files_of(path: Path) -> list[Path]:
 
 @cache
 def converted_rows(source: str, from_row: Callable, files: tuple) -> dict[str, list]:
-    """Do the work of `load_rows`. `files` are those of the source, with time and size."""
+    """Do the work of `load_rows`. `files` are those of the source, with their times."""
     splits = read_splits(source)
     if len(splits) > 1:
-        of_held_out = "validation" if "validation" in splits else "test"
-        splits = {"train": splits.get("train", []), "held_out": splits.get(of_held_out, [])}
+        held_out_rows = splits.get("validation") or splits.get("test", [])
+        splits = {"train": splits.get("train", []), "held_out": held_out_rows}
     for split, rows in splits.items():
         for k, row in enumerate(rows):
             try:
@@ -64,17 +60,18 @@ def converted_rows(source: str, from_row: Callable, files: tuple) -> dict[str, l
             except ValueError as error:
                 raise ValueError(f"{source}, {split} row {k + 1}: {error}") from error
 
-    parts = splits if len(splits) > 1 else divide(*splits.values())
-    held_out = {asked(row) for row in parts["held_out"]}
-    parts["train"] = [row for row in parts["train"] if asked(row) not in held_out]
+    if len(splits) == 1:
+        splits = divide(*splits.values())
+    held_out = {asked(row) for row in splits["held_out"]}
+    splits["train"] = [row for row in splits["train"] if asked(row) not in held_out]
 
-    if not all(parts.values()):
-        counts = [len(rows) for rows in parts.values()]
+    counts = [len(rows) for rows in splits.values()]
+    if 0 in counts:
         sentence = "with too few different rows to train and to hold out"
         raise ValueError(f"--data is {source}, {sentence}: {counts}")
-    for rows in parts.values():
+    for rows in splits.values():
         np.random.default_rng(0).shuffle(rows)
-    return parts
+    return splits
 
 
 class QuestionEnv(TextEnv):
@@ -104,7 +101,7 @@ class QuestionEnv(TextEnv):
 def field_of(row: dict, name: str) -> Any:
     """Return a field of a row. Raises ValueError if it is missing or empty."""
     value = row.get(name)
-    if value in (None, [], "") or not str(value).strip():
+    if value in (None, []) or not str(value).strip():
         raise ValueError(f"the field {name} is missing or empty, the row has {', '.join(row)}")
     return value
 
@@ -118,12 +115,12 @@ def as_text(value: Any, name: str) -> str:
     """Return a text, or a number as a person writes it: 1969.0, which pandas makes of 1969 in a
     column with gaps, is 1969. Raises ValueError for anything else. `datasets` makes dates of a JSON
     column in which every text looks like one. A Parquet file keeps the text."""
-    if type(value) is float and value.is_integer():
-        value = int(value)
-    is_text = type(value) in (str, int) or (type(value) is float and np.isfinite(value))
-    if not is_text or not str(value).strip():
+    text = str(value)
+    if type(value) is float and np.isfinite(value):
+        return text.removesuffix(".0")
+    if type(value) not in (str, int) or not text.strip():
         raise ValueError(f"the field {name} is {value!r:.80}, but must be a text or a number")
-    return str(value)
+    return text
 
 
 def divide(rows: list) -> dict[str, list]:
@@ -144,25 +141,6 @@ def asked(row: Any) -> int:
     return hash(getattr(row, "image", None) or " ".join(text.split()))
 
 
-def rows_of(table: Any) -> list[dict]:
-    """Return the rows of an Arrow table. `datasets` keeps values of several types as JSON, in a
-    column or in its lists."""
-    rows = table.to_pylist()
-    for field in table.schema:
-        kind = getattr(field.type, "value_type", field.type)
-        if getattr(kind, "extension_name", "") == "arrow.json":
-            for row in rows:
-                row[field.name] = from_json(row[field.name])
-    return rows
-
-
-def from_json(value: str | list | None) -> Any:
-    """Return the value of a text of JSON, or those of a list of them."""
-    if isinstance(value, list):
-        return [from_json(part) for part in value]
-    return None if value is None else json.loads(value)
-
-
 def read_splits(source: str) -> dict[str, list[dict]]:
     """Return all rows of a source by split. A lone file is the split "train". Raises ValueError if
     the source does not exist or `datasets` cannot read it."""
@@ -178,11 +156,12 @@ def read_splits(source: str) -> dict[str, list[dict]]:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
         loaded = load_local(path) if path.exists() else datasets.load_dataset(*source.split(":"))
-        splits = {}
+        splits: dict[str, list[dict]] = {}
         for split, rows in loaded.items():
-            # Rows of Arrow tables hold images as encoded files.
-            tables = rows.with_format("arrow").iter(1000)
-            splits[split] = [row for table in tables for row in rows_of(table)]
+            splits[split] = []
+            for table in rows.with_format("arrow").iter(1000):
+                # So images stay encoded files, and values of several types are restored.
+                splits[split] += datasets.Dataset(table).to_list()
         return splits
     # Its readers raise errors of a dozen libraries.
     except Exception as error:
@@ -205,14 +184,14 @@ def load_local(path: Path) -> Any:
                 raise ValueError(f"{file.name} must begin with an object, but begins with null")
 
     # It takes names for patterns: [1] for 1.
-    folder = (path if path.is_dir() else path.parent).resolve()
-    escaped = glob.escape(str(folder))
+    escaped = glob.escape(str(path))
+    folder = path
     files = None
     if path.is_file():
-        files = {"train": [f"{escaped}/{glob.escape(path.name)}"]}
-    elif escaped != str(folder):
-        patterns = datasets.data_files.get_data_patterns(escaped)
-        files = {
-            split: [f"{escaped}/{name}" for name in names] for split, names in patterns.items()
-        }
+        folder = path.parent
+        files = {"train": [escaped]}
+    elif escaped != str(path):
+        files = datasets.data_files.get_data_patterns(escaped)
+        for split, names in files.items():
+            files[split] = [f"{escaped}/{name}" for name in names]
     return datasets.load_dataset(str(folder), data_files=files, streaming=True)

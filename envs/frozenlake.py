@@ -45,17 +45,17 @@ def random_map(seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     while True:
         cells = np.where(rng.random((SIDE, SIDE)) < 0.8, "F", "H")
-        start, goal = (divmod(k, SIDE) for k in rng.permutation(SIDE * SIDE)[:2])
-        cells[start] = "F"
-        cells[goal] = "G"
+        start, goal = rng.permutation(SIDE * SIDE)[:2]
+        cells.flat[start] = "F"
+        cells.flat[goal] = "G"
         holes_and_goal = ["".join(row) for row in cells]
         if not same_split(holes_and_goal, seed):
             continue
 
         # Cells with the same number are connected by ways without holes.
         areas, _ = ndimage.label(cells != "H")
-        if areas[start] == areas[goal]:
-            cells[start] = "S"
+        if areas.flat[start] == areas.flat[goal]:
+            cells.flat[start] = "S"
             return cells
 
 
@@ -100,7 +100,7 @@ class FrozenLake(GridWorld):
         self.lake = gymnasium.make(
             "FrozenLake-v1", desc=self.cells, is_slippery=self.slippery
         ).unwrapped
-        self.lake.reset(seed=seed)
+        self.lake.reset()
         # random_map drew from the stream of this seed. Slips from it would follow from the map.
         self.lake.np_random = np.random.default_rng((seed, 2))
 
@@ -128,22 +128,18 @@ class FrozenLake(GridWorld):
             "optimal": self.action_values(np.max).max(),
         }
 
-    def position(self) -> tuple[int, int]:
-        """Return row and column of the player."""
-        return divmod(self.lake.s, SIDE)
-
     def grid(self) -> np.ndarray:
         """Return the cells [4, 4] with the player: P, or X in a hole, or √ at the goal."""
         grid = self.cells.copy()
-        grid[self.position()] = grid[self.position()].translate(PLAYER_ON)
+        grid.flat[self.lake.s] = grid.flat[self.lake.s].translate(PLAYER_ON)
         return grid
 
     def beside(self) -> list[str]:
         """Return the cells left, below, right and above of the player."""
-        row, col = self.position()
-        places = ((row, col - 1), (row + 1, col), (row, col + 1), (row - 1, col))
-        cells = dict(np.ndenumerate(self.cells))
-        return [cells.get(place, "#") for place in places]
+        row, col = divmod(self.lake.s, SIDE)
+        edged = np.pad(self.cells, 1, constant_values="#")
+        around = edged[row : row + 3, col : col + 3]
+        return around.flat[[3, 7, 5, 1]].tolist()
 
     def caption(self) -> str:
         """Return the cells of player, goal and holes, such as `P b1 G d3 O a2 c4`. The caption of

@@ -18,7 +18,7 @@ import io
 import math
 import re
 from collections.abc import Iterator
-from functools import lru_cache
+from fractions import Fraction
 from itertools import combinations, product
 from typing import NamedTuple
 
@@ -108,10 +108,7 @@ class GeoQA(QuestionAnswering):
 
     def images(self) -> tuple[np.ndarray, ...]:
         image = self.question.image
-        if isinstance(image, Figure):
-            # A caller may change its copy, but not the cached image.
-            return (draw(image, self.cell_size).copy(),)
-        return (decode(image),)
+        return (draw(image, self.cell_size) if isinstance(image, Figure) else decode(image),)
 
     @staticmethod
     def read(answer: str) -> Answer | None:
@@ -132,12 +129,12 @@ class GeoQA(QuestionAnswering):
     @staticmethod
     def right(answer: Answer, gold: Answer) -> bool:
         """Return whether answer and gold share a letter, a text or a value, and differ in none."""
-        both_letters = bool(answer.letter and gold.letter)
-        if both_letters and answer.letter != gold.letter:
+        letters = {answer.letter, gold.letter} - {""}
+        if len(letters) > 1:
             return False
         if answer.text and gold.text:
             return answer.text == gold.text or same(answer.value, gold.value)
-        return both_letters
+        return answer.letter == gold.letter
 
 
 def same(measure: Measure | None, gold: Measure | None) -> bool:
@@ -147,14 +144,14 @@ def same(measure: Measure | None, gold: Measure | None) -> bool:
     unit of the last one and within TOLERANCE."""
     if not measure or not gold:
         return False
-    if measure.unit and gold.unit and measure.unit != gold.unit:
+    if len({measure.unit, gold.unit} - {""}) > 1:
         return False
 
     # An expression with a root or π has a float as its value, all others have a fraction.
-    floats = [isinstance(value, float) for value in (measure.value, gold.value)]
-    if not any(floats):
+    kinds = {type(measure.value), type(gold.value)}
+    if kinds == {Fraction}:
         return measure.value == gold.value
-    if all(floats):
+    if kinds == {float}:
         return math.isclose(measure.value, gold.value, rel_tol=1e-12)
 
     decimals = max(measure.decimals, gold.decimals)
@@ -207,7 +204,6 @@ def questions_about(polygon: Polygon) -> Iterator[tuple[Figure, float]]:
         yield Figure(polygon, "area?"), area(polygon)
 
 
-@lru_cache(1024)
 def draw(figure: Figure, cell_size: int) -> np.ndarray:
     """Draw a figure on its grid, uint8 [4 cell_size, 4 cell_size, 3]. It is drawn at four times its
     size and scaled down. The lines of the grid shade from dark to light, for the same reason as the
@@ -239,7 +235,7 @@ def draw(figure: Figure, cell_size: int) -> np.ndarray:
         pen.line(red, fill=RED, width=2 * line_width)
     elif red:
         pen.circle(red, 1.5 * line_width, fill=RED)
-    return np.asarray(image.resize((side, side), Image.Resampling.BOX))
+    return np.array(image.resize((side, side), Image.Resampling.BOX))
 
 
 def decode(source: bytes | str) -> np.ndarray:

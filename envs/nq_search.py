@@ -15,7 +15,6 @@ Questions come from `data` (Search-R1's fields `question` and `golden_answers`) 
 
 import re
 import string
-from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -43,19 +42,16 @@ FORM = (
 
 def normalize(text: str) -> str:
     """Return a text in the form that SQuAD compares: lower case, no punctuation, no articles,
-    single spaces."""
-    text = text.lower().translate(str.maketrans("", "", string.punctuation))
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+    single spaces. Where that leaves nothing ("A", "%"), it is only put into lower case."""
+    bare = text.lower().translate(str.maketrans("", "", string.punctuation))
+    normal = " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
+    return normal or text.strip().lower()
 
 
 def exact_match(answer: str, golden_answers: list[str]) -> bool:
     """Return whether a normalised answer equals a normalised golden answer. A sentence around the
-    answer is not accepted, because it may hold several answers. Where normalisation leaves nothing
-    ("A", "%"), the texts themselves must be equal but for their case."""
-    normal = normalize(answer)
-    if normal:
-        return normal in map(normalize, golden_answers)
-    return answer.strip().lower() in [gold.strip().lower() for gold in golden_answers]
+    answer is not accepted, because it may hold several answers."""
+    return normalize(answer) in map(normalize, golden_answers)
 
 
 def parse_action(reply: str) -> tuple[str, str]:
@@ -82,19 +78,16 @@ class NQSearch(QuestionEnv):
     max_turns = 5
     metrics = ("searches",)
     searches = 0.0
-    seen: Sequence[str] = ()  # the question and all passages so far
     words = ("<search>", "</search>", "<information>", "</information>", *synthetic_wiki.WORDS)
     warm_start = ((600, 1), (2400, 4))  # with less, the second name of a chain is not copied right
 
     def __init__(self, data: str = "", search_url: str = "", **common: Any):
         if bool(data) != bool(search_url) or not re.match("https?://|$", search_url):
-            raise ValueError(
-                f"--data {data!r} and --search_url {search_url!r} "
-                "need each other and an http:// address"
-            )
+            raise ValueError("--data and --search_url need each other and an http:// address")
         super().__init__(data, **common)
         self.topk = 1 if self.style == "terse" else TOPK
         self.search_url = search_url
+        self.seen: list[str] = []  # the question and all passages so far
 
     @staticmethod
     def from_row(row: dict) -> Question:
@@ -102,7 +95,7 @@ class NQSearch(QuestionEnv):
 
         Raises ValueError if an answer is no text, or if a list is written as a text."""
         answers = field_of(row, "golden_answers")
-        if str(answers).startswith("{") or (isinstance(answers, str) and answers[0] == "["):
+        if isinstance(answers, str) and answers[0] in "[{":
             raise ValueError(f"the field golden_answers is {answers}, but must be a list of texts")
         if not isinstance(answers, list):
             answers = [answers]
@@ -125,17 +118,14 @@ class NQSearch(QuestionEnv):
         """Step each environment with its reply. They search one corpus, in one call. If the server
         fails, raises ConnectionError before any environment has taken its turn."""
         (corpus,) = {env.question.group or env.search_url for env in envs}
+        search = retrieve if envs[0].search_url else synthetic_wiki.search
         actions = [parse_action(reply) for reply in replies]
         queries = [text[:MAX_TEXT] for kind, text in actions if kind == "search"]
-
-        passages: Iterator[list[str]] = iter(())
-        if queries:
-            search = synthetic_wiki.search if corpus in synthetic_wiki.GROUPS else retrieve
-            passages = iter(search(corpus, queries, envs[0].topk))
+        found = iter(search(corpus, queries, envs[0].topk) if queries else [])
 
         steps = []
         for env, (kind, text) in zip(envs, actions):
-            steps.append(env.act(kind, text, next(passages) if kind == "search" else []))
+            steps.append(env.act(kind, text, next(found) if kind == "search" else []))
         return steps
 
     def act(self, kind: str, text: str, passages: list[str]) -> Step:
@@ -146,7 +136,7 @@ class NQSearch(QuestionEnv):
         if kind == "search":
             self.searches += 1
             self.passages = [harmless(passage) for passage in passages]
-            self.seen = [*self.seen, *self.passages]
+            self.seen += self.passages
 
         success = kind == "answer" and exact_match(text, self.question.answers)
         reward = float(success) if valid else -self.format_penalty
@@ -198,6 +188,4 @@ class NQSearch(QuestionEnv):
         for passage in self.passages:
             person, values = passage.split("\n")
             facts += [f" {person} {fact}" for fact in values.split(", ")]
-        if not facts:
-            return f" {self.question.people[0]}"
-        return "".join(self.np_random.permutation(facts))
+        return "".join(self.np_random.permutation(facts)) or f" {self.question.people[0]}"

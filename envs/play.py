@@ -34,7 +34,7 @@ def ask(env: TextEnv) -> str:
     """
     show(env)
     line = input("> ")
-    if line.strip().lower() == "q":
+    if line.strip() == "q":
         raise EOFError
     question = getattr(env, "question", None)
     sentence = " " in line.strip() and getattr(question, "one_sentence", False)
@@ -51,8 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("env", choices=ENVS)
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
-    styles = ("full", "terse")
-    parser.add_argument("--style", choices=styles, default="full", help="terse: a tiny model's")
+    parser.add_argument("--style", default="full", help="full, or terse: a tiny model's")
     args = parser.parse_args(argv)
 
     try:
@@ -61,10 +60,8 @@ def main(argv: list[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
 
-    streams: tuple[Any, ...] = (sys.stdin, sys.stdout)
-    if None in streams:
-        return  # one is closed
     # A terminal may have no √, and what is typed may be in another encoding.
+    streams: tuple[Any, ...] = (sys.stdin, sys.stdout)
     for stream in streams:
         stream.reconfigure(errors="replace")
     try:

@@ -66,11 +66,9 @@ class QuestionAnswering(QuestionEnv):
         """Read the questions of `data`, or generate them. The random policy chooses from the
         answers to those for training."""
         super().__init__(**common)
-        if self.rows:
-            answers = sorted({question.gold for question in self.rows["train"]})
-        else:
-            answers = sorted(self.generated(self.style)["train"], key=float)
-        self.actions = tuple(f" {answer}" for answer in answers)
+        answers = {question.gold for question in self.rows.get("train", ())}
+        in_order = sorted(answers) or sorted(self.generated(self.style)["train"], key=float)
+        self.actions = tuple(f" {answer}" for answer in in_order)
 
     @staticmethod
     def read(answer: str) -> Any:
@@ -104,10 +102,8 @@ class QuestionAnswering(QuestionEnv):
     def generate(self, seed: int) -> Question:
         """Return the generated question of a seed. Its answer is drawn first, then the kind of its
         problem, then the problem."""
-        split = "train"
-        if held_out(seed):
-            split = "held_out"
-        elif seed >= WARM_START_SEEDS:
+        split = "held_out" if held_out(seed) else "train"
+        if seed >= WARM_START_SEEDS:
             split = WARM_START_SPLIT[self.style]
 
         rng = np.random.default_rng(seed)

@@ -65,7 +65,7 @@ class LocalEncoder:
 
             for term in [word, *trigrams]:
                 weight = 1.0 if term is word else TRIGRAM
-                digest = zlib.crc32(term.encode("utf-8", "replace"))
+                digest = zlib.crc32(term.encode())
                 counts[digest % self.dimension] += weight if digest >> 31 else -weight
 
         return counts
@@ -127,11 +127,8 @@ def unit_vectors(vectors: np.ndarray) -> np.ndarray:
     return (vectors / np.maximum(norms, 1e-12)).astype(np.float32)
 
 
-def encodable(text: Any) -> str:
-    """Return a string with "?" for lone surrogates, which JSON can hold and no tokenizer reads.
-    Raises TypeError if it is no string."""
-    if not isinstance(text, str):
-        raise TypeError(f"must be a string, but is {text!r:.30}")
+def encodable(text: str) -> str:
+    """Return a text with "?" for lone surrogates, which JSON can hold and no tokenizer reads."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -165,35 +162,30 @@ def build_index(corpus: list[str], encoder: Encoder) -> Any:
     return index
 
 
-def fits(index: Any, corpus: list[str], encoder: Encoder) -> bool:
-    """Return whether an index is of these passages, in this order, and of this encoder: of a few
-    passages, it finds most at their positions. (Others may have equal vectors, and an index may be
-    approximate.)"""
-    if (index.ntotal, index.d) != (len(corpus), encoder.dimension):
-        return False
-    rows = np.linspace(0, len(corpus) - 1, CHECKED, dtype=int)
-    vectors = encoder.encode([corpus[row] for row in rows], passages=True)
-    found = index.search(vectors, 1)[1][:, 0]
-    return bool(np.mean(found == rows) > 0.5)
-
-
 class Retriever:
-    """Search passages with a FAISS index, which is built if it is None. Raises ValueError if index
-    and passages do not fit."""
+    """Search passages with a FAISS index, which is built if it is None. Raises ValueError if the
+    index is not of these passages, in this order, and of this encoder."""
 
     def __init__(self, corpus: list[str], encoder: Encoder, index: Any = None):
-        if index is None:
-            index = build_index(corpus, encoder)
-        elif not fits(index, corpus, encoder):
-            sentence = f"the index of {index.ntotal} passages is of another corpus or encoder"
-            raise ValueError(f"{sentence}: build it again")
         self.corpus = np.array(corpus, dtype=object)
         self.encoder = encoder
-        self.index = index
+        self.index = index or build_index(corpus, encoder)
+
+        fits = (self.index.ntotal, self.index.d) == (len(corpus), encoder.dimension)
+        if fits:
+            # It must find most of a few passages at their positions: others may have equal vectors,
+            # and an index may be approximate.
+            rows = np.linspace(0, len(corpus) - 1, CHECKED, dtype=int)
+            vectors = encoder.encode(self.corpus[rows].tolist(), passages=True)
+            found = self.index.search(vectors, 1)[1][:, 0]
+            fits = np.mean(found == rows) > 0.5
+        if not fits:
+            sentence = f"the index of {self.index.ntotal} passages is of another corpus or encoder"
+            raise ValueError(f"{sentence}: build it again")
 
     def search(self, queries: list[str], topk: int) -> tuple[list[list[str]], list[list[float]]]:
         """Return the `topk` best passages of each query, best first, and their scores (cosines)."""
-        vectors = self.encoder.encode(queries)
+        vectors = self.encoder.encode([encodable(query) for query in queries])
         scores, positions = self.index.search(vectors, min(topk, len(self.corpus)))
         # An index of cells may find fewer, and says -1.
         found = [row[row >= 0] for row in positions]
@@ -205,8 +197,7 @@ def retrieve(url: str, queries: list[str], topk: int) -> list[list[str]]:
     """Ask a server for the `topk` best passages ("Title\\ntext") of each query, best first. Raises
     ConnectionError if ATTEMPTS fail: an answer takes longer than TIMEOUT or more than MOST_BYTES,
     or does not follow the protocol (envs/search_server.py)."""
-    texts = [encodable(query) for query in queries]
-    body = json.dumps({"queries": texts, "topk": topk, "return_scores": True}).encode()
+    body = json.dumps({"queries": queries, "topk": topk, "return_scores": True}).encode()
 
     for attempt in range(ATTEMPTS):
         time.sleep(PAUSE * attempt)
@@ -229,16 +220,16 @@ def retrieve(url: str, queries: list[str], topk: int) -> list[list[str]]:
 def ask(url: str, body: bytes) -> bytes:
     """Return the body of a server's answer to a POST. No proxy is used, which could not reach a
     loopback address, and no redirect is followed. Raises an error if there is none."""
-    parts = urlsplit(url)
-    connect = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-    connection = connect(parts.hostname or "", parts.port, timeout=TIMEOUT)
+    host = urlsplit(url).netloc
+    connect = HTTPSConnection if url.startswith("https") else HTTPConnection
+    connection = connect(host, timeout=TIMEOUT)
     connection.connect()
     # A server can send a byte at a time for ever: then this ends the reading.
     timer = threading.Timer(TIMEOUT, connection.sock.shutdown, [SHUT_RDWR])
     timer.start()
     try:
-        path = f"{parts.path or '/'}?{parts.query}".removesuffix("?")
-        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", url.partition(host)[2], body, headers)
         response = connection.getresponse()
         answer = response.read(MOST_BYTES + 1)
     finally:

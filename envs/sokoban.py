@@ -128,10 +128,8 @@ class Sokoban(GridWorld):
         self.boxes, self.player = move(self.floor, self.boxes, self.player, STEPS[action])
         in_place = len(self.boxes & self.targets)
 
-        reward = self.turn_reward + in_place - in_place_before
         solved = self.boxes == self.targets
-        if solved:
-            reward += 10.0
+        reward = self.turn_reward + in_place - in_place_before + 10.0 * solved
         return reward, solved, solved
 
     def optimal_reply(self) -> str:
@@ -143,19 +141,12 @@ class Sokoban(GridWorld):
 
     def grid(self) -> np.ndarray:
         """Return the symbols of all cells, [side, side]."""
-        player = {self.player}
-        layers = {
-            "_": self.floor,
-            "O": self.targets,
-            "X": self.boxes,
-            "√": self.boxes & self.targets,
-            "P": player,
-            "S": player & self.targets,
-        }
-
         grid = np.full((self.side, STRIDE), "#")
-        for symbol, cells in layers.items():
-            grid.put([*cells], symbol)  # replaces the symbol of an earlier layer
+        grid.put([*self.floor], "_")
+        grid.put([*self.targets], "O")
+        grid.put([*self.boxes], "X")
+        grid.put([*self.boxes & self.targets], "√")
+        grid.put(self.player, "S" if self.player in self.targets else "P")
         return grid[:, : self.side]
 
     def caption(self) -> str:
