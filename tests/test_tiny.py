@@ -48,21 +48,7 @@ PAGE = (Path(__file__).parent.parent / "docs/own_environment.md").read_text()
 def test_any_text_can_be_encoded_and_comes_back():
     tokenizer = build_tokenizer(("Right", " a", "1"))
     rng = np.random.default_rng(0)
-    pieces = [
-        "<answer>",
-        "Right",
-        " a",
-        "1",
-        "\x00",
-        "漢字",
-        "🙂",
-        "\u202e",
-        "\n\n",
-        "  ",
-        "<|im_end|>",
-        "é",
-        "user",
-    ]
+    pieces = ["<answer>", "Right", " a", "1", "\x00", "漢字", "🙂", "\n\n", "  ", "<|im_end|>", "é"]
     for _ in range(200):
         text = "".join(rng.choice(pieces, 8))
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
@@ -126,61 +112,36 @@ def test_the_shipped_weights_read_and_play_like_the_random_policy(name):
 
 
 def test_one_s_own_environment(tmp_path, monkeypatch):
-    """The class of the page's first block, listed as its second block says, passes Gymnasium's
-    checks. A tiny model is built for it once, and learns to reply."""
-    code, line, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert line.strip() == '"animals": Animals,'
-    source = tmp_path / "animals.py"
+    """The game of the page passes Gymnasium's checks. A tiny model is built for it once, and learns
+    to reply."""
+    code, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    source = tmp_path / "digits.py"
     source.write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("FRESHPER_CACHE", str(tmp_path / "cache"))
-    animals = importlib.import_module("animals").Animals
-    monkeypatch.setitem(ENVS, "animals", animals)
-    env = animals()
+    digits = importlib.import_module("digits").Digits
+    monkeypatch.setitem(ENVS, "digits", digits)
+    env = digits()
+    check_environment(env)
     check_env(env, skip_render_check=True)
     random = np.mean([env.baselines(seed)["random"] for seed in range(1000)])
-    assert random == pytest.approx(1 - (5 / 6) ** 2, abs=0.06)
-
-    (tmp_path / "cache").write_text("no folder")
-    with pytest.raises(ValueError, match=r"FRESHPER_CACHE is .*cache, but must be a folder"):
-        tiny_model("animals")
-    (tmp_path / "cache").unlink()
-
-    monkeypatch.setattr(animals, "warm_start", ((50, 2),))
-    folder = tiny_model("animals")
-    policy = load_policy(str(folder), "cpu", torch.float32)
-    envs = [animals() for _ in range(100)]
-    played = rollout(HFEngine(policy, Sampling(), 0), policy, envs, list(range(100)), 128, 6)
-    assert sum(episode.invalid for episode in played) < 60  # of 200; all are with random weights
-
-    monkeypatch.setattr(tiny, "warm_start", lambda *_: pytest.fail("built again"))
-    assert tiny_model("animals") == folder
-    source.write_text(source.read_text().replace("Two tries", "2 tries"))
-    with pytest.raises(pytest.fail.Exception, match="built again"):  # its source has changed
-        tiny_model("animals")
-
-    animals.caption = lambda self: ""
-    sentence = r"^Animals.caption\(\) is '', but must be a string that says what the obs"
-    with pytest.raises(ValueError, match=sentence):
-        warm_start(policy, animals)
-
-
-def test_the_page_s_number_game():
-    """Halving finds every digit, and a random policy 1 - 0.9^4 of them. No reply shuts out the
-    digit."""
-    code = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[2]
-    game = {}
-    exec(code, game)
-    env = game["Digits"]()
-    check_environment(env)
-    success = [env.baselines(seed) for seed in range(1000)]
-    assert all(of_seed["optimal"] for of_seed in success)
-    random = np.mean([of_seed["random"] for of_seed in success])
     assert random == pytest.approx(1 - 0.9**4, abs=0.06)
 
-    rng = np.random.default_rng(0)
-    for seed in range(50):
-        env.reset(seed=seed)
-        for _ in range(4):
-            env.step(env.random_reply(rng))
-            assert env.low <= env.secret <= env.high
+
+
+    monkeypatch.setattr(digits, "warm_start", ((50, 2),))
+    folder = tiny_model("digits")
+    policy = load_policy(str(folder), "cpu", torch.float32)
+    envs = [digits() for _ in range(50)]
+    played = rollout(HFEngine(policy, Sampling(), 0), policy, envs, list(range(50)), 256, 6)
+    assert summarize(played)["invalid"] < 0.3  # with random weights, all
+
+    monkeypatch.setattr(tiny, "warm_start", lambda *_: pytest.fail("built again"))
+    assert tiny_model("digits") == folder
+    source.write_text(code.replace("I think", "We think"))
+    with pytest.raises(pytest.fail.Exception, match="built again"):
+        tiny_model("digits")
+
+    digits.caption = lambda self: ""
+    with pytest.raises(ValueError, match=r"^Digits.caption\(\) is empty"):
+        warm_start(policy, digits)
