@@ -127,8 +127,6 @@ def test_one_s_own_environment(tmp_path, monkeypatch):
     random = np.mean([env.baselines(seed)["random"] for seed in range(1000)])
     assert random == pytest.approx(1 - 0.9**4, abs=0.06)
 
-
-
     monkeypatch.setattr(digits, "warm_start", ((50, 2),))
     folder = tiny_model("digits")
     policy = load_policy(str(folder), "cpu", torch.float32)
