@@ -93,7 +93,7 @@ def test_probabilities_draws_and_weights(tmp_path, data):
         assert drawn == buffer.tree.find(np.array(shown["masses"])).tolist()
         slices = np.array(shown["masses"]) / buffer.tree.total() * 32
         assert np.floor(slices).tolist() == list(range(32))
-        weights = importance_weights(p[drawn], len(buffer), beta)
+        weights = importance_weights(p[drawn], beta)
         np.testing.assert_allclose(shown["weights"], weights, rtol=1e-12)
 
         successes, ages, *_, ess = shown["cells"]
