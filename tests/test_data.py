@@ -53,6 +53,21 @@ def test_questions_about_one_image_stay_on_one_side():
     assert len(sides["held_out"]) == 2
 
 
+def test_a_question_with_two_answers_stays_on_one_side():
+    rows = [Question(f"{k % 43}? {'' if k < 43 else chr(10)}", f"{k}") for k in range(86)]
+    sides = {name: {row.text.strip() for row in part} for name, part in divide(rows).items()}
+    assert not sides["train"] & sides["held_out"]
+    assert len(sides["held_out"]) == 5
+
+
+def test_a_question_of_both_splits_is_not_trained_on(tmp_path):
+    write_rows(tmp_path / "train.jsonl", ROWS[:20])
+    write_rows(tmp_path / "test.jsonl", ROWS[15:30])
+    rows = load_rows(str(tmp_path), from_row)
+    assert pairs(rows["train"]) == pairs(ROWS[:15])
+    assert pairs(rows["held_out"]) == pairs(ROWS[15:30])
+
+
 @pytest.mark.parametrize("held_out", ["validation", "test"])
 def test_a_folder_has_its_own_splits_and_parts_are_joined(tmp_path, held_out):
     for k in range(2):
@@ -77,16 +92,16 @@ def test_names_are_no_patterns(tmp_path):
     """Files and folders side by side, whose names match each other as patterns of a shell."""
     names = ("x[1]", "x1", "x*", "x?", "[!x]1", "{x,y}1", "y1")
     for name in names:
-        rows = [{"question": name, "answer": str(k)} for k in range(20)]
-        write_rows(tmp_path / name / "train.jsonl", rows)
+        rows = [{"question": f"{k}?", "answer": name} for k in range(20)]
+        write_rows(tmp_path / name / "train.jsonl", rows[5:])
         write_rows(tmp_path / name / "test.jsonl", rows[:5])
         write_rows(tmp_path / f"{name}.jsonl", rows)
     for name in names:
-        sources = {f"{name}.jsonl": [18, 2], f"{name}/test.jsonl": [4, 1], name: [20, 5]}
+        sources = {f"{name}.jsonl": [18, 2], f"{name}/test.jsonl": [4, 1], name: [15, 5]}
         for source, counts in sources.items():
             rows = load_rows(str(tmp_path / source), from_row)
             assert [*map(len, rows.values())] == counts
-            assert {row["question"] for row in rows["train"] + rows["held_out"]} == {name}
+            assert {row["answer"] for row in rows["train"] + rows["held_out"]} == {name}
 
 
 def test_rows_are_read_again_when_a_file_or_the_working_directory_changes(tmp_path, monkeypatch):
@@ -94,10 +109,10 @@ def test_rows_are_read_again_when_a_file_or_the_working_directory_changes(tmp_pa
         (tmp_path / place).mkdir()
         monkeypatch.chdir(tmp_path / place)
         for n in (20, 30):
-            write_rows(Path("folder/train.jsonl"), [row | {"question": place} for row in ROWS[:n]])
+            write_rows(Path("folder/train.jsonl"), [row | {"answer": place} for row in ROWS[:n]])
             read = load_rows("folder", from_row)
             assert sum(map(len, read.values())) == n
-            assert read["train"][0]["question"] == place
+            assert read["train"][0]["answer"] == place
             assert load_rows("folder", from_row) is read
 
 
@@ -176,7 +191,7 @@ def long_question(k):
 
 def narrow_image(k):
     stream = io.BytesIO()
-    Image.new("RGB", (601, 2) if k % 4 == 1 else (30, 20)).save(stream, "PNG")
+    Image.new("RGB", (601, 2) if k % 4 == 1 else (30, 20), (k, k, k)).save(stream, "PNG")
     image = {"bytes": stream.getvalue(), "path": None}
     return {"image": image, "problem": f"Number {k}?", "solution": f"<answer>{k}</answer>"}
 
@@ -186,8 +201,9 @@ def test_rows_that_do_not_fit_the_model_are_left_out(
     env, row, model_folder, tmp_path, monkeypatch, capsys
 ):
     """The batches of this run ask for every row twice. Both splits have rows that do not fit."""
-    for split in ("train", "test"):
-        write_rows(tmp_path / f"data/{split}.parquet", [row(k) for k in range(12)])
+    for split, first in (("train", 0), ("test", 12)):
+        rows = [row(k) for k in range(first, first + 12)]
+        write_rows(tmp_path / f"data/{split}.parquet", rows)
     kind = "vision" if env == "geoqa" else "text"
     model = shutil.copytree(model_folder[kind], tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
