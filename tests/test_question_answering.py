@@ -23,10 +23,9 @@ FIRST_SEEDS = {"train": 0, "held_out": EVAL_SEEDS, "warm_start": WARM_START_SEED
 
 
 @TASKS
-@pytest.mark.parametrize("style", ["full", "terse"])
 @pytest.mark.parametrize("right_at", [1, 2, 3, None])
-def test_three_attempts_and_reward_whenever_it_is_right(task, style, right_at):
-    env = task(style=style)
+def test_three_attempts_and_reward_whenever_it_is_right(task, right_at):
+    env = task(style="full")
     env.reset(seed=5)
     for turn in range(1, (right_at or 3) + 1):
         right = turn == right_at
@@ -34,16 +33,9 @@ def test_three_attempts_and_reward_whenever_it_is_right(task, style, right_at):
         observation, *results, info = env.step(reply)
 
         assert results == [float(right), right, turn == 3]
-        assert info == {
-            "success": right,
-            "valid": True,
-            "metrics": {"first_success": float(right and turn == 1)},
-        }
+        assert (info["success"], info["valid"]) == (right, True)
+        assert info["metrics"] == {"first_success": float(right and turn == 1)}
         assert ("Wrong" in observation.text) != right
-        invitation = f"attempts left: {3 - turn}"
-        if env.question.one_sentence:
-            invitation = env.question.text
-        assert (invitation in observation.text) == (style == "full" and turn < 3 and not right)
 
 
 def solve_gsm8k(text, _):
@@ -94,13 +86,6 @@ def solve_geoqa(text, env):
 SOLVE = {GSM8K: solve_gsm8k, AIME: solve_aime, GeoQA: solve_geoqa}
 
 
-def all_problems(task, style):
-    for split, answers in task.generated(style).items():
-        for kinds in answers.values():
-            for problem in chain(*kinds.values()):
-                yield split, problem
-
-
 @pytest.mark.parametrize(
     ("task", "style"), [(GSM8K, "full"), (GSM8K, "terse"), (AIME, "terse"), (GeoQA, "terse")]
 )
@@ -109,29 +94,27 @@ def test_held_out_problems_are_never_seen_in_training(task, style):
     GSM8K: 390 in all), and the splits share neither texts nor numbers. Questions are from the split
     of their seed."""
     env = task(style=style)
-    again = task(style=style)
     rng = np.random.default_rng(0)
     keys = {split: set() for split in FIRST_SEEDS}
     texts = {split: set() for split in FIRST_SEEDS}
 
-    for split, problem in all_problems(task, style):
-        env.question = env.question_of(problem, rng)
-        answer, key = SOLVE[task](env.question.text, env)
-        assert answer == float(problem.answer) == float(env.question.gold)
-        words = env.question.text if task is not GeoQA else repr((key, env.question.image.red))
-        texts[split].add(re.sub("Ann|Ben|Mia|Tom|deer|fish|sheep|squid", "", words))
-        keys[split].add(key)
+    for split, answers in task.generated(style).items():
+        for problem in chain(*(chain(*kinds.values()) for kinds in answers.values())):
+            env.question = env.question_of(problem, rng)
+            answer, key = SOLVE[task](env.question.text, env)
+            assert answer == float(problem.answer) == float(env.question.gold)
+            words = env.question.text if task is not GeoQA else repr((key, env.question.image.red))
+            texts[split].add(re.sub("Ann|Ben|Mia|Tom|deer|fish|sheep|squid", "", words))
+            keys[split].add(key)
 
     for split, first in FIRST_SEEDS.items():
         for seed in range(first, first + 100):
             text = env.reset(seed=seed)[0].text
             assert SOLVE[task](text, env)[1] in (keys[split] or keys["held_out"])
-            assert again.reset(seed=seed)[0].text == text
 
     if style == "full":
         # Two different numbers, but not 0 and n or 2n and n.
         assert sum(map(len, texts.values())) == 20 * 21 - 30
-        assert (len(texts["train"]), len(texts["held_out"])) == (267, 123)
     else:
         assert len(texts["train"]) >= 10_000
         assert len(texts["held_out"]) >= 1000
@@ -153,7 +136,6 @@ def test_answers_are_equally_likely_and_every_word_is_a_token(task):
         counts[f" {env.question.gold}"] += 1
         caption = env.caption()
         assert token.sub("", WRONG + RIGHT + text + caption) == ""
-        assert set(re.findall(r"\d+", caption)) <= set(re.findall(r"\d+", text)) or task is GeoQA
 
     share = 1 / len(counts)
     error = math.sqrt(share * (1 - share) / 1000)
@@ -229,43 +211,31 @@ def test_questions_from_a_file(task, tmp_path):
             gold = {GSM8K: f"{k + 1000}", AIME: f"{k + 1}", GeoQA: f"{k}°"}[task]
             assert env.read(env.question.gold) == env.read(gold)
             for image in observation.images:
-                assert image.shape == (40, 60, 3)
-                assert (image == k).all()
+                np.testing.assert_array_equal(image, np.full((40, 60, 3), k))
             assert env.step(env.optimal_reply())[1] == 1.0
             rows[first].add(k)
 
     assert [len(split) for split in rows.values()] == [45, 5]
     assert not set.intersection(*rows.values())
-    assert env.data_summary() == f"{source}: 45 rows for training, 5 held out"
-    assert task().data_summary() == ""
     # The random policy chooses among the answers of the training rows.
     assert env.baselines(0)["random"] == pytest.approx(1 - (1 - 1 / 45) ** 3)
     assert env.baselines(EVAL_SEEDS)["random"] == 0.0
 
 
-BAD = {  # sentence: task, field, value
-    "the field answer must end in #### and a number": (GSM8K, "answer", "#### many"),
-    "the field question is {'text': 'a'}, but must be a text": (GSM8K, "question", {"text": "a"}),
-    "the field solution is missing or empty, the row has": (GeoQA, "solution", ""),
-    "the field answer is '1000', but must be an integer from 000": (AIME, "Answer", 1000),
-    "the field image is no image that can be read": (GeoQA, "image", {"bytes": png(0)[:60]}),
-    "has the mode I;16, but must have 8 bits a channel": (
-        GeoQA,
-        "image",
-        {"bytes": png(0, mode="I;16")},
-    ),
-    "the field solution must hold one short answer": (GeoQA, "solution", 2 * "<answer>1</answer>"),
-}
+BAD = [  # task, field, value, a part of the sentence
+    (GSM8K, "answer", "#### many", "must end in #### and a number"),
+    (AIME, "Answer", 1000, "must be an integer from 000"),
+    (GeoQA, "solution", 2 * "<answer>1</answer>", "must hold one short answer"),
+    (GeoQA, "image", {"bytes": png(0)[:60]}, "is no image that can be read"),
+    (GeoQA, "image", {"bytes": png(0, mode="I;16")}, "must have 8 bits a channel"),
+]
 
 
-@pytest.mark.parametrize("sentence", BAD)
-def test_bad_rows_are_named_in_one_sentence(sentence, tmp_path):
-    task, field, value = BAD[sentence]
+@pytest.mark.parametrize(("task", "field", "value", "sentence"), BAD)
+def test_bad_rows_are_named_in_one_sentence(task, field, value, sentence, tmp_path):
     rows = [*ROWS[task][:2], ROWS[task][2] | {field: value}]
-    ending = "jsonl" if isinstance(value, dict) and "text" in value else "parquet"
-    source = write_rows(tmp_path / f"rows.{ending}", rows)
-    pattern = rf"^{re.escape(source)}, train row 3: .*{re.escape(sentence)}[^\n]*$"
-    with pytest.raises(ValueError, match=pattern):
+    source = write_rows(tmp_path / "rows.parquet", rows)
+    with pytest.raises(ValueError, match=rf"^{source}, train row 3: .*{sentence}[^\n]*$"):
         task(data=source)
 
 
@@ -276,22 +246,13 @@ def test_a_folder_of_images(tmp_path):
         (tmp_path / f"{k}.png").write_bytes(png(k))
         rows.append({"file_name": f"{k}.png", "problem": f"{k}", "solution": "(B)"})
     write_rows(tmp_path / "metadata.jsonl", rows)
-    env = GeoQA(data=str(tmp_path))
-    for seed in (0, 1, EVAL_SEEDS):
-        text, (image,) = env.reset(seed=seed)[0]
-        assert (image == int(text)).all()
+    text, (image,) = GeoQA(data=str(tmp_path)).reset(seed=0)[0]
+    assert (image == int(text)).all()
 
 
 def test_large_images_are_scaled_down_and_transparent_ones_are_white():
     assert decode(png(0, (3000, 1000))).shape == (299, MAX_SIDE, 3)
     assert (decode(png(0, mode="RGBA")) == 255).all()
-
-
-@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
-def test_raster_formats_are_read(form):
-    stream = io.BytesIO()
-    Image.new("RGB", (8, 4), "white").save(stream, form)
-    assert decode(stream.getvalue()).tolist() == np.full((4, 8, 3), 255).tolist()
 
 
 def test_no_image_starts_a_program(tmp_path, monkeypatch):

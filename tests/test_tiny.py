@@ -48,21 +48,7 @@ PAGE = (Path(__file__).parent.parent / "docs/own_environment.md").read_text()
 def test_any_text_can_be_encoded_and_comes_back():
     tokenizer = build_tokenizer(("Right", " a", "1"))
     rng = np.random.default_rng(0)
-    pieces = [
-        "<answer>",
-        "Right",
-        " a",
-        "1",
-        "\x00",
-        "漢字",
-        "🙂",
-        "\u202e",
-        "\n\n",
-        "  ",
-        "<|im_end|>",
-        "é",
-        "user",
-    ]
+    pieces = ["<answer>", "Right", " a", "1", "\x00", "漢字", "🙂", "\n\n", "  ", "<|im_end|>", "é"]
     for _ in range(200):
         text = "".join(rng.choice(pieces, 8))
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
@@ -126,49 +112,34 @@ def test_the_shipped_weights_read_and_play_like_the_random_policy(name):
 
 
 def test_one_s_own_environment(tmp_path, monkeypatch):
-    """The class of the page's first block passes Gymnasium's checks. A tiny model is built for it
-    once, and learns to reply."""
+    """The game of the page passes Gymnasium's checks. A tiny model is built for it once, and learns
+    to reply."""
+    code, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     source = tmp_path / "digits.py"
-    source.write_text(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0])
+    source.write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("FRESHPER_CACHE", str(tmp_path / "cache"))
     digits = importlib.import_module("digits").Digits
     monkeypatch.setitem(ENVS, "digits", digits)
-    check_env(digits(), skip_render_check=True)
+    env = digits()
+    check_environment(env)
+    check_env(env, skip_render_check=True)
+    random = np.mean([env.baselines(seed)["random"] for seed in range(1000)])
+    assert random == pytest.approx(1 - 0.9**4, abs=0.06)
 
+    monkeypatch.setattr(digits, "warm_start", ((50, 2),))
     folder = tiny_model("digits")
     policy = load_policy(str(folder), "cpu", torch.float32)
-    envs = [digits() for _ in range(100)]
-    played = rollout(HFEngine(policy, Sampling(), 0), policy, envs, list(range(100)), 128, 6)
-    replies = sum(len(episode.turn_rewards) for episode in played)
-    assert sum(episode.invalid for episode in played) < 0.3 * replies  # random weights: all
+    envs = [digits() for _ in range(50)]
+    played = rollout(HFEngine(policy, Sampling(), 0), policy, envs, list(range(50)), 256, 6)
+    assert summarize(played)["invalid"] < 0.3  # with random weights, all
 
     monkeypatch.setattr(tiny, "warm_start", lambda *_: pytest.fail("built again"))
     assert tiny_model("digits") == folder
-    source.write_text(source.read_text() + "# changed")
+    source.write_text(code.replace("I think", "We think"))
     with pytest.raises(pytest.fail.Exception, match="built again"):
         tiny_model("digits")
 
     digits.caption = lambda self: ""
-    with pytest.raises(ValueError, match=r"^Digits.caption\(\) is empty, but must say what"):
+    with pytest.raises(ValueError, match=r"^Digits.caption\(\) is empty"):
         warm_start(policy, digits)
-
-
-def test_the_page_s_number_game():
-    """Halving finds every digit, and a random policy 1 - 0.9^4 of them. No reply shuts out the
-    digit."""
-    game = {}
-    exec(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0], game)
-    env = game["Digits"]()
-    check_environment(env)
-    random = np.mean([env.baselines(seed)["random"] for seed in range(1000)])
-    assert random == pytest.approx(1 - 0.9**4, abs=0.06)
-
-    rng = np.random.default_rng(0)
-    for seed in range(50):
-        halve = lambda: f"<answer>{(env.low + env.high) // 2}</answer>"  # noqa: E731
-        assert play_out(env, seed, halve)[2]["success"]
-        env.reset(seed=seed)
-        for _ in range(4):
-            env.step(env.random_reply(rng))
-            assert env.low <= env.secret <= env.high

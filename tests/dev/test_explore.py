@@ -134,15 +134,6 @@ def test_the_loss_of_a_token(tmp_path):
         assert shown["slope"] == pytest.approx(slope, rel=1e-12), case
 
 
-def test_it_fits_a_phone_and_no_number_of_an_axis_is_cut(tmp_path):
-    ends = "[...get('plot').querySelectorAll('text')].map((t) => t.getBBox().x + t.getBBox().width)"
-    shown = f"[document.documentElement.scrollWidth, innerWidth, {ends}]"
-    page, width, ends = in_browser(tmp_path, shown, width=390)
-    assert page <= width <= 390
-    (width,) = re.findall(r'id="plot" viewBox="0 0 (\d+)', explore.PAGE.read_text(encoding="utf-8"))
-    assert max(ends) <= int(width)
-
-
 def test_data_cannot_end_the_script_and_the_page_loads_nothing(tmp_path, monkeypatch, data):
     hostile = "</script><script>document.title = 1</script>"
     page = tmp_path / "explore.html"

@@ -9,16 +9,13 @@ import json
 import re
 import shutil
 import signal
-import socket
 import socketserver
 import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from unittest.mock import Mock
 
 import faiss
 import numpy as np
@@ -70,14 +67,10 @@ def test_indices_that_are_not_flat():
     (passages,), (scores,) = Retriever(TEXTS, encoder, index).search(TEXTS[:1], topk=len(TEXTS))
     assert passages[0] == TEXTS[0] and len(passages) == len(scores) < len(TEXTS)
 
-    for first in (0, 1000):
-        mapped = faiss.IndexIDMap(faiss.IndexFlatIP(64))
-        mapped.add_with_ids(vectors, np.arange(first, first + 6))
-        with pytest.raises(ValueError, match="of another corpus") if first else nullcontext:
-            assert Retriever(TEXTS, encoder, mapped).search(["Mars"], 1)[0] == [[TEXTS[5]]]
-
-
-nullcontext = contextlib.nullcontext()
+    mapped = faiss.IndexIDMap(faiss.IndexFlatIP(64))
+    mapped.add_with_ids(vectors, np.arange(1000, 1006))
+    with pytest.raises(ValueError, match="of another corpus"):
+        Retriever(TEXTS, encoder, mapped)
 
 
 def test_the_local_encoder_is_tf_idf(monkeypatch):
@@ -143,36 +136,12 @@ def test_requests_as_search_r1_s_client_makes_them(url, retriever):
 
 
 def test_bad_and_unbounded_requests_are_refused_and_the_server_lives_on(url):
-    bodies = [b"{", b"\xff\xfe", b"null", b"[1]", b"[" * 100_000, {}]
-    bodies += [{"queries": queries} for queries in ("planet", ["a", 3], ["x" * 2**24])]
+    bodies = [b"\xff\xfe", b"[" * 100_000, {}, {"queries": ["a", 3]}, {"queries": ["x" * 2**24]}]
     bodies += [{"queries": ["a"], "topk": topk} for topk in (-1, 1.5, 10**400)]
     bodies += [{"queries": ["a"] * 1000, "topk": 10**6}, {"queries": ["a"] * 5000, "topk": 1}]
     for body in bodies:
         status, _ = post(url, body)
         assert 400 <= status < 500, str(body)[:60]
-    assert retrieve(url, ["Mars"], 1) == [[TEXTS[5]]]
-
-
-def test_two_hundred_clients_at_once_and_slow_ones_besides(url):
-    """The slow ones keep their connections open and send half a request or nothing."""
-    host, port = url.split("/")[2].split(":")
-    slow = [socket.create_connection((host, int(port))) for _ in range(20)]
-    for connection in slow[:10]:
-        connection.sendall(b"POST /retrieve HTTP/1.1\r\nContent-Length: 9\r\n\r\n{")
-    queries = [TEXTS[k % 6] for k in range(200)]
-    with ThreadPoolExecutor(200) as pool:
-        answers = list(pool.map(lambda query: retrieve(url, [query], 1), queries))
-    assert answers == [[[query]] for query in queries]
-    for connection in slow:
-        connection.close()
-
-
-def test_a_search_that_fails_is_answered_and_the_server_lives_on(url, retriever, monkeypatch):
-    monkeypatch.setattr(search, "PAUSE", 0.01)
-    with monkeypatch.context() as patch:
-        patch.setattr(retriever, "search", Mock(side_effect=RuntimeError("no memory")))
-        with pytest.raises(ConnectionError, match="status 500"):
-            retrieve(url, ["Mars"], 1)
     assert retrieve(url, ["Mars"], 1) == [[TEXTS[5]]]
 
 
@@ -190,31 +159,21 @@ def drip(*parts):
 
 
 OK = b"HTTP/1.1 200 OK\r\n"
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 GOOD = '{"result": [[{"document": {"contents": "Title\\ntext"}, "score": 0.5}]]}'
 FAILURES = {  # what a server sends, piece by piece
     "error": [answer("no", "500 Error")],
     "redirect": [answer("", "307 Elsewhere", "Location: http://localhost:9/retrieve\r\n")],
-    "redirect to GET": [answer("", "302 Elsewhere", "Location: http://localhost:9/x\r\n")],
-    "nothing": [],
     "no http": [b"SSH-2.0\r\n"],
     "no json": [answer("<html>")],
-    "null": [answer("null")],
     "too few": [answer('{"result": []}')],
-    "two rows": [answer('{"result": [[], []]}')],
+    "no text": [answer(GOOD.replace('"Title\\ntext"', "7"))],
     "cut short": [answer(GOOD)[:-9]],
-    "deep": [answer("[" * 100_000)],
     "drips of a body": partial(drip, OK + b"Content-Length: 99999\r\n\r\n", b"[ "),
-    "drips of a body without a length": partial(drip, OK + b"\r\n", b"[ "),
     "drips of a header": partial(drip, OK + b"X: ", b"x"),
     "an endless body": lambda: itertools.chain([OK + b"\r\n"], itertools.repeat(b" " * 4096)),
-    "endless chunks": lambda: itertools.chain(
-        [OK + b"Transfer-Encoding: chunked\r\n\r\n"], itertools.repeat(b"1\r\n \r\n")
-    ),
-    "endless continue": lambda: itertools.repeat(b"HTTP/1.1 100 Continue\r\n\r\n"),
-    "endless headers": lambda: itertools.chain([OK], itertools.repeat(b"X: y\r\n")),
+    "endless continue": lambda: itertools.repeat(CONTINUE),
 }
-for contents in ("7", "null", '["a"]'):
-    FAILURES[f"contents {contents}"] = [answer(GOOD.replace('"Title\\ntext"', contents))]
 
 
 @pytest.mark.parametrize("failure", FAILURES)
@@ -249,14 +208,11 @@ def test_a_request_that_fails_is_sent_again_and_given_up_after_three_attempts(fa
         server.shutdown()
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_build_and_serve_from_the_command_line(packed, tmp_path):
-    """The corpus ends with empty lines, and may be packed."""
-    corpus = Path(write_rows(tmp_path / "c.jsonl", CORPUS))
-    text = corpus.read_bytes() + b"\n \n"
-    if packed:
-        corpus = corpus.with_suffix(".jsonl.gz")
-    corpus.write_bytes(gzip.compress(text) if packed else text)
+def test_build_and_serve_from_the_command_line(tmp_path):
+    """The corpus ends with empty lines, and is packed."""
+    text = Path(write_rows(tmp_path / "c.jsonl", CORPUS)).read_bytes() + b"\n \n"
+    corpus = tmp_path / "c.jsonl.gz"
+    corpus.write_bytes(gzip.compress(text))
     files = ["--corpus", str(corpus), "--index", str(tmp_path / "c.faiss")]
     search_server.main(["--build", *files])
 
@@ -275,16 +231,13 @@ def test_build_and_serve_from_the_command_line(packed, tmp_path):
 
 REFUSED = {  # arguments: a part of the sentence
     "--index bad.faiss": "bad.faiss",
-    "--index no/c.faiss --build": "no/c.faiss",
     "--index device --build": "No space left on device",
+    "--index c.jsonl --build": "the index a file of its own",
+    "--corpus none.jsonl --build": "the corpus must have documents",
     "--corpus d.jsonl": "the index of 6 passages is of another corpus or encoder",
     "--corpus e.jsonl": "the index of 6 passages is of another corpus or encoder",
     "--corpus bad.jsonl": "bad.jsonl, line 2: must be a JSON object",
-    "--corpus deep.jsonl": "deep.jsonl, line 1: must be a JSON object",
-    "--corpus none.jsonl --build": "the corpus must have documents",
-    "--index c.jsonl --build": "the index a file of its own",
     "--encoder models--intfloat--e5-base/snapshots/f5": "--prefixes must be given",
-    "--prefixes e5": "--prefixes must be given with a transformer as --encoder, and only then",
     "--prefixes none --encoder .": "--encoder is ., but no model",
     "--prefixes e5 --encoder half": "but must have the weights layers.0.mlp.up_proj.weight",
 }
@@ -300,7 +253,7 @@ def test_what_cannot_be_served_is_said_in_one_sentence(model_folder, tmp_path, c
         write_rows(tmp_path / f"{name}.jsonl", rows)
     write_rows(tmp_path / "bad.jsonl", [{"contents": "fine"}, {"text": "x"}])
     (tmp_path / "bad.faiss").write_bytes(b"no index at all")
-    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
+
     (tmp_path / "device").symlink_to("/dev/full")
     shutil.copytree(model_folder["text"], "half")
     weights = load_file("half/model.safetensors")
@@ -310,14 +263,10 @@ def test_what_cannot_be_served_is_said_in_one_sentence(model_folder, tmp_path, c
     search_server.main(["--build", *files])
     made = files_of(tmp_path)
 
-    def refused(arguments, sentence):
+    for arguments, sentence in REFUSED.items():
         with pytest.raises(SystemExit, match="2"):
             search_server.main([*files, *arguments.split()])
         assert sentence in capsys.readouterr().err
         # Nothing is lost, and nothing half-written.
         assert files_of(tmp_path) == made
-
-    for arguments, sentence in REFUSED.items():
-        refused(arguments, sentence)
-    assert (tmp_path / "device").is_symlink()
-    assert Path("/dev/full").is_char_device()
+    assert Path("device").is_char_device()
