@@ -3,8 +3,8 @@
     python train.py --env frozenlake_vlm                 an image task, on a laptop, in minutes
     python train.py --env frozenlake --method on_policy  REINFORCE++ without replay
 
-Each line of the algorithm stands with its number. The module behind it says how it works, and where and why we
-differ.
+Each line of the algorithm stands with its number. The module behind it says how it works, and where
+and why we differ.
 """
 
 import signal

@@ -35,9 +35,7 @@ class Config:
     env: str = flag("frozenlake", "task (appendix D)")
     preset: Preset = flag("tiny", "which model, numbers and backend")
     model: str = flag("tiny", "tiny, the hub id of a chat model, or a folder")
-    slippery: bool = flag(
-        False, "FrozenLake's ice (appendix D: slippery; docs/differences.md says where)"
-    )
+    slippery: bool = flag(False, "FrozenLake's ice (appendix D: slippery; docs/differences.md)")
     max_turns: int = flag(0, "H, replies per episode; 0: the task's own (Table 2)")
     format_penalty: float = flag(0.15, "cost of an unreadable reply (paper: 0; their code: 0.15)")
     data: str = flag(
