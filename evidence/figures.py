@@ -160,7 +160,7 @@ def tau(data: Data, figure: Figure) -> None:
     panels[0, 0].legend(loc="lower left", title="learning rate")
 
     made = {key for key, runs in data.ages.items() if len(runs) > 1}
-    task = next(task for task in TASKS if (task, *AGED) in made)
+    task = next(task for task in TASKS if {(task, *AGED), (task, *UNAGED)} <= made)
     kl_axes, ess_axes = panels[1]
     for key, arm, label in ((AGED, "freshper", "age factor"), (UNAGED, "no_decay", "none")):
         runs = list(data.ages[task, *key].values())
