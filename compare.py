@@ -25,6 +25,7 @@ import subprocess
 import sys
 import warnings
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import redirect_stderr, redirect_stdout
 from itertools import product
 from pathlib import Path
 from subprocess import PIPE, STDOUT
@@ -36,6 +37,7 @@ from envs import ENVS
 from freshper.backends import make_env
 from freshper.config import CONFIG_A, CONFIG_DEFAULT, PRESETS, Config
 from freshper.diagnostics import Table, read
+from freshper.errors import Unbreakable
 from freshper.flags import parse_args
 from freshper.report import Row, baselines, plot, task
 
@@ -136,7 +138,16 @@ def train(folder: Path, flags: list[str]) -> None:
 
     command = [sys.executable, str(Path(__file__).with_name("train.py")), *flags]
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=one_thread, stdout=PIPE, stderr=STDOUT, text=True)
+    process = subprocess.Popen(
+        command,
+        env=one_thread,
+        stdout=PIPE,
+        stderr=STDOUT,
+        text=True,
+        errors="replace",
+        # Ctrl-C reaches this process alone, which ends each run once, so that it saves.
+        start_new_session=True,
+    )
     under_way[folder] = process
     output, _ = process.communicate()
     del under_way[folder]
@@ -362,4 +373,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with redirect_stdout(Unbreakable(sys.stdout)), redirect_stderr(Unbreakable(sys.stderr)):
+        main()

@@ -73,7 +73,7 @@ class Checkpoints:
             newest = f"the newest checkpoint is damaged ({saved.damage})"
             say(f"{newest}, so it is removed and the one before it used")
             # The next save would make it the one before, and so remove the whole one.
-            shutil.rmtree(folder.with_name("checkpoint"))
+            remove(folder.with_name("checkpoint"))
 
         try:
             state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
@@ -210,12 +210,17 @@ def replace_folder(folder: Path, fill: Callable[[str], None], before: Path | Non
     fill(str(new))
 
     if before and folder.exists():
-        if before.is_symlink():
-            before.unlink()
-        shutil.rmtree(before, ignore_errors=True)
+        remove(before)
         folder.rename(before)
     shutil.rmtree(folder, ignore_errors=True)
     new.rename(folder)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder, or a link to one, if it is there."""
+    if folder.is_symlink():
+        folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def pack_episodes(episodes: list[Episode]) -> dict[str, Any]:

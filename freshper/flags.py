@@ -162,6 +162,7 @@ def parse_args(argv: list[str] | None = None) -> Config:
             parser.exit()
         for name, reason in problems(config, flags):
             parser.error(f"--{name} is {getattr(config, name)}, but {reason}")
-    except (OSError, ValueError) as error:
+    # config.json of --resume may hold anything.
+    except (OSError, ValueError, TypeError, KeyError) as error:
         parser.error(str(error))
     return config

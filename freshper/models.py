@@ -71,6 +71,7 @@ class Policy:
 
         added = tokenizer.added_tokens_decoder
         special = {i for i, token in added.items() if token.special}
+        self.template(0, first=True)  # also raises what the template raises
         closing, opening = self.template(0, first=False)
         # `encode` also switches off a truncation that tokenizer.json may ask for.
         ends = [i for i in tokenizer.encode(closing, add_special_tokens=False) if i in special]
@@ -88,9 +89,10 @@ class Policy:
         for token in self.special_tokens:
             if "think" in token.lower():
                 raise ValueError(f"it thinks with {token}, a special token, which is never sampled")
-        without_token = range(len(tokenizer), self.model.get_output_embeddings().out_features)
+        rows = {*range(self.model.get_output_embeddings().out_features)}
+        without_token = rows.difference(tokenizer.get_vocab().values())
         suppressed = special.union(
-            without_token, self.model.generation_config.suppress_tokens or ()
+            without_token, rows & {*(self.model.generation_config.suppress_tokens or ())}
         )
         self.suppressed_ids = sorted(suppressed - {self.eos_id})
 
@@ -280,7 +282,7 @@ def check_family(config: transformers.PretrainedConfig, max_tokens: int) -> None
         raise ValueError(f"it is a {kind}, but must be one of {', '.join(FAMILIES)}: {where}")
     text = config.get_text_config()
     rope = text.rope_parameters["rope_type"]
-    if rope not in ROPES and "mrope_section" not in text.rope_parameters:
+    if rope not in ROPES:
         raise ValueError(f"its rope is of the type {rope}, but must be one of {', '.join(ROPES)}")
     # The engine's cache knows no sliding windows.
     longest = text.max_position_embeddings

@@ -79,6 +79,7 @@ class Report:
         self.replayed = 0  # bytes of replay.csv
         self.features: dict = {}  # of held-out images, by key
         try:
+            str(self.folder).encode()  # fails here, before training, if files cannot have this name
             self.folder.mkdir(parents=True, exist_ok=bool(config.resume))
             # The system holds the lock, so that a crash leaves none behind.
             self.lock = os.open(self.folder, os.O_RDONLY)
