@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 from datetime import date
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -28,6 +29,7 @@ from freshper.checkpoint import (
     find_saved,
     fingerprint,
     pack_episodes,
+    replace_folder,
     unpack_episodes,
 )
 from freshper.config import Config
@@ -471,3 +473,14 @@ def test_episodes_come_back_as_they_were():
     assert all(e.tokens.base is None for e in back)  # own memory
     assert len({id(image) for e in back for image in e.images}) == 2
     assert unpack_episodes(pack_episodes([])) == []
+
+
+def test_a_checkpoint_that_is_a_link_is_replaced_and_its_target_stays(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").write_text("")
+    newest, before = tmp_path / "checkpoint", tmp_path / "checkpoint-before"
+    newest.symlink_to(elsewhere)
+    for k in range(3):
+        replace_folder(newest, lambda new, k=k: Path(new, str(k)).write_text(""), before)
+    assert (newest / "2").exists() and (before / "1").exists() and (elsewhere / "kept").exists()

@@ -189,3 +189,17 @@ def test_a_damaged_table_ends_no_run(run, tmp_path, text_policy, monkeypatch, da
         report.rows = [{"iteration": 0}]
     said = any(line.startswith("plots could not be written") for line in lines)
     assert said == (damage != "cell")
+
+
+@pytest.mark.parametrize("seconds, said", [(30.0, 0), (50.0, 1)])
+def test_a_run_that_others_slow_down_says_so(seconds, said, monkeypatch):
+    """The first ten iterations took 10 s, the next ones `seconds`."""
+    report = Report.__new__(Report)
+    report.rows = [{"iteration": k, "wall_s": float(k), "eval_success": 0.5} for k in range(20)]
+    report.began, report.bar, report.folder = 0.0, Mock(), "out/run"
+    report.write_metrics, report.say = Mock(), Mock()
+    monkeypatch.setattr("time.perf_counter", lambda: 10.0 + seconds)
+    report.write({"iteration": 20, "train_success": 0.5, "invalid": 0.0})
+    sentences = [call.args[0] for call in report.say.call_args_list]
+    assert len(sentences) == said
+    assert all("OMP_NUM_THREADS=1 python train.py --resume out/run" in text for text in sentences)

@@ -143,3 +143,23 @@ def test_one_s_own_environment(tmp_path, monkeypatch):
     digits.caption = lambda self: ""
     with pytest.raises(ValueError, match=r"^Digits.caption\(\) is empty"):
         warm_start(policy, digits)
+
+
+@pytest.mark.parametrize("two, chosen", [(0.9, 2), (40.0, 1)])
+def test_threads_are_those_that_are_faster_now(two, chosen, monkeypatch):
+    """One thread takes 1 s; two take longer beside a busy process."""
+    set_to = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch, "set_num_threads", set_to.append)
+    clock = iter([0.0, 1.0, 1.0, 1.0 + two])
+    monkeypatch.setattr(tiny.time, "perf_counter", lambda: next(clock))
+    tiny.choose_threads()
+    assert set_to == [1, 2, chosen]
+
+
+def test_without_a_home_folder_the_cache_must_be_named(monkeypatch):
+    monkeypatch.setitem(ENVS, "own", ENVS["frozenlake"])
+    monkeypatch.delenv("FRESHPER_CACHE", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    with pytest.raises(ValueError, match="FRESHPER_CACHE must name a folder"):
+        tiny_model("own")
