@@ -14,7 +14,7 @@ otherwise subtract that sum and go right. Mass 3.5 -> node 2 -> node 5 -> leaf 1
 work on whole arrays, a level at a time. A node is recomputed from its children (never `+= change`),
 so rounding errors do not accumulate.
 
-Exercise: fill the tree with `[1, 3, 0, 6]` and find the masses 0, 0.99, 1, 3.99, 4, 9.99 by hand.
+Exercise 1 of docs/exercises.md is about this.
 """
 
 import numpy as np

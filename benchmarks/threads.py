@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import common
 import numpy as np
@@ -24,7 +25,7 @@ MOST = 120  # seconds of a run
 
 def seconds(threads: str) -> float:
     """Return the median seconds of an iteration. `threads` is OMP_NUM_THREADS, "" for none."""
-    folder = tempfile.mkdtemp() + "/run"
+    folder = Path(tempfile.mkdtemp(), "run")
     flags = f"--env frozenlake --iterations {ITERATIONS} --eval_episodes 8 --out {folder}".split()
     variables = {name: x for name, x in os.environ.items() if name != "OMP_NUM_THREADS"}
     if threads:

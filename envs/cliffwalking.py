@@ -11,8 +11,7 @@ envs/frozenlake.py). The default here is 50 turns. In the tiny preset it is 30, 
 along the way, more often near the goal. From the task's own start hardly any episode arrives, and
 the policy learns to stand still.
 
-Exercise: try `--epsilon 0.01` and watch `replay_success`. Good episodes have |r| up to 13, bad ones
-hundreds.
+Exercise 6 of docs/exercises.md is about this.
 """
 
 from collections.abc import Iterator

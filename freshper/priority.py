@@ -14,7 +14,7 @@ The paper gives no epsilon (the authors' code: 1e-6). With 0/1 rewards it decide
 are replayed: P(success) / P(failure) = ((1 + epsilon) / epsilon)^alpha, about 4,000 at 1e-6 and 4
 at the tiny preset's 0.1.
 
-Exercise: plot `exponential_decay` and `polynomial_decay` at equal half-life over ages 0 to 10 tau.
+Exercise 4 of docs/exercises.md is about this.
 """
 
 from collections.abc import Callable

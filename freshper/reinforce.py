@@ -31,8 +31,7 @@ belong to one episode. The paper is silent on these points (docs/differences.md)
   switches it off.
 - C is the mean number of action tokens per episode of the whole batch. The authors' code has C = 1.
 
-Exercise: compare `--baseline recompute` with `turn`, both at `--epsilon 1e-6 --format_penalty 0`,
-and watch `replay_grad_norm` (docs/exercises.md).
+Exercise 5 of docs/exercises.md is about this.
 """
 
 import torch
