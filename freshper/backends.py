@@ -51,6 +51,8 @@ def load(config: Config) -> Loaded:
     Raises ValueError if one of them cannot be used, ConnectionError if no server answers at
     --search_url."""
     rank = join_ranks(config)
+    if config.preset == "tiny" and config.trainer == "torch":
+        choose_threads()
     keep_freed_memory()
     # transformers lists every weight that does not fit; `load_policy` raises one sentence instead.
     logging.set_verbosity_error()
@@ -97,8 +99,6 @@ def join_ranks(config: Config) -> int:
     if config.trainer == "torch":
         if os.environ.get("WORLD_SIZE", "1") != "1":
             raise ValueError(f"{backend} must train with deepspeed on several ranks")
-        if config.preset == "tiny":
-            choose_threads()
         return 0
     if config.device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -164,16 +164,18 @@ def find_saved(config: Config) -> Saved | None:
     """Return the newest whole checkpoint of --resume, None if there is none yet.
 
     Raises ValueError if all are damaged, or if the system cannot read one: nothing is removed."""
+    if not config.resume:
+        return None
     damage = ""
     for name in ("checkpoint", "checkpoint-before"):
         folder = Path(config.resume, name)
-        if config.resume and folder.exists():
+        if folder.exists():
             try:
                 return read_saved(folder, damage)
-            except PermissionError as error:
-                raise ValueError(f"--resume is {config.resume}, but: {error}") from error
-            # A damaged file may hold anything.
+            # A damaged file may hold anything, or be gone. Other errors of the system are none.
             except Exception as error:
+                if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                    raise ValueError(f"--resume is {config.resume}, but: {error}") from error
                 damage = damage or str(error)
     if damage:
         raise ValueError(
