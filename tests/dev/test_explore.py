@@ -16,12 +16,10 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from conftest import make_episode
 
 from docs import explore
-from freshper.buffer import ReplayBuffer
 from freshper.is_weights import importance_weights
-from freshper.priority import exponential_decay
+from freshper.priority import exponential_decay, priorities, reward_priority
 from freshper.reinforce import policy_loss
 from sumtree import SumTree
 
@@ -66,15 +64,13 @@ def data():
     return json.loads(explore.DATA.search(page)[0].partition("\n")[2].rpartition("\n")[0])
 
 
-def buffer_of(data, tau, alpha, epsilon):
-    """Return a buffer with the page's episodes, refreshed at the page's time."""
-    rng = np.random.default_rng(0)
-    buffer = ReplayBuffer(len(data["age"]), alpha, partial(exponential_decay, tau=tau))
-    now = max(data["age"])
-    for age, reward in zip(data["age"], data["reward"]):
-        buffer.add([make_episode(rng, turns=1)], [abs(reward) + epsilon], now - age)
-    buffer.refresh(now)
-    return buffer
+def tree_of(data, tau, alpha, epsilon):
+    """Return the sum tree of the page's episodes at the page's time."""
+    base = reward_priority(data["reward"], epsilon)
+    p = priorities(base, np.array(data["age"]), partial(exponential_decay, tau=tau))
+    tree = SumTree(len(p))
+    tree.fill(p**alpha)
+    return tree
 
 
 def test_probabilities_draws_and_weights(tmp_path, data):
@@ -86,13 +82,13 @@ def test_probabilities_draws_and_weights(tmp_path, data):
     age = np.array(data["age"])
     won = np.array(data["reward"]) > 0
     for (tau, alpha, epsilon, beta), shown in zip(settings, results, strict=True):
-        buffer = buffer_of(data, float(tau), alpha, epsilon)
-        p = buffer.tree[np.arange(len(buffer))] / buffer.tree.total()
+        tree = tree_of(data, float(tau), alpha, epsilon)
+        p = tree[np.arange(len(age))] / tree.total()
         drawn = shown["drawn"]
+        masses = np.array(shown["masses"])
         np.testing.assert_allclose(shown["probabilities"], p, rtol=1e-12)
-        assert drawn == buffer.tree.find(np.array(shown["masses"])).tolist()
-        slices = np.array(shown["masses"]) / buffer.tree.total() * 32
-        assert np.floor(slices).tolist() == list(range(32))
+        assert drawn == tree.find(masses).tolist()
+        assert np.floor(32 * masses / tree.total()).tolist() == list(range(32))  # a draw a slice
         weights = importance_weights(p[drawn], beta)
         np.testing.assert_allclose(shown["weights"], weights, rtol=1e-12)
 
