@@ -7,7 +7,6 @@ per family of effects that are corrected together. README.md says what its words
 runs have not been made is named, and so is a task without all cells of the two-by-two.
 """
 
-import csv
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -32,7 +31,6 @@ TWO_BY_TWO = {
 }
 CELL_EFFECTS = {name: formula.format(**CELLS) for name, formula in TWO_BY_TWO.items()}
 SECOND_SEEDS = (506, 507, 508, 509, 510)
-SECOND_TASKS = ["aime", "frozenlake", "frozenlake_vlm", "sokoban_simple"]
 COLUMNS = """final last peak normalised updates cpu_s unreadable replay_age ess r2 c late
 age_rank age_r2""".split()
 COLUMNS += [f"{name} {x}" for x in SUCCESSES for name in ("reach", "log until")]
@@ -137,13 +135,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def claims(data: Data) -> str:
     """Return each claim whose runs have been made, with its verdict and the numbers behind it."""
-    with open(FOLDER / "claims.csv") as file:
-        table_rows = list(csv.DictReader(file))
+    claims = pandas.read_csv(FOLDER / "claims.csv", keep_default_na=False)
     rows = []
-    for number in dict.fromkeys(row["claim"] for row in table_rows):
-        own = [row for row in table_rows if row["claim"] == number]
+    for number, own in claims.groupby("claim", sort=False):
         try:
-            parts = [part for row in own for part in parts_of(data, row)]
+            parts = [part for row in own.to_dict("records") for part in parts_of(data, row)]
         except KeyError:
             continue
         numbers = "; ".join(f"{part.name}: {span(part.effect)} {part.answer}" for part in parts)
@@ -154,8 +150,8 @@ def claims(data: Data) -> str:
             below = sum(part.effect.high < null for part in parts)
             numbers = f"{len(parts)} effects, {min(estimates):.3f} to {max(estimates):.3f}; "
             numbers += f"intervals above {null:g}: {above}, below: {below}"
-        says = " ".join(row["says"] for row in own).strip()
-        answer = rule(own[0]["rule"], [part.answer for part in parts])
+        says = " ".join(own["says"]).strip()
+        answer = rule(own["rule"].iloc[0], [part.answer for part in parts])
         rows.append([number, says, f"**{answer}**", numbers])
     return table(("", "claim", "verdict", "effects"), rows)
 
@@ -196,7 +192,7 @@ def second_stage(data: Data) -> str:
     rows = []
     for arm in ("on_policy", "uniform", CELLS["N"], CELLS["A"]):
         formula = f"freshper - {arm}"
-        for task in data.complete(formula, SECOND_TASKS, SECOND_SEEDS):
+        for task in data.complete(formula, TASKS, SECOND_SEEDS):
             stages = (SEEDS, SECOND_SEEDS, SEEDS + SECOND_SEEDS)
             one, two, ten = (data.effect(formula, [task], seeds=seeds) for seeds in stages)
             confirmed = two.low * two.high > 0 and one.estimate * two.estimate > 0
