@@ -18,15 +18,12 @@ tiny models beside those of runs on a CPU.
 """
 
 import argparse
-import csv
-import gzip
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -220,20 +217,18 @@ def curve_of(folder: Path, flags: str) -> list[str]:
     """Return a line for each evaluation of a run, beside FreshPER's runs of the task on a CPU."""
     from freshper.diagnostics import read
 
-    on_cpu = defaultdict(list)
-    with gzip.open(ON_CPU, "rt", newline="") as file:
-        for row in csv.DictReader(file):
-            is_freshper = (row["arm"], row["rate"]) == ("freshper", "0.5")
-            if is_freshper and flags == f"{TINY} {row['task']}":
-                on_cpu[int(row["iteration"])].append(float(row["eval_success"]))
+    runs = np.genfromtxt(ON_CPU, delimiter=",", names=True, dtype=None, encoding="utf-8")
+    runs = runs[(runs["arm"] == "freshper") & (runs["rate"] == 0.5)]
+    runs = runs[runs["task"] == flags.split()[-1]]
 
     lines = []
     metrics = read(folder, "metrics.csv")
     for iteration, success in zip(metrics["iteration"], metrics["eval_success"]):
+        on_cpu = runs["eval_success"][runs["iteration"] == iteration]
+        line = f"iteration {iteration:4.0f}: success {success:.3f}"
+        if len(on_cpu):
+            line += f", on a CPU {on_cpu.min():.3f} to {on_cpu.max():.3f}, {len(on_cpu)} runs"
         if not np.isnan(success):
-            line = f"iteration {iteration:4.0f}: success {success:.3f}"
-            if values := on_cpu[int(iteration)]:
-                line += f", on a CPU {min(values):.3f} to {max(values):.3f}, {len(values)} runs"
             lines.append(line)
     return lines
 
