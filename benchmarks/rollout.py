@@ -104,8 +104,11 @@ def main() -> None:
     policy = build_policy(FrozenLake())
     policy.suppressed_ids = [*policy.suppressed_ids, policy.eos_id]
     engines = (GenerateEngine(policy, Sampling()), HFEngine(policy, Sampling(), seed=0))
-    rounds = [[Game(policy, engine) for engine in engines] for _ in range(1 + ROUNDS)]
-    assert all(game.lengths == rounds[0][0].lengths for games in rounds for game in games)
+    rounds = []
+    for _ in range(1 + ROUNDS):
+        plain, ours = games = [Game(policy, engine) for engine in engines]
+        assert plain.lengths == ours.lengths
+        rounds.append(games)
 
     whole = []
     for engine, *games in zip(engines, *rounds[1:]):
