@@ -71,10 +71,11 @@ def test_a_formula():
 
 def test_a_wrong_symbol_or_number_stops_the_build(tmp_path, monkeypatch):
     table = docs.build.TABLE.read_text(encoding="utf-8")
-    assert Edition().link("eq. 13") == '<a href="paper_to_code.html#eq:age_decay">eq. 13</a>'
+    edition = Edition()
+    assert edition.link("eq. 13") == '<a href="paper_to_code.html#eq:age_decay">eq. 13</a>'
     for wrong in ("eq. 40", "Table 7", "appendix G.1", "Algorithm 1 line 14", "section 3.6"):
         with pytest.raises(ValueError, match=f"cites {wrong}, which"):
-            Edition().link(wrong)
+            edition.link(wrong)
     monkeypatch.setattr(docs.build, "TABLE", tmp_path / "table.md")
     docs.build.TABLE.write_text(table.replace("sumtree.SumTree", "sumtree.Tree"), encoding="utf-8")
     with pytest.raises(ValueError, match=r"sumtree\.Tree is not in the code"):
