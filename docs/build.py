@@ -51,11 +51,11 @@ CITED = re.compile(
     r"\s((?:[A-Z]\b|\d+)(?:\.\d)?)"
 )
 LINE = re.compile(r"# (?:Algorithm 1, line )?(\d+)\b")
-LINK = re.compile(r'<a href="(?!https:)[^"]*">(.*?)</a>', re.DOTALL)
 RELATION = re.compile(r" (=|~|<=) ")
-INDEX = re.compile(r"_(\w|theta|mu|base|\{(.*?)\})(?![a-zA-Z_])")
+INDEX = re.compile(r"_(?:(\w|theta|mu|base)|\{(.*?)\})(?![a-zA-Z_])")
 POWER = re.compile(r"\^(\w+)")
 GREEK = re.compile(r"(?<![A-Za-z])(alpha|beta|gamma|epsilon|Delta|mu|pi|rho|tau|theta|sum)\b")
+SIGNS = {"||": "‖", " * ": " · ", "&lt;=": "≤", "&gt;=": "≥", "-&gt;": "→"}
 FORMATTER = HtmlFormatter(nowrap=True, style="friendly")
 
 
@@ -67,26 +67,20 @@ def mathml(latex: str, options: dict) -> str:
 
 
 def block(_: Any, tokens: list, number: int, *__: Any) -> str:
-    """Return an indented block of a docstring: formulas, or text as it is."""
+    """Return an indented block of a docstring: formulas, or code as it is."""
     text = tokens[number].content
-    lines = text.splitlines()
-    if 2 * len(RELATION.findall(text)) <= len(lines):
+    if 2 * len(RELATION.findall(text)) <= text.count("\n"):
         return f"<pre>{escape(text)}</pre>"
-
-    rows = []
-    for line in lines:
-        # Columns are two spaces apart.
-        cells = [f"<td>{formula(cell)}</td>" for cell in re.split(" {2,}", line)]
-        rows.append(f"<tr>{''.join(cells)}</tr>")
-    return f"<table class=formulas>{''.join(rows)}</table>"
+    return f"<pre class=formulas>{formula(text)}</pre>"
 
 
 def formula(text: str) -> str:
     """Return p_i^alpha as HTML, with its index, its power and its Greek letter."""
-    text = INDEX.sub(lambda index: f"⟨{index[2] or index[1]}⟩", text)
-    text = POWER.sub(r"<sup>\1</sup>", escape(text).replace("||", "‖").replace(" * ", " · "))
-    text = text.replace("&lt;=", "≤").replace("&gt;=", "≥").replace("-&gt;", "→")
-    return GREEK.sub(r"&\1;", text.replace("⟨", "<sub>").replace("⟩", "</sub>"))
+    text = INDEX.sub(r"<sub>\1\2</sub>", escape(text))
+    text = POWER.sub(r"<sup>\1</sup>", text)
+    for ascii, sign in SIGNS.items():
+        text = text.replace(ascii, sign)
+    return GREEK.sub(r"&\1;", text)
 
 
 MARKDOWN = MarkdownIt("commonmark").enable("table")
@@ -250,11 +244,9 @@ class Edition:
 
     def table(self) -> str:
         """Return the page of the table, with an anchor for every label."""
-        page = LINK.sub(r"\1", MARKDOWN.render(TABLE.read_text(encoding="utf-8")))
-        page = re.sub(
-            r"<code>(\w+:[\w:]+)</code></td>", r'<a id="\1"></a><code>\1</code></td>', page
-        )
-        return self.link(page)
+        page = MARKDOWN.render(TABLE.read_text(encoding="utf-8"))
+        label = re.compile(r"<code>(\w+:[\w:]+)</code></td>")
+        return self.link(label.sub(r'<code id="\1">\1</code></td>', page))
 
 
 def build(out: Path) -> None:
@@ -263,9 +255,7 @@ def build(out: Path) -> None:
     Raises ValueError if the table or a docstring names what is not there."""
     edition = Edition()
     pages = {"index": edition.index(), "paper_to_code": edition.table()}
-    for name, after in pairwise([*edition.modules, "index"]):
-        following = f'<p class=ways><a href="{after}.html">{after} →</a></p>'
-        pages[name] = edition.module(name) + following
+    pages |= {name: edition.module(name) for name in edition.modules}
 
     out.mkdir(parents=True, exist_ok=True)
     shutil.copy(DOCS / "explore.html", out)

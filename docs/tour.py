@@ -27,7 +27,6 @@ import torch
 from freshper import diagnostics
 from freshper.buffer import ReplayBuffer
 from freshper.checkpoint import unpack_episodes
-from freshper.is_weights import importance_weights
 from freshper.priority import exponential_decay, polynomial_decay
 
 ROOT = Path(diagnostics.__file__).parents[1]
@@ -191,23 +190,7 @@ for alpha, decay in ((0.0, None), (0.6, None), (1.0, None), (0.6, DECAY), (1.0, 
     np.testing.assert_allclose([drawn, drawn_age], [share, age], atol=0.01, rtol=0.01)
 
 # %% [markdown]
-# ## 5. What beta does (eq. 3)
-#
-# IS weights undo the preference of the draw. At `beta = 1` the weighted mean over draws is the
-# plain mean over the buffer; at `beta = 0` nothing is undone. By Table 5 FreshPER's default has
-# no IS correction, and the paper gives no reason. One effect is seen here: the weights also
-# undo the preference for fresh trajectories.
-
-# %%
-buffer = load_buffer(folder)
-replay = buffer.sample(50_000)
-print(f"mean age of the buffer {buffer.ages().mean():.1f}; of what is drawn, weighted with")
-for beta in (0.0, 0.4, 1.0):
-    w = importance_weights(replay.probabilities, beta)
-    print(f"    beta {beta:.1f}: {np.average(replay.ages, weights=w):6.1f}")
-
-# %% [markdown]
-# ## 6. Under exponential decay time alone changes no P(i)
+# ## 5. Under exponential decay time alone changes no P(i)
 #
 # Every entry loses the same share of its priority per step, so the proportions stay. Polynomial
 # decay has no such law. Line 6 of Algorithm 1 matters because *new* entries come in at age 0 beside

@@ -159,11 +159,10 @@ def tau(data: Data, figure: Figure) -> None:
         axes.set(title=f"success, {NAMES[task]}", xlabel="tau, steps", ylim=(0.3, 1.03))
     panels[0, 0].legend(loc="lower left", title="learning rate")
 
-    made = {key for key, runs in data.ages.items() if len(runs) > 1}
-    task = next(task for task in TASKS if {(task, *AGED), (task, *UNAGED)} <= made)
+    task = next(x for x in TASKS if {(x, *AGED), (x, *UNAGED)} <= data.ages.keys())
     kl_axes, ess_axes = panels[1]
     for key, arm, label in ((AGED, "freshper", "age factor"), (UNAGED, "no_decay", "none")):
-        runs = list(data.ages[task, *key].values())
+        runs = data.ages[task, *key]
         count = min((run["effective"] >= 30).sum() for run in runs)
         columns = ("age", "kl_reverse", "ess", "kl")
         age, reverse, ess, kl = (np.array([run[name][:count] for run in runs]) for name in columns)

@@ -1,13 +1,12 @@
 """The runs, their curves and what they drew by age, as arrays.
 
-An arm is a name of ARMS, further flags of train.py, and perhaps `+control`, one of controls.py.
+An arm is a name of ARMS, further flags of train.py, and perhaps `+control`.
 `arm @ 0.25` has this factor on the preset's learning rate, otherwise the one that its tuning found.
 An effect is written as it is read: "freshper - on_policy", "freshper - 4 freshper @ 0.125".
 """
 
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas
@@ -50,7 +49,6 @@ CELLS = {
 }
 SUCCESSES = (0.5, 0.6, 0.65, 0.9)  # of the times to a success
 RUN = ["task", "arm", "rate", "seed"]
-Row = dict[str, Any]
 Key = tuple[str, str, float]  # task, arm, rate
 
 
@@ -74,49 +72,51 @@ def episodes_until(success: float, curve: pandas.DataFrame) -> float:
 
 
 class Data:
-    """The tables of a folder. A run that has not been made raises KeyError."""
+    """The tables of this folder. A run that has not been made raises KeyError."""
 
     def __init__(self):
-        self.curves = self.read("runs_curves.csv.gz")
-        self.ages = self.read("runs_ages.csv.gz")
-        self.rows: dict[Key, dict[int, Row]] = {}
-        for row in pandas.read_csv(FOLDER / "runs.csv").to_dict("records"):
-            key = row["task"], row["arm"], row["rate"]
-            self.rows.setdefault(key, {})[row["seed"]] = row
-            self.derive(row, self.curves[key][row["seed"]])
+        curves = pandas.read_csv(FOLDER / "runs_curves.csv.gz").groupby(RUN)
+        self.curves = {run: curve.reset_index(drop=True) for run, curve in curves}
+        self.runs = pandas.read_csv(FOLDER / "runs.csv").set_index(RUN)
+        self.derive()
 
-    def read(self, name: str) -> dict[Key, dict[int, pandas.DataFrame]]:
-        """Return the part of each run of a table that has several rows a run."""
-        runs: dict = {}
-        for (*key, seed), part in pandas.read_csv(FOLDER / name).groupby(RUN):
-            runs.setdefault(tuple(key), {})[seed] = part.reset_index(drop=True)
-        return runs
+        ages = pandas.read_csv(FOLDER / "runs_ages.csv.gz").groupby(RUN[:3])
+        # Of arms with several runs: the bins of age of each run
+        self.ages: dict[Key, list[pandas.DataFrame]] = {}
+        for key, arm in ages:
+            if arm["seed"].nunique() > 1:
+                self.ages[key] = [run for _, run in arm.groupby("seed")]
 
-    def derive(self, row: Row, curve: pandas.DataFrame) -> None:
+    def derive(self) -> None:
         """Add the columns that follow from others."""
-        row["late"] = late_loss(np.array(row["evaluations"].split(), float))
-        row["normalised"] = (row["final"] - row["random"]) / (row["optimal"] - row["random"])
-        row["ess"] = curve["ess"][1:].mean()
-        row["s"] = row["cpu_s"] / row["episodes"]
-        for success in SUCCESSES:
-            row[f"until {success}"] = episodes_until(success, curve)
-            row[f"log until {success}"] = np.log(min(row[f"until {success}"], row["episodes"]))
-            row[f"reach {success}"] = float(row[f"until {success}"] < np.inf)
-        # c of eq. 12, in nats per 1,000 steps; where KL falls with age, no line fits
-        row["c"] = 1000.0 / row["reverse_tau"]
-        row["r2"] = max(row["reverse_r2"], 0.0) if row["c"] > 0 else 0.0
+        runs = self.runs
+        runs["late"] = [late_loss(np.array(row.split(), float)) for row in runs["evaluations"]]
+        runs["normalised"] = (runs["final"] - runs["random"]) / (runs["optimal"] - runs["random"])
+        runs["s"] = runs["cpu_s"] / runs["episodes"]
 
-    def key(self, task: str, arm: str) -> Key:
-        """Return the key of an arm, "no_decay" or "no_decay @ 0.5"."""
+        curves = [self.curves[run] for run in runs.index]
+        runs["ess"] = [curve["ess"][1:].mean() for curve in curves]
+        for success in SUCCESSES:
+            until = np.array([episodes_until(success, curve) for curve in curves])
+            runs[f"until {success}"] = until
+            runs[f"log until {success}"] = np.log(np.minimum(until, runs["episodes"]))
+            runs[f"reach {success}"] = (until < np.inf).astype(float)
+
+        # c of eq. 12, in nats per 1,000 steps; where KL falls with age, no line fits
+        runs["c"] = 1000.0 / runs["reverse_tau"]
+        runs["r2"] = runs["reverse_r2"].clip(lower=0.0).where(runs["c"] > 0, 0.0)
+
+    def names(self, task: str, arm: str, seeds: tuple = SEEDS) -> list[tuple]:
+        """Return the keys of an arm's runs. The arm is "no_decay" or "no_decay @ 0.5"."""
         name, _, rate = arm.partition(" @ ")
-        return task, name, float(rate or RATES.get(name.split()[0], 1.0))
+        rate = float(rate or RATES.get(name.split()[0], 1.0))
+        return [(task, name, rate, seed) for seed in seeds]
 
     def values(
         self, task: str, arm: str, column: str = "final", seeds: tuple = SEEDS
     ) -> np.ndarray:
         """Return a column for the runs of an arm, [seeds]."""
-        runs = self.rows[self.key(task, arm)]
-        return np.array([runs[seed][column] for seed in seeds])
+        return self.runs.loc[self.names(task, arm, seeds), column].to_numpy()
 
     def terms(self, formula: str) -> list[tuple[float, str]]:
         """Return the weights and arms of an effect."""
@@ -140,14 +140,15 @@ class Data:
 
     def complete(self, formula: str, tasks: list[str], seeds: tuple = SEEDS) -> list[str]:
         """Return the tasks for which all runs of an effect have been made."""
+        arms = [arm for _, arm in self.terms(formula)]
         done = []
         for task in tasks:
-            runs = [self.rows.get(self.key(task, arm), {}) for _, arm in self.terms(formula)]
-            if all(set(seeds) <= set(made) for made in runs):
+            runs = sum((self.names(task, arm, seeds) for arm in arms), [])
+            if set(runs) <= self.curves.keys():
                 done.append(task)
         return done
 
     def interpolated(self, task: str, arm: str, column: str, at: np.ndarray) -> np.ndarray:
         """Return the held-out success of the runs of an arm at points of a column, [5, n]."""
-        curves = [self.curves[self.key(task, arm)][seed] for seed in SEEDS]
+        curves = [self.curves[run] for run in self.names(task, arm)]
         return np.array([np.interp(at, curve[column], curve["eval_success"]) for curve in curves])

@@ -7,7 +7,6 @@ per family of effects that are corrected together. README.md says what its words
 runs have not been made is named, and so is a task without all cells of the two-by-two.
 """
 
-import csv
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -32,10 +31,10 @@ TWO_BY_TWO = {
 }
 CELL_EFFECTS = {name: formula.format(**CELLS) for name, formula in TWO_BY_TWO.items()}
 SECOND_SEEDS = (506, 507, 508, 509, 510)
-SECOND_TASKS = ["aime", "frozenlake", "frozenlake_vlm", "sokoban_simple"]
 COLUMNS = """final last peak normalised updates cpu_s unreadable replay_age ess r2 c late
 age_rank age_r2""".split()
 COLUMNS += [f"{name} {x}" for x in SUCCESSES for name in ("reach", "log until")]
+POOLED = ["median task", "mean", "mean, normalised", "mean without NQ, Cliff", "permutation p"]
 SHARES = np.arange(0.1, 1.01, 0.1)  # of the episodes
 
 
@@ -136,13 +135,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def claims(data: Data) -> str:
     """Return each claim whose runs have been made, with its verdict and the numbers behind it."""
-    with open(FOLDER / "claims.csv") as file:
-        table_rows = list(csv.DictReader(file))
+    claims = pandas.read_csv(FOLDER / "claims.csv", keep_default_na=False)
     rows = []
-    for number in dict.fromkeys(row["claim"] for row in table_rows):
-        own = [row for row in table_rows if row["claim"] == number]
+    for number, own in claims.groupby("claim", sort=False):
         try:
-            parts = [part for row in own for part in parts_of(data, row)]
+            parts = [part for row in own.to_dict("records") for part in parts_of(data, row)]
         except KeyError:
             continue
         numbers = "; ".join(f"{part.name}: {span(part.effect)} {part.answer}" for part in parts)
@@ -153,43 +150,40 @@ def claims(data: Data) -> str:
             below = sum(part.effect.high < null for part in parts)
             numbers = f"{len(parts)} effects, {min(estimates):.3f} to {max(estimates):.3f}; "
             numbers += f"intervals above {null:g}: {above}, below: {below}"
-        says = " ".join(row["says"] for row in own).strip()
-        answer = rule(own[0]["rule"], [part.answer for part in parts])
+        says = " ".join(own["says"]).strip()
+        answer = rule(own["rule"].iloc[0], [part.answer for part in parts])
         rows.append([number, says, f"**{answer}**", numbers])
     return table(("", "claim", "verdict", "effects"), rows)
 
 
+def pooled(data: Data, formula: str) -> list[str]:
+    """Return an effect over all nine tasks: the median task, means with their intervals, and p of a
+    permutation within each task and pair of arms (of an interaction it has no meaning)."""
+    terms = data.terms(formula)
+    more, less = ([arm for weight, arm in terms if sign * weight > 0] for sign in (1, -1))
+    x, y = ([data.values(task, arm) for task in TASKS for arm in arms] for arms in (more, less))
+    median = np.median([data.effect(formula, [task]).estimate for task in TASKS])
+    means = [data.effect(formula, TASKS), data.effect(formula, TASKS, "normalised")]
+    means.append(data.effect(formula, OTHERS))
+    p = "" if formula == CELL_EFFECTS["interaction"] else f"{permutation_p(x, y):.5f}"
+    return [f"{median:.3f}", *map(span, means), p]
+
+
 def compared(data: Data, formulas: dict[str, str]) -> str:
-    """Return the effects by task, and over all nine: the median task, the mean with its interval, p
-    of a permutation within each task and pair of arms; the mean of normalised success, and that
-    without two tasks."""
+    """Return the effects by task, and over all nine if their runs have been made."""
     tasks = TASKS
     for formula in formulas.values():
         tasks = data.complete(formula, tasks)
-    columns = []
+    missing = [NAMES[task] for task in TASKS if task not in tasks]
+
+    names = [NAMES[task] for task in tasks]
+    names += [f"missing: {', '.join(missing)}"] if missing else POOLED
+    columns = [names]
     for formula in formulas.values():
         effects = [data.effect(formula, [task]) for task in tasks]
-        answers = judge(effects)
-        columns.append([f"{span(e)} {a}" for e, a in zip(effects, answers, strict=True)])
-    rows = [[NAMES[task], *cells] for task, *cells in zip(tasks, *columns, strict=True)]
-    if len(tasks) < len(TASKS):
-        missing = ", ".join(NAMES[task] for task in TASKS if task not in tasks)
-        rows.append([f"missing: {missing}", *[""] * len(formulas)])
-        return table(("success", *formulas), rows)
-
-    pooled = []
-    for name, formula in formulas.items():
-        terms = data.terms(formula)
-        more, less = ([arm for weight, arm in terms if sign * weight > 0] for sign in (1, -1))
-        x, y = ([data.values(task, arm) for task in TASKS for arm in arms] for arms in (more, less))
-        medians = np.median([data.effect(formula, [task]).estimate for task in TASKS])
-        means = [data.effect(formula, TASKS), data.effect(formula, TASKS, "normalised")]
-        means.append(data.effect(formula, OTHERS))
-        p = "" if name == "interaction" else f"{permutation_p(x, y):.5f}"
-        pooled.append([f"{medians:.3f}", *map(span, means), p])
-    names = ("median task", "mean", "mean, normalised", "mean without NQ, Cliff", "permutation p")
-    rows += [[name, *cells] for name, *cells in zip(names, *pooled, strict=True)]
-    return table(("success", *formulas), rows)
+        cells = [f"{span(e)} {a}" for e, a in zip(effects, judge(effects), strict=True)]
+        columns.append(cells + ([""] if missing else pooled(data, formula)))
+    return table(("success", *formulas), [*zip(*columns, strict=True)])
 
 
 def second_stage(data: Data) -> str:
@@ -198,7 +192,7 @@ def second_stage(data: Data) -> str:
     rows = []
     for arm in ("on_policy", "uniform", CELLS["N"], CELLS["A"]):
         formula = f"freshper - {arm}"
-        for task in data.complete(formula, SECOND_TASKS, SECOND_SEEDS):
+        for task in data.complete(formula, TASKS, SECOND_SEEDS):
             stages = (SEEDS, SECOND_SEEDS, SEEDS + SECOND_SEEDS)
             one, two, ten = (data.effect(formula, [task], seeds=seeds) for seeds in stages)
             confirmed = two.low * two.high > 0 and one.estimate * two.estimate > 0
@@ -246,10 +240,10 @@ def late_pay(data: Data) -> str:
 def plateau(data: Data) -> str:
     """Return who leaves the plateau of NQ Search at 0.55 to 0.60, and after how many episodes."""
     rows = []
-    for (task, arm, rate), made in sorted(data.rows.items()):
-        if task == "nq_search" and set(SEEDS) <= set(made):
-            times = [made[seed]["until 0.65"] for seed in SEEDS]
-            left = [f"{time:.0f}" for time in times if time < np.inf]
+    runs = data.runs.loc["nq_search"].query("seed in @SEEDS")
+    for (arm, rate), times in runs["until 0.65"].groupby(["arm", "rate"]):
+        left = [f"{time:.0f}" for time in times if time < np.inf]
+        if len(times) == len(SEEDS):
             rows.append([f"{arm} @ {rate:g}", f"{len(left)} of 5", " ".join(left)])
     return table(("NQ Search", "reach 0.65", "after episodes"), rows)
 
@@ -273,10 +267,9 @@ def readings(ages: pandas.DataFrame) -> list[float]:
 def drift(data: Data) -> str:
     rows = []
     for (task, arm, rate), runs in data.ages.items():
-        if len(runs) > 1:
-            values = np.array([readings(run) for run in runs.values()])
-            cells = [span(contrast([column], [1.0])) for column in values.T]
-            rows.append([NAMES[task], f"{arm} @ {rate:g}", str(len(runs)), *cells])
+        values = np.array([readings(run) for run in runs])
+        cells = [span(contrast([column], [1.0])) for column in values.T]
+        rows.append([NAMES[task], f"{arm} @ {rate:g}", str(len(runs)), *cells])
     header = ("1/c in steps", "arm", "runs", "intercept", "origin", "mean age", "youngest", "slope")
     return table(header, rows)
 
@@ -285,10 +278,10 @@ def write_arms(data: Data) -> None:
     """Write arms.csv: the means of each arm, and half of the 95 % interval of its final success.
 
     Its main seeds apart from others, those of the tuning and of the second stage."""
-    rows = pandas.DataFrame([row for made in data.rows.values() for row in made.values()])
-    groups = rows.groupby([*RUN[:3], rows["seed"].isin(SEEDS).rename("main")])
-    arms = groups[COLUMNS].mean()
+    is_main = data.runs.index.isin(SEEDS, level="seed")
+    groups = data.runs.assign(main=is_main).groupby([*RUN[:3], "main"])
     runs = groups.size()
+    arms = groups[COLUMNS].mean()
     arms.insert(0, "runs", runs)
     arms.insert(1, "final ±", groups["final"].sem() * t.ppf(0.975, runs - 1))
     arms.to_csv(FOLDER / "arms.csv", float_format="%.4g")

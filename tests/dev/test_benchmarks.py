@@ -1,14 +1,16 @@
-"""The benchmark of search runs, with little work. What it measures is not tested."""
+"""Benchmarks that are quick run, and what they compare agrees. What they measure is not tested."""
 
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_benchmark_of_search_runs():
-    run = [sys.executable, ROOT / "benchmarks/search.py"]
-    done = subprocess.run(run, capture_output=True, text=True, cwd=ROOT)
+@pytest.mark.parametrize("command", ["search.py", "replay.py", "memory.py --backend hf+torch"])
+def test_a_benchmark_runs(command):
+    words = [sys.executable, *f"benchmarks/{command}".split()]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "FAISS / numpy" in done.stdout

@@ -4,14 +4,12 @@ import copy
 import importlib.util
 import json
 import os
-import pkgutil
 import re
 import runpy
 import shlex
 import shutil
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -73,34 +71,19 @@ def test_commands_exist_and_their_flags_parse(page):
         flags = words[words.index(name) + 1 :]
         if name == "train.py" and not PLACEHOLDERS & set(flags):
             parse_args(flags)
-        if name == "compare.py":
-            values = {"--exhibit": "main", "--arm": "freshper"} | dict(pairwise(flags))
-            assert values["--exhibit"] in EXHIBITS, words
-            if not PLACEHOLDERS & set(values["--arm"].split()):
-                parse_args(["--method", *values["--arm"].split()])
 
 
-def test_paper_to_code_has_every_label_in_order_and_names_what_exists():
+def test_paper_to_code_has_every_label_in_order_with_its_number():
+    """The build of the reading edition (test_reading.py) looks up the symbols."""
     table = (ROOT / "docs/paper_to_code.md").read_text(encoding="utf-8")
     # rows of label, kind, number, title
     paper = json.loads((ROOT / "tests/data/paper_labels.json").read_text())
     numbers = {label: number or "¶" for label, _, number, _ in paper}
     labels = re.findall(r"`([a-z]+:[\w:]+)`", table)
-    expected = [label for label in numbers if not label.startswith("par:")]
-    assert [label for label in labels if not label.startswith("par:")] == expected
-
-    for place, label, says, code in re.findall(
-        r"^\| (.+) `(\w+:[\w:]+)` \| (.+) \| (.+) \|$", table, re.MULTILINE
-    ):
+    assert [x for x in labels if "par:" not in x] == [x for x in numbers if "par:" not in x]
+    for place, label in re.findall(r"^\| (.+?) `(\w+:[\w:]+)` \|", table, re.MULTILINE):
         assert place.strip("()").split()[-1] == numbers[label]
-        for name in re.findall(r"`([\w.]+|--\w+.*?)`", code + says):
-            if exhibit := re.fullmatch(r"--exhibit (\w+)", name):
-                assert exhibit[1] in EXHIBITS
-            elif name.startswith("--"):
-                assert name.split()[0].strip("-") in Config.__dataclass_fields__, name
-            else:
-                # AttributeError or ImportError if there is no such symbol
-                pkgutil.resolve_name(name)
+    assert set(re.findall(r"--exhibit (\w+)", table)) == set(EXHIBITS)
 
 
 @pytest.fixture(scope="module")
@@ -145,11 +128,12 @@ def test_ppo_s_advantages_and_priorities_against_values_computed_one_by_one(
 
     trained = []
     accumulate = trainer._accumulate_gradient
-    monkeypatch.setattr(
-        trainer,
-        "_accumulate_gradient",
-        lambda batch, scale: trained.append(batch) or accumulate(batch, scale),
-    )
+
+    def watched(batch, scale):
+        trained.append(batch)
+        return accumulate(batch, scale)
+
+    monkeypatch.setattr(trainer, "_accumulate_gradient", watched)
     monkeypatch.setattr(trainer, "_fit", lambda *_: None)
     trainer.update(episodes)
 
@@ -159,15 +143,12 @@ def test_ppo_s_advantages_and_priorities_against_values_computed_one_by_one(
             hidden = trainer.critic.batch_hidden(collate([e]))[0]
             v = [trainer.critic.model.lm_head(hidden[t - 1]).item() for t in starts] + [0.0]
         assert max(map(abs, v)) > 0.01  # the critic has moved
-        r = e.turn_rewards.tolist()
-        delta = [r[t] + v[t + 1] - v[t] for t in range(len(starts))]
-        assert priorities[row] == pytest.approx(np.mean(np.abs(delta)) + 0.1, abs=1e-4)
+        delta = e.turn_rewards + np.diff(v)
+        assert priorities[row] == pytest.approx(np.abs(delta).mean() + 0.1, abs=1e-4)
 
-        # GAE, as its double sum
-        a = np.zeros(len(starts))
-        for t in range(len(starts)):
-            for k in range(t, len(starts)):
-                a[t] += 0.95 ** (k - t) * delta[k]
+        # GAE, as its sum over later turns
+        ages = np.arange(len(starts))
+        a = [(0.95 ** ages[: len(ages) - t]) @ delta[t:] for t in ages]
         turn = np.searchsorted(starts, np.arange(len(e.tokens)), side="right") - 1
-        expected = np.where(e.action_mask, a[turn], 0.0)
+        expected = np.where(e.action_mask, np.array(a)[turn], 0.0)
         np.testing.assert_allclose(trained[0].advantages[row, : len(expected)], expected, atol=1e-4)

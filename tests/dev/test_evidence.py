@@ -1,7 +1,6 @@
 """Numbers of the pages recomputed from runs.csv by other code; statistics against SciPy and closed
 forms."""
 
-import csv
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "evidence"))
 
 import stats
 import verdicts
-from runs import FOLDER, RATES, TASKS, Data
+from runs import ARMS, FOLDER, RATES, TASKS, Data
 
 RNG = np.random.default_rng(0)
 
@@ -26,14 +25,13 @@ def data():
 
 @pytest.fixture(scope="module")
 def rows():
-    with open(FOLDER / "runs.csv") as file:
-        return list(csv.DictReader(file))
+    return pandas.read_csv(FOLDER / "runs.csv")
 
 
 def finals(rows, task, arm, rate):
     """Return the final success of seeds 501 to 505."""
-    of_arm = [row for row in rows if (row["task"], row["arm"], row["rate"]) == (task, arm, rate)]
-    return np.array([float(row["final"]) for row in of_arm if "501" <= row["seed"] <= "505"])
+    runs = rows.query("task == @task and arm == @arm and rate == @rate and 501 <= seed <= 505")
+    return runs["final"].to_numpy()
 
 
 def test_a_mean_and_a_difference_are_those_of_student_and_welch():
@@ -89,23 +87,19 @@ def test_all_readings_of_a_line_through_the_origin_are_1_over_c(power):
 
 
 def test_the_rates_are_the_best_of_the_tuning(rows):
-    tuned = {}
-    for row in rows:
-        if row["seed"] in ("401", "402") and row["task"] in ("frozenlake", "nq_search"):
-            success = (float(row["final"]) - float(row["random"])) / (1 - float(row["random"]))
-            tuned.setdefault(row["arm"], {}).setdefault(float(row["rate"]), []).append(success)
-    for arm, rates in tuned.items():
-        assert max(rates, key=lambda rate: np.mean(rates[rate])) == RATES.get(arm, 1.0)
-    assert len(tuned) == 6
+    tuning = rows.query("seed in [401, 402] and task in ['frozenlake', 'nq_search']")
+    success = (tuning["final"] - tuning["random"]) / (1 - tuning["random"])
+    means = success.groupby([tuning["arm"], tuning["rate"]]).mean()
+    assert dict(means.groupby("arm").idxmax()) == {arm: (arm, RATES.get(arm, 1.0)) for arm in ARMS}
 
 
 def test_effects_of_the_pages(data, rows):
     gains = []
     for task in TASKS:
-        ours, theirs = finals(rows, task, "freshper", "0.5"), finals(rows, task, "on_policy", "1")
+        ours, theirs = finals(rows, task, "freshper", 0.5), finals(rows, task, "on_policy", 1.0)
         interval = reference.ttest_ind(ours, theirs, equal_var=False).confidence_interval()
         effect = data.effect("freshper - on_policy", [task])
-        assert np.allclose([effect.low, effect.high], [interval.low, interval.high])
+        assert np.allclose([effect.low, effect.high], interval)
         gains.append(ours.mean() - theirs.mean())
     assert np.isclose(data.effect("freshper - on_policy", TASKS).estimate, np.mean(gains))
     assert f"{np.median(gains):.3f}" in (FOLDER / "tables.md").read_text()
@@ -113,10 +107,10 @@ def test_effects_of_the_pages(data, rows):
 
 def test_the_two_by_two_of_a_task(data, rows):
     arms = "freshper", "no_decay", "freshper --epsilon 1e6", "per --beta 0 --alpha 0"
-    fresh, priority, age, neither = (finals(rows, "aime", arm, "0.5") for arm in arms)
+    cells = np.array([finals(rows, "aime", arm, 0.5) for arm in arms])
     effect = data.effect(verdicts.CELL_EFFECTS["age factor"], ["aime"])
-    assert np.isclose(effect.estimate, (fresh - priority + age - neither).mean() / 2)
-    error = np.sqrt(sum(x.var(ddof=1) / 20 for x in (fresh, priority, age, neither)))
+    assert np.isclose(effect.estimate, [0.5, -0.5, 0.5, -0.5] @ cells.mean(1))
+    error = np.sqrt(cells.var(1, ddof=1).sum() / 20)
     assert np.isclose((effect.high - effect.low) / 2, error * reference.t.ppf(0.975, effect.df))
 
 

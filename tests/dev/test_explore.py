@@ -16,12 +16,10 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from conftest import make_episode
 
 from docs import explore
-from freshper.buffer import ReplayBuffer
 from freshper.is_weights import importance_weights
-from freshper.priority import exponential_decay
+from freshper.priority import exponential_decay, priorities, reward_priority
 from freshper.reinforce import policy_loss
 from sumtree import SumTree
 
@@ -35,7 +33,6 @@ function set(sliders) {
     get(name).dispatchEvent(new Event("input"));
   }
 }
-function text(id) { return get(id).textContent; }
 function cells() {
   const numbers = (row) => [...row.cells].slice(1).map((cell) => parseFloat(cell.textContent));
   return [...get("numbers").rows].map(numbers);
@@ -43,7 +40,7 @@ function cells() {
 """
 
 
-def in_browser(tmp_path, expression, width=1280):
+def in_browser(tmp_path, expression):
     """Return the value of a JavaScript expression after the page has been drawn."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     assert browser, f"none of {BROWSERS} is installed"
@@ -54,8 +51,8 @@ def in_browser(tmp_path, expression, width=1280):
     page.write_text(f"{explore.PAGE.read_text(encoding='utf-8')}<script>{script}</script>")
 
     flags = "--headless --no-sandbox --disable-gpu --dump-dom".split()
-    flags += [f"--user-data-dir={tmp_path}/profile", f"--window-size={width},800"]
-    done = subprocess.run([browser, *flags, page], capture_output=True, text=True, timeout=120)
+    words = [browser, *flags, f"--user-data-dir={tmp_path}/profile", page]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     (result,) = re.findall("<body><pre>(.*)</pre>", done.stdout)
     return json.loads(html.unescape(result))
 
@@ -66,15 +63,13 @@ def data():
     return json.loads(explore.DATA.search(page)[0].partition("\n")[2].rpartition("\n")[0])
 
 
-def buffer_of(data, tau, alpha, epsilon):
-    """Return a buffer with the page's episodes, refreshed at the page's time."""
-    rng = np.random.default_rng(0)
-    buffer = ReplayBuffer(len(data["age"]), alpha, partial(exponential_decay, tau=tau))
-    now = max(data["age"])
-    for age, reward in zip(data["age"], data["reward"]):
-        buffer.add([make_episode(rng, turns=1)], [abs(reward) + epsilon], now - age)
-    buffer.refresh(now)
-    return buffer
+def tree_of(data, tau, alpha, epsilon):
+    """Return the sum tree of the page's episodes at the page's time."""
+    base = reward_priority(data["reward"], epsilon)
+    p = priorities(base, np.array(data["age"]), partial(exponential_decay, tau=tau))
+    tree = SumTree(len(p))
+    tree.fill(p**alpha)
+    return tree
 
 
 def test_probabilities_draws_and_weights(tmp_path, data):
@@ -86,13 +81,13 @@ def test_probabilities_draws_and_weights(tmp_path, data):
     age = np.array(data["age"])
     won = np.array(data["reward"]) > 0
     for (tau, alpha, epsilon, beta), shown in zip(settings, results, strict=True):
-        buffer = buffer_of(data, float(tau), alpha, epsilon)
-        p = buffer.tree[np.arange(len(buffer))] / buffer.tree.total()
+        tree = tree_of(data, float(tau), alpha, epsilon)
+        p = tree[np.arange(len(age))] / tree.total()
         drawn = shown["drawn"]
+        masses = np.array(shown["masses"])
         np.testing.assert_allclose(shown["probabilities"], p, rtol=1e-12)
-        assert drawn == buffer.tree.find(np.array(shown["masses"])).tolist()
-        slices = np.array(shown["masses"]) / buffer.tree.total() * 32
-        assert np.floor(slices).tolist() == list(range(32))
+        assert drawn == tree.find(masses).tolist()
+        assert np.floor(32 * masses / tree.total()).tolist() == list(range(32))  # a draw a slice
         weights = importance_weights(p[drawn], beta)
         np.testing.assert_allclose(shown["weights"], weights, rtol=1e-12)
 
@@ -140,7 +135,7 @@ def test_data_cannot_end_the_script_and_the_page_loads_nothing(tmp_path, monkeyp
     shutil.copy(explore.PAGE, page)
     monkeypatch.setattr(explore, "PAGE", page)
     explore.write(data | {"run": hostile})
-    assert in_browser(tmp_path, "[DATA.run, text('run'), document.title]")[:2] == [hostile] * 2
+    assert in_browser(tmp_path, "[DATA.run, get('run').textContent]") == [hostile] * 2
     text = page.read_text(encoding="utf-8")
     assert text.count("</script>") == 2
     assert not re.search(r"https?:|\b(?:src|href)=|@import|url\(|fetch\(", text)

@@ -1,37 +1,12 @@
-"""The reading edition: its links resolve, it shows every line of code, and it fits a phone."""
+"""The reading edition: its links resolve, and it shows every line of code."""
 
 import html
-import json
 import re
-import shutil
-import subprocess
 
 import pytest
-from test_explore import BROWSERS
 
 import docs.build
 from docs.build import GROUPS, Edition, build, formula, module_name
-
-# Shows each page in frames of both widths and notes those that can be scrolled to the side.
-FRAMES = """<pre></pre><script>
-async function measure() {
-  const wide = [];
-  for (const width of [1280, 390]) {
-    for (const name of NAMES) {
-      const frame = document.createElement("iframe");
-      frame.style = `width: ${width}px; height: 800px; border: 0`;
-      frame.src = name;
-      document.body.append(frame);
-      await new Promise((loaded) => { frame.onload = loaded; });
-      const page = frame.contentDocument.documentElement;
-      if (page.scrollWidth > page.clientWidth) wide.push(`${name} ${width}`);
-      frame.remove();
-    }
-  }
-  document.querySelector("pre").textContent = JSON.stringify(wide);
-}
-measure();
-</script>"""
 
 
 @pytest.fixture(scope="module")
@@ -62,17 +37,6 @@ def test_links_resolve_and_formulas_are_mathml(out, pages):
     # A command that the converter does not know stays as it is.
     for latex in re.findall(r"<math.*?</math>", pages["paper_to_code.html"], re.DOTALL):
         assert "\\" not in html.unescape(latex)
-
-
-def test_no_page_is_wider_than_the_screen(out, pages):
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    frames = out / "frames.htm"
-    frames.write_text(FRAMES.replace("NAMES", json.dumps(list(pages))))
-    flags = "--headless --no-sandbox --disable-gpu --allow-file-access-from-files --dump-dom"
-    flags += f" --virtual-time-budget=60000 --user-data-dir={out}/profile --window-size=1400,900"
-    done = subprocess.run([browser, *flags.split(), frames], capture_output=True, text=True)
-    (wide,) = re.findall("<pre>(.*)</pre>", done.stdout)
-    assert json.loads(wide) == []
 
 
 def test_eq_14_and_each_line_of_algorithm_1_stand_beside_their_code(pages):
@@ -107,10 +71,11 @@ def test_a_formula():
 
 def test_a_wrong_symbol_or_number_stops_the_build(tmp_path, monkeypatch):
     table = docs.build.TABLE.read_text(encoding="utf-8")
-    assert Edition().link("eq. 13") == '<a href="paper_to_code.html#eq:age_decay">eq. 13</a>'
+    edition = Edition()
+    assert edition.link("eq. 13") == '<a href="paper_to_code.html#eq:age_decay">eq. 13</a>'
     for wrong in ("eq. 40", "Table 7", "appendix G.1", "Algorithm 1 line 14", "section 3.6"):
         with pytest.raises(ValueError, match=f"cites {wrong}, which"):
-            Edition().link(wrong)
+            edition.link(wrong)
     monkeypatch.setattr(docs.build, "TABLE", tmp_path / "table.md")
     docs.build.TABLE.write_text(table.replace("sumtree.SumTree", "sumtree.Tree"), encoding="utf-8")
     with pytest.raises(ValueError, match=r"sumtree\.Tree is not in the code"):

@@ -16,20 +16,19 @@ def results(out, *flags):
     variables = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert (out / "results.txt").read_text() == done.stdout
-    return done.stdout
+    return (out / "results.txt").read_text()
 
 
 @pytest.mark.parametrize("part", ["0.5B, vLLM, ZeRO-3", "tiny, text"])
 def test_the_table_of_a_part(part, tmp_path):
     text = results(tmp_path, "--only", part)
-    assert re.search(r"^CPU; .*torch 2\S+, transformers \d", text, re.MULTILINE), text
-    numbers = r"^tokens: (\S+) collected, (\S+) sampled, (\S+) replayed"
-    groups = re.search(numbers, text, re.MULTILINE).groups()
-    collected, sampled, replayed = (int(n.replace(",", "")) for n in groups)
+    tokens = re.search(
+        r"^tokens: (\S+) collected, (\S+) sampled, (\S+) replayed", text, re.MULTILINE
+    )
+    collected, sampled, replayed = (int(n.replace(",", "")) for n in tokens.groups())
     assert 0 < sampled < collected < replayed  # two replay updates of as many episodes
     assert re.search(r"replay .* s .*% .* tokens/s", text)
-    assert re.search(r"update: \S+ FLOP/s, \S+% of a matrix product's \S+", text)
+    assert 0 < float(re.search(r"FLOP/s, (\S+)% of a matrix product's", text)[1]) < 100
     assert float(re.search(r"mismatch (\S+)", text)[1]) < 1e-5
     if part.startswith("tiny"):
         assert re.search(r"^iteration +0: success \S+, on a CPU 0\.[12]", text, re.MULTILINE)
