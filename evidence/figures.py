@@ -40,9 +40,9 @@ RIVALS = ("on_policy", "epochs", "no_decay", "per", "uniform")
 FACTORS = {"age factor": COLORS["freshper"], "priority": "#7B1FA2"}
 COSTS = np.geomspace(0.001, 10.0, 60)  # seconds that an episode costs more
 PAYS = {"nq_search": 0.9, "aime": 0.6, "geoqa": 0.6, "cliffwalking": 0.6}  # a success to reach
-# Of these KL and ESS by age are drawn: with the age factor, and without it
+# Of these KL and ESS by age are drawn: with the age factor and without it, both without priority
 AGED = ("freshper --epsilon 1e6", 0.5)
-UNAGED = ("no_decay", 0.5)
+UNAGED = ("per --beta 0 --alpha 0", 0.5)
 TAUS = ("1.25", "5", "20", "80", "450", "none")
 
 
@@ -143,7 +143,7 @@ def late(data: Data, figure: Figure) -> None:
 
 
 def tau(data: Data, figure: Figure) -> None:
-    """Draw success by tau; and KL and ESS by age of a task where two runs have them."""
+    """Draw success by tau; and KL and ESS by age on AIME."""
     panels = figure.subplots(2, 2)
     for axes, task in zip(panels[0], PAIR, strict=True):
         for rate, style, name in ((0.125, "s--", "a quarter"), (0.5, "o-", "best")):
@@ -159,7 +159,7 @@ def tau(data: Data, figure: Figure) -> None:
         axes.set(title=f"success, {NAMES[task]}", xlabel="tau, steps", ylim=(0.3, 1.03))
     panels[0, 0].legend(loc="lower left", title="learning rate")
 
-    task = next(x for x in TASKS if {(x, *AGED), (x, *UNAGED)} <= data.ages.keys())
+    task = "aime"
     kl_axes, ess_axes = panels[1]
     for key, arm, label in ((AGED, "freshper", "age factor"), (UNAGED, "no_decay", "none")):
         runs = data.ages[task, *key]
