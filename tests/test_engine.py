@@ -306,7 +306,7 @@ def test_the_gradient_is_that_of_the_stock_pass_whatever_the_micro_batches(
 
     for size in (1, 3, 8):
         trainer = trainer_for(text_policy, micro_batch_size=size, **terms)
-        assert all(len(rows) <= size for rows, _ in trainer.strategy.shard(batch))
+        assert all(len(rows) <= size for rows, _ in trainer.shard(batch))
         stats = trainer.update(episodes, weights=weights).stats
         assert stats["loss"] == pytest.approx(total, rel=1e-4)
         assert stats["grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-4)
