@@ -235,7 +235,7 @@ class TorchTrainer:
 
     def save(self, folder: str) -> None:
         """Write the policy in the Hugging Face format."""
-        self.policy.save(folder, self.parameters())
+        self.policy.save(folder)
 
     def save_optimizer(self, folder: str) -> None:
         """Write this process's share of the optimizer's state."""

@@ -230,7 +230,11 @@ class RankZero:
             yield from self.trainer.parameters()
 
     def save(self, folder: str) -> None:
-        self.trainer.policy.save(folder, self.parameters())
+        """Write the policy in the Hugging Face format."""
+        policy = self.trainer.policy
+        names = dict(policy.model.named_parameters())  # without an output layer that is tied
+        whole = {name: x.cpu() for name, x in self.parameters() if name in names}
+        policy.save(folder, whole)
 
     def close(self) -> None:
         """End the other ranks. After a failed call they end when this process does."""
