@@ -136,15 +136,6 @@ def test_the_cache_ends_with_its_conversations(text_policy):
     assert allocated() == 0
 
 
-def test_a_conversation_that_has_not_grown_gets_a_new_reply(text_policy):
-    """The cache of the first call cannot be used: the reply of that call is in it."""
-    conversation = Conversation([5, 6, 7])
-    engine = HFEngine(text_policy, Sampling(top_k=1), 0)
-    first, again = [engine.generate([conversation], 4)[0] for _ in range(2)]
-    assert first.tokens == again.tokens
-    assert first.logprobs == again.logprobs
-
-
 def test_in_bfloat16_a_weight_is_cast_once_for_all_tokens(text_policy):
     class Casts(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):

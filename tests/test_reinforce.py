@@ -354,7 +354,7 @@ def test_rows_stand_once_in_groups_of_little_padding(lengths, most):
     assert [len(group) for group in group_by_length([7] * 10, 4)] == [2, 4, 4]
 
 
-def test_an_episode_whose_fields_do_not_fit_together_is_refused():
+def test_an_episode_with_too_few_rewards_is_refused():
     episode = make_episode(np.random.default_rng(0), seed=7)
     episode.turn_rewards = episode.turn_rewards[:-1]
     with pytest.raises(ValueError, match="episode of seed 7"):

@@ -140,8 +140,9 @@ def test_one_s_own_environment(tmp_path, monkeypatch):
     with pytest.raises(pytest.fail.Exception, match="built again"):
         tiny_model("digits")
 
-    digits.caption = lambda self: ""
-    with pytest.raises(ValueError, match=r"^Digits.caption\(\) is empty"):
+    # A tiny model never samples bytes.
+    digits.random_reply = lambda self, rng: "<answer>zwölf</answer>"
+    with pytest.raises(ValueError, match=r"^Digits.random_reply\(\) returned '<answer>zw.* ASCII"):
         warm_start(policy, digits)
 
 
