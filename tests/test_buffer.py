@@ -179,18 +179,6 @@ def test_a_pending_refresh_never_undoes_a_later_one():
     np.testing.assert_allclose(leaves(buffer), np.exp(-10))
 
 
-def test_a_restored_buffer_shares_no_list_with_its_source():
-    buffer = ReplayBuffer(4, 1.0, None)
-    buffer.add(episodes(2), np.ones(2), step=0)
-    other = ReplayBuffer(4, 1.0, None)
-    other.load_state_dict(buffer.state_dict())
-    buffer.add(episodes(2, start=9), np.array([5.0, 6.0]), step=3)
-    buffer.update_base_priorities([0], [9.0])
-    assert len(other) == 2
-    other.refresh(1)
-    np.testing.assert_array_equal(leaves(other), 1.0)
-
-
 def test_bad_arguments_are_refused():
     for arguments in ((0, 0.6, None), (9, 0.6, None, "random")):
         with pytest.raises(ValueError):

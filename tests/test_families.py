@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from envs import ENVS
 from envs.base import Observation
 from envs.frozenlake import FrozenLake
-from freshper.backends import load, make_trainer
+from freshper.backends import make_trainer
 from freshper.episode import collate
 from freshper.flags import parse_args
 from freshper.models import FAMILIES, VISION_FAMILIES, Policy, check_family, load_policy
@@ -145,18 +145,6 @@ def test_the_first_ratio_is_1_although_the_folder_says_dropout(family, monkeypat
 
 
 # -- chat templates and special tokens
-
-
-def test_a_model_with_invalid_generation_settings_can_be_saved(text_policy, tmp_path):
-    """transformers loads them with a warning, and does not save them."""
-    text_policy.save(str(tmp_path / "model"))
-    path = tmp_path / "model/generation_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"temperature": 0.5}))
-    policy = load(parse_args(["--model", str(tmp_path / "model")])).policy
-    policy.save(str(tmp_path / "saved"))
-    saved = load(parse_args(["--model", str(tmp_path / "saved")])).policy
-    assert saved.suppressed_ids == policy.suppressed_ids == text_policy.suppressed_ids
-    assert saved.model.generation_config.temperature == 0.99
 
 
 def test_the_end_of_a_turn_is_the_template_s_whatever_the_tokenizer_s_eos(text_policy):

@@ -16,7 +16,6 @@ from pretrained import smollm2
 from transformers import AutoModelForCausalLM
 
 from envs.base import Observation
-from freshper.backends import load
 from freshper.diagnostics import read
 from freshper.engine_hf import HFEngine, Sampling
 from freshper.episode import Episode, collate
@@ -118,37 +117,3 @@ def test_log_probs_are_those_of_the_checkpoint_in_plain_transformers(trained):
         expected = logits.log_softmax(-1).gather(1, tokens[1:, None])[mask[1:], 0]
         np.testing.assert_allclose(episode.behavior_logprobs[mask], expected, atol=1e-4)
         np.testing.assert_allclose(row[: len(mask)][mask], expected, atol=1e-4)
-
-
-def test_bfloat16_mixed_precision():
-    """At learning rate 0 (warm-up). `rounding` is by how much bfloat16 moves a log-prob on this
-    machine; the other bounds follow from it. No ratio is clipped: that would be a jump."""
-    flags = f"{GSM8K} {TORCH} {SHORT} --model {smollm2()} --dtype bfloat16 --ratio_clip 9"
-    config = parse_args(flags.split())
-    policy, *_ = load(config)
-    assert policy.mixed
-    trainer = TorchTrainer(policy, config, 2)
-    episodes = conversations(policy, config.temperature)
-    mismatch = trainer.record_behavior_logprobs(episodes)["mismatch"]
-    batch = collate(episodes)
-    passes = []
-    episodes[0].behavior_logprobs -= 0.1  # away from rho = 1
-    for policy.mixed in (True, False):
-        trainer.step = 0
-        logprobs = trainer.logprobs(batch)[batch.action_mask]
-        loss = trainer.update(episodes).stats["loss"]
-        gradient = torch.cat([p.grad.flatten() for p in policy.model.parameters()])
-        passes.append((logprobs, loss, gradient.double()))
-
-    state = trainer.optimizer.state_dict()["state"][0]
-    tensors = *policy.model.parameters(), state["exp_avg"], state["exp_avg_sq"]
-    assert {x.dtype for x in tensors} == {torch.float32}
-    policy.model.to(torch.bfloat16)  # weights and the sums of layers, too
-    rounded = trainer.logprobs(batch)[batch.action_mask]
-
-    (logprobs, loss, gradient), (expected_logprobs, expected_loss, expected) = passes
-    rounding = float(abs(logprobs - expected_logprobs).mean())
-    assert 0.0 < rounding < 2 * float(abs(rounded - expected_logprobs).mean())
-    assert 0.0 < mismatch < 3 * rounding  # engine and trainer round in different places
-    assert abs(loss - expected_loss) < 2 * rounding  # the two advantages are about -1 and 1
-    assert 0.0 < (gradient - expected).norm() < 10 * rounding * expected.norm()
