@@ -21,8 +21,6 @@ from freshper.models import load_policy
 from freshper.report import summarize
 from freshper.rollout import rollout
 from freshper.tiny import (
-    SPECIAL,
-    build_tokenizer,
     tiny_model,
     transcripts,
     warm_start,
@@ -42,18 +40,6 @@ CAPTIONS = {
     "geoqa": 0.85,
 }
 PAGE = (Path(__file__).parent.parent / "docs/own_environment.md").read_text()
-
-
-def test_any_text_can_be_encoded_and_comes_back():
-    tokenizer = build_tokenizer(("Right", " a", "1"))
-    rng = np.random.default_rng(0)
-    pieces = ["<answer>", "Right", " a", "1", "\x00", "漢字", "🙂", "\n\n", "  ", "<|im_end|>", "é"]
-    for _ in range(200):
-        text = "".join(rng.choice(pieces, 8))
-        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
-    assert [len(tokenizer.encode(word)) for word in SPECIAL] == [1] * 7
-    assert len(tokenizer.encode("<answer>Right</answer>")) == 3
-    assert tokenizer.eos_token == "<|im_end|>"
 
 
 def caption_accuracy(policy, name, n=64):
