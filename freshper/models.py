@@ -44,8 +44,8 @@ REPLY = "\ue001"
 
 @dataclass(eq=False)
 class Policy:
-    """Hold model, tokenizer and image processor. Raises ValueError if the chat template does not
-    fit."""
+    """Hold model, tokenizer and image processor. Raises ValueError if tokenizer or chat template do
+    not fit."""
 
     model: transformers.PreTrainedModel
     tokenizer: transformers.PreTrainedTokenizerBase
@@ -74,8 +74,11 @@ class Policy:
         # Never sampled: rows of the output layer without a token, other special tokens (a sampled
         # placeholder has no image), and the model's own list.
         rows = {*range(self.model.get_output_embeddings().out_features)}
+        tokens = {*self.tokenizer.get_vocab().values()}
+        if not tokens <= rows:
+            raise ValueError("its tokenizer belongs to another model, which has more tokens")
         listed = self.model.generation_config.suppress_tokens or ()
-        suppressed = rows.difference(self.tokenizer.get_vocab().values()).union(special, listed)
+        suppressed = (rows - tokens).union(special, listed)
         self.suppressed_ids = sorted(suppressed - {self.eos_id})
 
         self.special_tokens = [added[i].content for i in special]

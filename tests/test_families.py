@@ -217,11 +217,13 @@ def test_a_rope_that_changes_with_the_length_is_refused():
         check_family(config, max_tokens=100)
 
 
-def test_a_model_that_thinks_with_a_special_token_is_refused(text_policy):
+def test_a_tokenizer_that_does_not_fit_is_refused(text_policy):
     tokenizer = build_tokenizer(())
     tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]"]})
     with pytest.raises(ValueError, match=r"it thinks with \[THINK\], a special token"):
         Policy(text_policy.model, tokenizer)
+    with pytest.raises(ValueError, match="its tokenizer belongs to another model"):
+        Policy(text_policy.model, build_tokenizer(tuple(f"word{k}" for k in range(20))))
 
 
 @settings(deadline=None, max_examples=60)
