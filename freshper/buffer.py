@@ -204,12 +204,13 @@ class ReplayBuffer:
         return np.where(p > 0.0, p**self.alpha, SMALLEST_LEAF)
 
     def _lowest(self, n: int) -> np.ndarray:
-        """Return the n slots of the lowest leaves, of equal ones the oldest, in this order."""
+        """Return the n slots of the lowest leaves, of equal ones the oldest."""
         leaves = self.tree.leaves[: len(self)]
         nth = np.partition(leaves, n - 1)[n - 1]
         slots = np.flatnonzero(leaves <= nth)
-        order = np.lexsort((self.arrival[slots], leaves[slots]))
-        return slots[order[:n]]
+        # All below the n-th lowest, and of those that equal it the oldest.
+        order = np.where(leaves[slots] < nth, -1, self.arrival[slots])
+        return np.sort(slots[np.argpartition(order, n - 1)[:n]])
 
 
 def check_priorities(base_priorities: np.ndarray) -> None:
