@@ -159,7 +159,7 @@ class TextEnv(gymnasium.Env):
 
     def caption(self) -> str:
         """Return a caption of the observation in `words`. Only the warm start needs it."""
-        return ""
+        raise NotImplementedError
 
     def random_reply(self, rng: np.random.Generator) -> str:
         """Return the reply of the random policy: one of `actions`, drawn uniformly."""

@@ -194,11 +194,11 @@ def make_trainer(policy: Policy, config: Config) -> TorchTrainer:
     updates = config.iterations * config.updates_per_iteration
     if config.trainer == "torch":
         return TorchTrainer(policy, config, updates)
-    from freshper.trainer_deepspeed import DeepSpeedRanks, RankZero
+    from freshper.trainer_deepspeed import DeepSpeedTrainer, RankZero
 
-    trainer = TorchTrainer(policy, config, updates, DeepSpeedRanks)
+    trainer = DeepSpeedTrainer(policy, config, updates)
     # `RankZero` has the methods of its trainer.
-    return cast(TorchTrainer, RankZero(trainer)) if trainer.strategy.rank == 0 else trainer
+    return cast(TorchTrainer, RankZero(trainer)) if trainer.rank == 0 else trainer
 
 
 def serve(policy: Policy, config: Config) -> int:

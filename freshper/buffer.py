@@ -48,8 +48,8 @@ class ReplayBuffer:
 
     Steps never go back. `add` writes `step` into each episode, and PNGs in place of its images.
 
-    Raises ValueError for capacity < 1, alpha outside [0, 1], an unknown eviction, base priorities
-    that are not finite and positive, and a draw from an empty buffer."""
+    Raises ValueError for capacity < 1, an unknown eviction, base priorities that are not finite and
+    positive, and a draw from an empty buffer."""
 
     def __init__(
         self,
@@ -59,8 +59,6 @@ class ReplayBuffer:
         eviction: str = "fifo",
         seed: int = 0,
     ):
-        if not 0.0 <= alpha <= 1.0:
-            raise ValueError(f"alpha must lie in [0, 1], got {alpha}")
         if eviction not in ("fifo", "lowest_priority"):
             raise ValueError(f"eviction must be fifo or lowest_priority, got {eviction}")
         self.capacity = capacity
@@ -94,14 +92,10 @@ class ReplayBuffer:
         """Store episodes [n] collected at t_i = `step` (line 4). A full buffer evicts others.
 
         Equal images become one PNG."""
-        n = len(episodes)
-        if n > self.capacity or n != len(base_priorities):
-            raise ValueError(
-                f"{n} episodes, {len(base_priorities)} priorities, capacity {self.capacity}"
-            )
         check_priorities(base_priorities)
         self.pending.result()
 
+        n = len(episodes)
         arrival = self.added + np.arange(n)
         slots = arrival % self.capacity  # unused ones, then the oldest
         unused = self.capacity - len(self)
@@ -140,8 +134,6 @@ class ReplayBuffer:
 
         Its ages are those at t = `step`, or at `now` if that is later."""
         self.pending.result()
-        if not self.episodes:
-            raise ValueError("the buffer is empty")
         indices = self.tree.stratified_sample(batch_size, self.rng)
         episodes = [self.episodes[slot] for slot in indices]
         probabilities = self.tree[indices] / self.tree.total()
@@ -157,8 +149,6 @@ class ReplayBuffer:
         indices, priorities = np.broadcast_arrays(indices, priorities)
         check_priorities(priorities)
         self.pending.result()
-        if not np.isin(indices, np.arange(len(self))).all():
-            raise ValueError(f"the buffer has {len(self)} episodes, but not all slots {indices}")
         drawn = self.drawn[indices]
         there = (drawn == -1) | (drawn == self.arrival[indices])
         indices, priorities = indices[there], priorities[there]
@@ -214,16 +204,14 @@ class ReplayBuffer:
         return np.where(p > 0.0, p**self.alpha, SMALLEST_LEAF)
 
     def _lowest(self, n: int) -> np.ndarray:
-        """Return the n slots of the lowest leaves, of equal ones the oldest, in this order."""
+        """Return the n slots of the lowest leaves, of equal ones the oldest."""
         leaves = self.tree.leaves[: len(self)]
-        nth = np.partition(leaves, n - 1)[n - 1]
-        below = np.flatnonzero(leaves < nth)
-        equal = np.flatnonzero(leaves == nth)
-        rest = n - len(below)
-        oldest = equal[np.argpartition(self.arrival[equal], rest - 1)[:rest]]
-
-        slots = np.append(below, oldest)
-        return slots[np.lexsort((self.arrival[slots], leaves[slots]))]
+        # np.partition takes ten times as long if most values are equal.
+        nth = leaves[np.argpartition(leaves, n - 1)[n - 1]]
+        slots = np.flatnonzero(leaves <= nth)
+        # All below the n-th lowest, and of those that equal it the oldest.
+        order = np.where(leaves[slots] < nth, -1, self.arrival[slots])
+        return np.sort(slots[np.argpartition(order, n - 1)[:n]])
 
 
 def check_priorities(base_priorities: np.ndarray) -> None:

@@ -70,10 +70,7 @@ def gpus_of_vllm(device: str, text_config: Any) -> list[str]:
         raise ValueError(
             f"the {ranks} ranks of this machine must leave a GPU for vLLM, but {visible} are all"
         )
-    # Models without key-value heads have none to divide.
-    heads = math.gcd(
-        text_config.num_attention_heads, getattr(text_config, "num_key_value_heads", 0)
-    )
+    heads = math.gcd(text_config.num_attention_heads, text_config.num_key_value_heads)
     used = len(gpus)
     while used and heads % used:
         used -= 1

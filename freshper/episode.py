@@ -60,12 +60,11 @@ class Episode:
     def rewards(self) -> np.ndarray:
         """Return each turn's reward on its last action token, 0 elsewhere, float32 [T].
 
-        Raises ValueError if the fields of the episode do not fit together."""
+        Raises ValueError unless there are as many rewards as turns."""
         ends = self.turn_ends()
-        one_length = len(self.tokens) == len(self.action_mask) == len(self.behavior_logprobs)
-        if not one_length or len(ends) != len(self.turn_rewards):
+        if len(ends) != len(self.turn_rewards):
             raise ValueError(
-                f"the fields of the episode of seed {self.seed} have different lengths"
+                f"the episode of seed {self.seed} has {len(ends)} turns, but not as many rewards"
             )
 
         rewards = np.zeros_like(self.behavior_logprobs)
@@ -92,17 +91,16 @@ class Batch(NamedTuple):
 
     def rows(self, indices: list[int]) -> "Batch":
         """Return these rows alone, trimmed to the longest of them: a micro-batch."""
-        lengths = [self.lengths[i] for i in indices]
-        images = [self.images[i] for i in indices]
-        seeds = [self.seeds[i] for i in indices]
-
-        tensors = {}
+        longest = max(self.lengths[i] for i in indices)
+        parts: dict[str, Any] = {}
         for name, values in self._asdict().items():
-            if isinstance(values, Tensor):
-                tensors[name] = values[indices]
+            if isinstance(values, list):
+                parts[name] = [values[i] for i in indices]
+            elif values is not None:
+                parts[name] = values[indices]
                 if values.dim() == 2:
-                    tensors[name] = values[indices, : max(lengths)]
-        return self._replace(images=images, lengths=lengths, seeds=seeds, **tensors)
+                    parts[name] = values[indices, :longest]
+        return Batch(**parts)
 
     def micro_batches(self, max_rows: int) -> Iterator[tuple[list[int], "Batch"]]:
         """Yield (row numbers, batch of these rows) for each group of `group_by_length`."""
@@ -131,7 +129,7 @@ def group_by_length(lengths: list[int], max_rows: int) -> list[list[int]]:
 def collate(episodes: list[Episode] | Batch) -> Batch:
     """Pad episodes into a batch; a batch is returned as it is.
 
-    Raises ValueError if an episode's fields do not fit together."""
+    Raises ValueError if an episode has not as many rewards as turns."""
     if isinstance(episodes, Batch):
         return episodes
     padded: dict[str, Any] = {}

@@ -14,7 +14,6 @@ easy to get wrong:
 
 import functools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import date
 from typing import Any
@@ -45,8 +44,8 @@ REPLY = "\ue001"
 
 @dataclass(eq=False)
 class Policy:
-    """Hold model, tokenizer and image processor. Raises ValueError if the chat template is missing
-    or does not fit."""
+    """Hold model, tokenizer and image processor. Raises ValueError if tokenizer or chat template do
+    not fit."""
 
     model: transformers.PreTrainedModel
     tokenizer: transformers.PreTrainedTokenizerBase
@@ -58,43 +57,34 @@ class Policy:
     features: dict[bytes, Tensor] = field(default_factory=dict)  # by `image_key`
 
     def __post_init__(self) -> None:
-        tokenizer = self.tokenizer
-        if not tokenizer.chat_template:
-            raise ValueError("the tokenizer has no chat template; choose a chat (instruct) model")
         # One rendering of each form is enough for all turns.
         self.template = functools.cache(self.split_template)
 
         # The end of a reply is the template's, which is not always the tokenizer's eos.
-        embedded = self.model.get_input_embeddings().num_embeddings
-        if len(tokenizer) > embedded or not self.encode("text"):
-            raise ValueError(f"its tokenizer of {len(tokenizer)} tokens belongs to another model")
-
-        added = tokenizer.added_tokens_decoder
+        added = self.tokenizer.added_tokens_decoder
         special = {i for i, token in added.items() if token.special}
-        self.template(0, first=True)  # also raises what the template raises
-        closing, opening = self.template(0, first=False)
-        # `encode` also switches off a truncation that tokenizer.json may ask for.
-        ends = [i for i in tokenizer.encode(closing, add_special_tokens=False) if i in special]
+        closing, _ = self.template(0, first=False)
+        ends = [i for i in self.encode(closing) if i in special]
         if not ends:
             raise ValueError(
                 "its chat template closes a reply with no special token, so no reply could end"
             )
         self.eos_id = ends[0]
-        # Whether a reply begins inside a thought
-        self.opens_thought = opening.rstrip().endswith("<think>")
 
-        # Never sampled: other special tokens (a sampled placeholder has no image), the model's
-        # list, and rows of the output layer without a token.
+        # Never sampled: rows of the output layer without a token, other special tokens (a sampled
+        # placeholder has no image), and the model's own list.
+        rows = {*range(self.model.get_output_embeddings().out_features)}
+        tokens = {*self.tokenizer.get_vocab().values()}
+        if not tokens <= rows:
+            raise ValueError("its tokenizer belongs to another model, which has more tokens")
+        listed = self.model.generation_config.suppress_tokens or ()
+        suppressed = (rows - tokens).union(special, listed)
+        self.suppressed_ids = sorted(suppressed - {self.eos_id})
+
         self.special_tokens = [added[i].content for i in special]
         for token in self.special_tokens:
             if "think" in token.lower():
                 raise ValueError(f"it thinks with {token}, a special token, which is never sampled")
-        rows = {*range(self.model.get_output_embeddings().out_features)}
-        without_token = rows.difference(tokenizer.get_vocab().values())
-        suppressed = special.union(
-            without_token, rows & {*(self.model.generation_config.suppress_tokens or ())}
-        )
-        self.suppressed_ids = sorted(suppressed - {self.eos_id})
 
         self.image_token_id = getattr(self.model.config, "image_token_id", -1)
         if self.image_processor:
@@ -145,11 +135,10 @@ class Policy:
 
     def encode(self, text: str, plain: bool = False) -> list[int]:
         """Return the tokens of a text. `plain`: a special token that it spells is text, too."""
-        tokenizer = self.tokenizer.backend_tokenizer
-        tokenizer.encode_special_tokens = plain
-        tokens = tokenizer.encode(text, add_special_tokens=False).ids
-        tokenizer.encode_special_tokens = False
-        return tokens
+        encodable = text.encode(errors="replace").decode()  # without lone surrogates
+        return self.tokenizer.encode(
+            encodable, add_special_tokens=False, split_special_tokens=plain
+        )
 
     def bridge(self, observation: Observation, closed: bool) -> list[int]:
         """Return the tokens between two replies. `closed`: the first one ended with a sampled
@@ -215,10 +204,8 @@ class Policy:
         `mask`: None for causal over right-padded rows, or bool [B, 1, T, cached + T], True if a
         token attends to another."""
         tokens = tokens.to(self.device)
-        decoder = self.model.model
-        if self.image_processor:
-            decoder = decoder.language_model
-        else:
+        decoder = self.model.get_decoder()
+        if not self.image_processor:
             positions = positions[0]  # [B, T]
 
         with self.precision():
@@ -257,37 +244,30 @@ class Policy:
         positions = [self.positions(tokens, images) for tokens, images in rows]  # B of [3, T]
         return self.hidden(batch.tokens, torch.stack(positions, dim=1), sum(batch.images, []))
 
-    def save(self, folder: str, parameters: Iterable[tuple[str, Tensor]] = ()) -> None:
+    def save(self, folder: str, parameters: dict[str, Tensor] | None = None) -> None:
         """Write the model, tokenizer and image processor in the Hugging Face format. `parameters`
-        are (name, whole parameter), if the model's own are not whole. They go by way of the CPU."""
-        names = dict(self.model.named_parameters())  # without an output layer that is tied
-        state = {name: x.detach().cpu() for name, x in parameters if name in names}
-        self.model.save_pretrained(folder, state_dict=state or None)
+        are whole ones by name, if the model's own are not whole."""
+        self.model.save_pretrained(folder, state_dict=parameters)
         self.tokenizer.save_pretrained(folder)
         if self.image_processor:
             self.image_processor.save_pretrained(folder)
-
-
-def embed_patches(convolution: torch.nn.Conv3d, patches: Tensor) -> Tensor:
-    """Return the embeddings of patches, [n, hidden], from pixels [n, channels, time, rows,
-    columns]: as a product, because cuDNN's Conv3d is slow in bfloat16, or is missing."""
-    return torch.nn.functional.linear(patches.flatten(1), convolution.weight.flatten(1))
 
 
 def check_family(config: transformers.PretrainedConfig, max_tokens: int) -> None:
     """Raise ValueError unless a model is computed right for conversations of `max_tokens`."""
     kind = config.model_type
     if kind not in FAMILIES:
-        where = "freshper/models.py says where to add a family, and which test it must pass"
-        raise ValueError(f"it is a {kind}, but must be one of {', '.join(FAMILIES)}: {where}")
+        raise ValueError(
+            f"it is a {kind}, but must be one of {', '.join(FAMILIES)}: freshper/models.py says "
+            "where to add a family, and which test it must pass"
+        )
     text = config.get_text_config()
     rope = text.rope_parameters["rope_type"]
     if rope not in ROPES:
         raise ValueError(f"its rope is of the type {rope}, but must be one of {', '.join(ROPES)}")
     # The engine's cache knows no sliding windows.
-    longest = text.max_position_embeddings
-    if getattr(text, "sliding_window", None):
-        longest = min(longest, text.sliding_window)
+    window = getattr(text, "sliding_window", None) or math.inf
+    longest = min(text.max_position_embeddings, window)
     if max_tokens > longest:
         raise ValueError(
             f"--max_tokens is {max_tokens}, but must be at most {longest}, its window of attention"
@@ -303,7 +283,7 @@ def load_policy(
 ) -> Policy:
     """Load a policy from a hub id or a folder. Pickled weights are not read. `fields` are those of
     `Policy`. Raises OSError if there is no model there, ValueError if it is of another family, or
-    if weights are missing (transformers would make random ones) or have no place."""
+    if weights are missing or have no place."""
     config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     check_family(config, max_tokens)
     auto_class = transformers.AutoModelForCausalLM
@@ -313,8 +293,6 @@ def load_policy(
         image_processor = transformers.AutoImageProcessor.from_pretrained(
             name, trust_remote_code=False
         )
-        if image_processor.patch_size != config.vision_config.patch_size:
-            raise ValueError("its image processor belongs to another model")
 
     model, loaded = auto_class.from_pretrained(
         name,
@@ -324,17 +302,13 @@ def load_policy(
         use_safetensors=True,
         trust_remote_code=False,
     )
-    problems = {"lack": loaded["missing_keys"], "have no place for": loaded["unexpected_keys"]}
-    for problem, keys in problems.items():
-        if keys:
-            raise ValueError(f"its weights {problem} {len(keys)}, such as {min(keys)}")
+    # transformers would make random ones for those that are missing.
+    misfits = {*loaded["missing_keys"], *loaded["unexpected_keys"]}
+    if misfits:
+        raise ValueError(f"its weights lack, or have no place for, {', '.join(sorted(misfits))}")
     # Out of the file's mapping, whose alignment can show in a last bit.
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
-
-    if image_processor and device != "cpu":
-        embedding = model.model.visual.patch_embed.proj
-        embedding.forward = functools.partial(embed_patches, embedding)
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     return Policy(model.to(device), tokenizer, image_processor, **fields)

@@ -67,19 +67,18 @@ def base_priorities(
 def exponential_decay(age: np.ndarray, tau: float) -> np.ndarray:
     """Return w_age(Delta) = exp(-Delta / tau), eq. 13. [n] -> [n], factors in [0, 1].
 
-    Ages are in optimizer steps. tau = inf: 1 everywhere (Standard PER). This and the other forms
-    raise ValueError unless tau (and power) > 0."""
-    return np.exp(-np.asarray(age) / _positive(tau))
+    Ages are in optimizer steps. tau = inf: 1 everywhere (Standard PER)."""
+    return np.exp(-np.asarray(age) / tau)
 
 
 def age_limit(age: np.ndarray, tau: float) -> np.ndarray:
     """Return 1 up to age tau and 0 beyond: the hard limit of asynchronous trainers. [n] -> [n]."""
-    return np.where(np.asarray(age) <= _positive(tau), 1.0, 0.0)
+    return np.where(np.asarray(age) <= tau, 1.0, 0.0)
 
 
 def polynomial_decay(age: np.ndarray, tau: float, power: float) -> np.ndarray:
     """Return (1 + Delta / tau)^(-power), the heavier tail named in section 3.3. [n] -> [n]."""
-    return (1.0 + np.asarray(age) / _positive(tau)) ** -_positive(power)
+    return (1.0 + np.asarray(age) / tau) ** -power
 
 
 def age_decay(kind: str, tau: float) -> Callable[[np.ndarray], np.ndarray]:
@@ -91,9 +90,3 @@ def age_decay(kind: str, tau: float) -> Callable[[np.ndarray], np.ndarray]:
         "none": partial(exponential_decay, tau=np.inf),
     }
     return forms[kind]
-
-
-def _positive(x: float) -> float:
-    if not x > 0:
-        raise ValueError(f"tau and power must be positive, got {x}")
-    return x

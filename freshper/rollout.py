@@ -13,6 +13,7 @@ the last number may lack digits. All live episodes advance together. An episode 
 environment says so, or when its next turn would not fit `max_tokens` (truncated).
 """
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -89,10 +90,13 @@ class LiveEpisode:
 
     def text_of(self, reply: Reply) -> str:
         """Return the reply as the environment reads it, with "…" at the end if the limit cut it,
-        and with the <think> that the chat template has opened for it."""
+        and with the thought that the chat template has opened for it."""
         text = self.policy.tokenizer.decode(reply.tokens, skip_special_tokens=True)
-        if self.policy.opens_thought:
-            text = "<think>" + text
+        _, header = self.policy.template(0, first=not self.turn_rewards)
+        opened = re.search(r"<(\w+)>\s*$", header)
+        if opened:
+            # Environments know <think>. Some templates say <thinking> or <reasoning>.
+            text = "<think>" + text.replace(f"</{opened[1]}>", "</think>")
         return text if reply.tokens[-1] == self.policy.eos_id else text + "…"
 
     def append_reply(self, reply: Reply, reward: float, info: dict) -> None:

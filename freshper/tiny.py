@@ -191,11 +191,19 @@ class RandomEngine:
         self.env_of = dict(zip(seeds, envs))
 
     def generate(self, conversations: list[Conversation], max_new_tokens: int) -> list[Reply]:
-        """Return one random reply to each conversation."""
+        """Return one random reply to each conversation. Raises ValueError if the policy could not
+        write one."""
         replies = []
         for conversation in conversations:
-            text = self.env_of[conversation.seed].random_reply(self.rng)
+            env = self.env_of[conversation.seed]
+            text = env.random_reply(self.rng)
             tokens = [*self.policy.encode(text), self.policy.eos_id]
+            if not set(tokens).isdisjoint(self.policy.suppressed_ids):
+                name = type(env).__name__
+                raise ValueError(
+                    f"{name}.random_reply() returned {text!r}, which a tiny model cannot write: "
+                    f"its words must be listed in {name}.words or {name}.actions, in ASCII"
+                )
             replies.append(Reply(tokens, [0.0] * len(tokens)))
         return replies
 
@@ -244,33 +252,10 @@ def supervised_step(policy: Policy, episodes: list[Episode]) -> None:
         loss.backward()
 
 
-def check_words(policy: Policy, envs: list[TextEnv]) -> None:
-    """Raise ValueError if a caption is empty, or if an action or a random reply holds what the
-    policy never samples."""
-    rng = np.random.default_rng(0)
-    name = type(envs[0]).__name__
-    replies = [f"<answer>{action}</answer>" for action in envs[0].actions]
-    for seed, env in enumerate(envs, WARM_START_SEEDS):
-        env.reset(seed=seed)
-        if not env.caption():
-            raise ValueError(f"{name}.caption() is empty, but must say what the observation shows")
-        replies.append(env.random_reply(rng))
-
-    for reply in replies:
-        sampled = [k for k in policy.encode(reply) if k not in policy.suppressed_ids]
-        written = policy.tokenizer.decode(sampled)
-        if written != reply:
-            raise ValueError(
-                f"{name}.random_reply() returned {reply!r}, of which a tiny model writes "
-                f"{written!r}: its words must be listed in {name}.words or {name}.actions, in ASCII"
-            )
-
-
 def warm_start(policy: Policy, make_env: Callable[[], TextEnv]) -> None:
     """Train the policy on fresh episodes of the random policy, as many as the environment's
     `warm_start` says."""
     envs = [make_env() for _ in range(BATCH)]
-    check_words(policy, envs)
     max_turns = [turns for batches, turns in envs[0].warm_start for _ in range(batches)]
     parameters = list(policy.model.parameters())
     optimizer = torch.optim.Adam(parameters, lr=3e-3)
@@ -303,10 +288,10 @@ def tiny_model(name: str) -> Path:
     sources = [__file__, *map(inspect.getfile, classes)]
     code = b"".join(Path(source).read_bytes() for source in sources)
 
-    cache = Path(os.environ.get("FRESHPER_CACHE") or os.path.expanduser("~/.cache/freshper"))
-    if str(cache).startswith("~"):
+    cache = os.environ.get("FRESHPER_CACHE") or os.path.expanduser("~/.cache/freshper")
+    if cache.startswith("~"):
         raise ValueError("FRESHPER_CACHE must name a folder, because there is no home folder")
-    folder = cache / f"{name}-{hashlib.sha256(code).hexdigest()[:8]}"
+    folder = Path(cache, f"{name}-{hashlib.sha256(code).hexdigest()[:8]}")
     if not folder.is_dir():
         unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
         unfinished.mkdir(parents=True)

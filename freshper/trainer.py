@@ -11,8 +11,8 @@ the backward pass. The gradients of micro-batches add up to that of the whole ba
 the difference between trainer and engine. No forward pass has dropout: with weights unchanged, all
 ratios are 1.
 
-`OneProcess` computes an update in this process, `DeepSpeedRanks` (freshper/trainer_deepspeed.py) in
-several. The trainer is the same for both.
+`TorchTrainer` is one process on one device. What several processes do in another way are its last
+methods, which `DeepSpeedTrainer` (freshper/trainer_deepspeed.py) replaces.
 """
 
 import copy
@@ -55,18 +55,11 @@ class Update(NamedTuple):
 
 
 class TorchTrainer:
-    """The trainer of Algorithm 1.
+    """The trainer of Algorithm 1. `total_updates` is the length of the learning rate schedule."""
 
-    `total_updates` is the length of the learning rate schedule. `strategy` is the class that
-    computes an update: in this process (None), or in several."""
+    rank = 0
 
-    def __init__(
-        self,
-        policy: Policy,
-        config: Config,
-        total_updates: int,
-        strategy: "type[OneProcess] | None" = None,
-    ):
+    def __init__(self, policy: Policy, config: Config, total_updates: int):
         self.policy = policy
         self.config = config
         self.total_updates = total_updates
@@ -79,7 +72,6 @@ class TorchTrainer:
         # Fused, a step needs no further memory. On a CPU it would round in another way.
         fused = config.device != "cpu"
         self.optimizer = torch.optim.AdamW(trainable, lr=config.lr, weight_decay=0.0, fused=fused)
-        self.strategy = (strategy or OneProcess)(policy, self.optimizer, config)
 
     def record_behavior_logprobs(self, episodes: list[Episode]) -> dict[str, float]:
         """Line 3: write log pi_mu of the action tokens into the episodes, and log pi_ref if needed.
@@ -126,16 +118,16 @@ class TorchTrainer:
     def logprobs(self, batch: Batch, reference: bool = False) -> Tensor:
         """Return log pi_theta (or log pi_ref) of the action tokens, float32 [B, T]."""
         self.policy.model.eval()
-        forward = self.strategy.forward
+        forward = self.forward
         if reference:
             assert self.reference is not None
             forward = partial(action_logprobs, self.reference)
 
         logprobs = torch.zeros(batch.tokens.shape)
-        for rows, micro_batch in self.strategy.shard(batch):
+        for rows, micro_batch in self.shard(batch):
             values, _ = forward(micro_batch, self.config.temperature)
             logprobs[rows, : values.shape[1]] += values
-        return self.strategy.reduce(logprobs)
+        return self.reduce(logprobs)
 
     def update(
         self,
@@ -165,7 +157,7 @@ class TorchTrainer:
 
         self.lr = self._scheduled_lr()
         self.optimizer.param_groups[0]["lr"] = self.lr
-        norm = self.strategy.step() if math.isfinite(loss) else math.nan
+        norm = self.clip_and_step() if math.isfinite(loss) else math.nan
         if not math.isfinite(norm):
             phase = "the on-policy update" if weights is None else "the replay update"
             finite = np.isfinite(drift["log_ratio"])
@@ -197,8 +189,8 @@ class TorchTrainer:
         entropy = config.entropy_coef > 0
         total_loss = torch.zeros(1).double()
         drift = torch.zeros(len(DRIFT), len(batch.tokens)).double()
-        for rows, micro_batch in self.strategy.shard(batch):
-            logprobs, entropies = self.strategy.forward(micro_batch, config.temperature, entropy)
+        for rows, micro_batch in self.shard(batch):
+            logprobs, entropies = self.forward(micro_batch, config.temperature, entropy)
             assert micro_batch.advantages is not None
             loss, sums = policy_loss(
                 logprobs,
@@ -215,12 +207,12 @@ class TorchTrainer:
                 batch_size=len(batch.tokens),
                 scale=scale,
             )
-            self.strategy.backward(loss)
+            self.backward(loss)
             total_loss += loss.item()
             drift[:, rows] += torch.stack([sums[name] for name in DRIFT])
 
-        drift = self.strategy.reduce(drift)
-        total_loss = self.strategy.reduce(total_loss)
+        drift = self.reduce(drift)
+        total_loss = self.reduce(total_loss)
         return total_loss.item(), dict(zip(DRIFT, drift.numpy()))
 
     def _scheduled_lr(self) -> float:
@@ -228,10 +220,6 @@ class TorchTrainer:
         progress = (self.step - WARMUP_STEPS) / max(1, self.total_updates - WARMUP_STEPS)
         cosine = 0.5 * (1.0 + math.cos(math.pi * np.clip(progress, 0.0, 1.0)))
         return self.config.lr * min(self.step / WARMUP_STEPS, cosine)
-
-    def parameters(self) -> Parameters:
-        """Yield (name, tensor) of every whole parameter of the policy."""
-        return self.strategy.parameters()
 
     def state_dict(self) -> State:
         """Return everything but the policy, which is saved as a model, and the optimizer."""
@@ -247,18 +235,58 @@ class TorchTrainer:
 
     def save(self, folder: str) -> None:
         """Write the policy in the Hugging Face format."""
-        self.policy.save(folder, self.parameters())
+        self.policy.save(folder)
 
     def save_optimizer(self, folder: str) -> None:
-        """Write the optimizer's state, a file of each process."""
-        self.strategy.save_optimizer(folder)
+        """Write this process's share of the optimizer's state."""
+        with open(f"{folder}/optimizer-{self.rank}.pt", "wb") as file:
+            torch.save(self.optimizer_state(), file)
 
     def load_optimizer(self, folder: str) -> None:
-        """Restore what `save_optimizer` wrote."""
-        self.strategy.load_optimizer(folder)
+        """Restore this process's share of the optimizer's state."""
+        path = f"{folder}/optimizer-{self.rank}.pt"
+        self.load_optimizer_state(torch.load(path, map_location="cpu", weights_only=True))
 
     def close(self) -> None:
         """Do nothing: in one process nothing is left open."""
+
+    # -- what several processes do in another way
+
+    def shard(self, batch: Batch) -> Iterator[tuple[list[int], Batch]]:
+        """Yield the micro-batches of this process: (row numbers, batch of these rows)."""
+        return batch.micro_batches(self.config.micro_batch_size)
+
+    def forward(self, micro_batch: Batch, temperature: float, entropy: bool = False) -> Tensor:
+        """Return `action_logprobs` of a micro-batch."""
+        return action_logprobs(self.policy, micro_batch, temperature, entropy)
+
+    def reduce(self, values: Tensor) -> Tensor:
+        """Return the sum over all processes."""
+        return values
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of the loss to that of the batch, summed over processes."""
+        loss.backward()
+
+    def clip_and_step(self) -> float:
+        """Clip the gradient and step, unless its norm is not finite. Returns the norm."""
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), MAX_GRAD_NORM).item()
+        if math.isfinite(norm):
+            self.optimizer.step()
+        return norm
+
+    def parameters(self) -> Parameters:
+        """Yield (name, tensor) of every whole parameter, also of an output layer that is tied."""
+        return self.policy.model.named_parameters(remove_duplicate=False)
+
+    def optimizer_state(self) -> State:
+        """Return this process's share of the optimizer's state."""
+        return self.optimizer.state_dict()["state"]
+
+    def load_optimizer_state(self, state: State) -> None:
+        """Restore what `optimizer_state` returned."""
+        # The settings stay: a resumed run may be on another device, which decides them (fused).
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
 
 
 def recompute_layers(model: torch.nn.Module) -> None:
@@ -312,63 +340,3 @@ def action_logprobs(
 
     columns = torch.cat(list(scores)).cpu().T  # [2, n]
     return torch.zeros(2, *mask.shape).masked_scatter(mask, columns)
-
-
-# -- one process
-
-
-class OneProcess:
-    """The computation of an update in one process, on one device."""
-
-    rank = 0
-
-    def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, config: Config):
-        self.policy = policy
-        self.optimizer = optimizer
-        self.micro_batch_size = config.micro_batch_size
-
-    def shard(self, batch: Batch) -> Iterator[tuple[list[int], Batch]]:
-        """Yield the micro-batches of this process: (row numbers, batch of these rows)."""
-        return batch.micro_batches(self.micro_batch_size)
-
-    def forward(self, micro_batch: Batch, temperature: float, entropy: bool = False) -> Tensor:
-        """Return `action_logprobs` of a micro-batch."""
-        return action_logprobs(self.policy, micro_batch, temperature, entropy)
-
-    def reduce(self, values: Tensor) -> Tensor:
-        """Return the sum over all processes."""
-        return values
-
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of the loss to that of the batch, summed over processes."""
-        loss.backward()
-
-    def step(self) -> float:
-        """Clip the gradient and step, unless its norm is not finite. Returns the norm."""
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), MAX_GRAD_NORM).item()
-        if math.isfinite(norm):
-            self.optimizer.step()
-        return norm
-
-    def parameters(self) -> Parameters:
-        """Yield (name, tensor) of every whole parameter, also of an output layer that is tied."""
-        return self.policy.model.named_parameters(remove_duplicate=False)
-
-    def optimizer_state(self) -> State:
-        """Return this process's share of the optimizer's state."""
-        return self.optimizer.state_dict()
-
-    def load_optimizer_state(self, state: State) -> None:
-        # A resumed run may be on another device, which decides the settings (fused).
-        settings = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict(state | {"param_groups": settings})
-
-    def save_optimizer(self, folder: str) -> None:
-        """Write this process's share of the optimizer's state."""
-        with open(f"{folder}/optimizer-{self.rank}.pt", "wb") as file:
-            torch.save(self.optimizer_state(), file)
-
-    def load_optimizer(self, folder: str) -> None:
-        """Restore this process's share of the optimizer's state."""
-        path = f"{folder}/optimizer-{self.rank}.pt"
-        self.load_optimizer_state(torch.load(path, map_location="cpu", weights_only=True))

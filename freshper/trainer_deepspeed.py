@@ -3,7 +3,7 @@
 Paper: Algorithm 1 lines 3, 5 and 10; section 4.1 and Table 4 (the authors train with DeepSpeed
 inside ROLL).
 
-There are two ideas, one class each. `DeepSpeedRanks` shares the rows of a batch among the ranks:
+There are two ideas, one class each. `DeepSpeedTrainer` shares the rows of a batch among the ranks:
 
     rows grouped by length  0 1 2 3 | 4 5 6 7 | 8        micro_batch_size 2, two ranks
     rank 0                  0   2     4   6     8
@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import deepspeed
 import torch
@@ -36,18 +36,10 @@ from deepspeed.constants import default_pg_timeout
 from torch import Tensor
 
 from freshper.config import Config
-from freshper.episode import Batch, Episode, group_by_length
+from freshper.episode import Batch, group_by_length
 from freshper.errors import BackendError, NonFiniteError, phase
 from freshper.models import Policy
-from freshper.trainer import (
-    MAX_GRAD_NORM,
-    OneProcess,
-    Parameters,
-    State,
-    TorchTrainer,
-    Update,
-    action_logprobs,
-)
+from freshper.trainer import MAX_GRAD_NORM, Parameters, State, TorchTrainer, action_logprobs
 
 # GPUs also need NCCL_SOCKET_IFNAME.
 MEETING = "the meeting of all ranks (GLOO_SOCKET_IFNAME: the network between their machines)"
@@ -88,19 +80,16 @@ class _ActionLogprobs(torch.nn.Module):
         self.forward = partial(action_logprobs, policy)
 
 
-class DeepSpeedRanks(OneProcess):
-    """The computation of an update on all ranks, which call each of its methods together."""
+class DeepSpeedTrainer(TorchTrainer):
+    """The trainer of each rank. All ranks call each of its methods together."""
 
-    def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, config: Config):
-        super().__init__(policy, optimizer, config)
+    def __init__(self, policy: Policy, config: Config, total_updates: int):
+        super().__init__(policy, config, total_updates)
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
-        self.zero_stage = config.zero_stage
-        if self.zero_stage == 3:
+        if config.zero_stage == 3:
             # A cached image would let a rank skip the vision tower that the others gather.
             policy.freeze_vision = False
-        # At ZeRO 0 in float32, DeepSpeed gives no norm of the gradient.
-        self.computes_norm = self.zero_stage == 0 and config.dtype == "float32"
         settings = {
             "zero_optimization": {"stage": config.zero_stage},
             "bf16": {"enabled": config.dtype == "bfloat16"},
@@ -118,10 +107,10 @@ class DeepSpeedRanks(OneProcess):
         with phase(MEETING, RuntimeError):
             self.messages = dist.new_group(backend="gloo", timeout=patience)
             self.engine, *_ = deepspeed.initialize(
-                model=_ActionLogprobs(policy), optimizer=optimizer, config=settings
+                model=_ActionLogprobs(policy), optimizer=self.optimizer, config=settings
             )
         # At ZeRO 0 in bfloat16, DeepSpeed has made a step with gradients of 0.
-        optimizer.state.clear()
+        self.optimizer.state.clear()
 
     def broadcast(self, call: Any = None) -> Any:
         """Return on all ranks what rank 0 passes."""
@@ -130,7 +119,7 @@ class DeepSpeedRanks(OneProcess):
         return message[0]
 
     def shard(self, batch: Batch) -> Iterator[tuple[list[int], Batch]]:
-        for group in group_by_length(batch.lengths, self.micro_batch_size * self.ranks):
+        for group in group_by_length(batch.lengths, self.config.micro_batch_size * self.ranks):
             rows = group[self.rank :: self.ranks] or group[:1]
             micro_batch = batch.rows(rows)
             if self.rank >= len(group):
@@ -152,12 +141,12 @@ class DeepSpeedRanks(OneProcess):
     def backward(self, loss: Tensor) -> None:
         self.engine.backward(loss * self.ranks)
 
-    def step(self) -> float:
-        if not self.computes_norm:
+    def clip_and_step(self) -> float:
+        if self.config.zero_stage > 0 or self.config.dtype == "bfloat16":
             self.engine.step()
             return float(self.engine.get_global_grad_norm())
 
-        # `step` would do it only after the norm is taken.
+        # DeepSpeed gives no norm here, and its step would add up the gradients only afterwards.
         self.engine.buffered_allreduce_fallback()
         norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), MAX_GRAD_NORM)
         self.engine.step()
@@ -165,7 +154,7 @@ class DeepSpeedRanks(OneProcess):
 
     def parameters(self) -> Parameters:
         """Yield (name, tensor) of every whole parameter. All ranks must use up the iterator."""
-        sharded = self.zero_stage == 3
+        sharded = self.config.zero_stage == 3
         for name, parameter in super().parameters():
             with deepspeed.zero.GatheredParameters([parameter], enabled=sharded):
                 yield name, parameter.detach()
@@ -188,40 +177,52 @@ class DeepSpeedRanks(OneProcess):
         super().save_optimizer(folder)
         dist.barrier(group=self.messages)
 
+    def load_optimizer(self, folder: str) -> None:
+        """Restore this rank's share. Raises BackendError if another number of ranks wrote it."""
+        saved = len(list(Path(folder).glob("optimizer-*.pt")))
+        if saved != self.ranks:
+            raise BackendError(
+                f"--resume needs {saved} ranks, the number in the checkpoint, not {self.ranks}"
+            )
+        super().load_optimizer(folder)
+
     def _stepped_tensors(self) -> list[Tensor]:
         """Return what AdamW steps on: the parameters, or this rank's flat float32 share of them."""
-        if self.zero_stage == 3:
+        if self.config.zero_stage == 3:
             return self.engine.optimizer.fp32_partitioned_groups_flat
         return [tensor for group in self.optimizer.param_groups for tensor in group["params"]]
 
 
-class RankZero:
-    """The trainer of rank 0. A call also runs on the others. Raises BackendError if one fails."""
+# The methods of a trainer that compute on all ranks
+TOGETHER = (
+    "record_behavior_logprobs",
+    "logprobs",
+    "update",
+    "load_state_dict",
+    "save_optimizer",
+    "load_optimizer",
+)
 
-    def __init__(self, trainer: TorchTrainer):
+
+class RankZero:
+    """The trainer of rank 0. Those of its methods that need all ranks also run on the others.
+
+    They raise BackendError if a rank fails."""
+
+    def __init__(self, trainer: DeepSpeedTrainer):
         self.trainer = trainer
-        self.strategy = cast(DeepSpeedRanks, trainer.strategy)
         self.broken = False
 
-    @property
-    def step(self) -> int:
-        return self.trainer.step
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self.trainer, name)
+        if name not in TOGETHER:
+            return attribute
 
-    @property
-    def lr(self) -> float:
-        return self.trainer.lr
+        def call(*arguments: Any) -> Any:
+            with self._on_all_ranks(name, *arguments):
+                return attribute(*arguments)
 
-    def record_behavior_logprobs(self, episodes: list[Episode]) -> dict[str, float]:
-        with self._on_all_ranks("record_behavior_logprobs", episodes):
-            return self.trainer.record_behavior_logprobs(episodes)
-
-    def logprobs(self, batch: Batch, reference: bool = False) -> Tensor:
-        with self._on_all_ranks("logprobs", batch, reference):
-            return self.trainer.logprobs(batch, reference)
-
-    def update(self, *arguments: Any) -> Update:
-        with self._on_all_ranks("update", *arguments):
-            return self.trainer.update(*arguments)
+        return call
 
     def parameters(self) -> Parameters:
         """Yield (name, tensor) of every whole parameter. The caller must use up the iterator."""
@@ -229,29 +230,11 @@ class RankZero:
             yield from self.trainer.parameters()
 
     def save(self, folder: str) -> None:
-        self.trainer.policy.save(folder, self.parameters())
-
-    def state_dict(self) -> State:
-        return self.trainer.state_dict()
-
-    def load_state_dict(self, state: State) -> None:
-        with self._on_all_ranks("load_state_dict", state):
-            self.trainer.load_state_dict(state)
-
-    def save_optimizer(self, folder: str) -> None:
-        with self._on_all_ranks("save_optimizer", folder):
-            self.trainer.save_optimizer(folder)
-
-    def load_optimizer(self, folder: str) -> None:
-        """Restore the optimizer. Raises BackendError if another number of ranks wrote it."""
-        saved = len(list(Path(folder).glob("optimizer-*.pt")))
-        ranks = self.strategy.ranks
-        if saved != ranks:
-            raise BackendError(
-                f"--resume needs {saved} ranks, the number in the checkpoint, not {ranks}"
-            )
-        with self._on_all_ranks("load_optimizer", folder):
-            self.trainer.load_optimizer(folder)
+        """Write the policy in the Hugging Face format."""
+        policy = self.trainer.policy
+        names = dict(policy.model.named_parameters())  # without an output layer that is tied
+        whole = {name: x.cpu() for name, x in self.parameters() if name in names}
+        policy.save(folder, whole)
 
     def close(self) -> None:
         """End the other ranks. After a failed call they end when this process does."""
@@ -259,15 +242,15 @@ class RankZero:
             return
         # A rank may have died unnoticed, during a rollout.
         with contextlib.suppress(RuntimeError):
-            self.strategy.broadcast(("stop", ()))
+            self.trainer.broadcast(("stop", ()))
         dist.destroy_process_group()
 
     @contextlib.contextmanager
     def _on_all_ranks(self, name: str, *arguments: Any) -> Iterator[None]:
         """Make the other ranks run a method of their trainer while rank 0 runs it in the block."""
         self.broken = True  # until the block has ended
-        with phase(f"`{name}` on {self.strategy.ranks} ranks of DeepSpeed", RuntimeError):
-            self.strategy.broadcast((name, arguments))
+        with phase(f"`{name}` on {self.trainer.ranks} ranks of DeepSpeed", RuntimeError):
+            self.trainer.broadcast((name, arguments))
             yield
         self.broken = False
 
@@ -276,14 +259,14 @@ def serve(trainer: TorchTrainer) -> int:
     """Run the calls that rank 0 broadcasts, until "stop" or disconnect. Returns the exit status.
 
     This is the worker loop of ranks other than 0."""
-    strategy = cast(DeepSpeedRanks, trainer.strategy)
+    assert isinstance(trainer, DeepSpeedTrainer)
     # These signals reach every rank, and rank 0 decides.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
     while True:
         try:
-            name, arguments = strategy.broadcast()
+            name, arguments = trainer.broadcast()
         except RuntimeError:
             # Rank 0 has ended, and has printed why.
             return 1

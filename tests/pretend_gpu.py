@@ -2,32 +2,30 @@
 
 A tensor of the device `pretend` is a `DeviceTensor`, whose numbers are in `host`. What CUDA refuses
 is refused: operators on tensors of both devices, except CPU numbers without dimensions in pointwise
-operators, and CPU indices; NumPy. Optimizers take their foreach path, autocast casts as torch's own
-header says for CUDA, and a file holds the tensors as those of `cuda:0`, so that they cannot be
-loaded here without `map_location`.
+operators, and CPU indices; NumPy. Optimizers take their foreach path, and a file holds the tensors
+as those of `cuda:0`, so that they cannot be loaded here without `map_location`.
 
-Not pretended are memory, speed, streams, random numbers, and the rounding of a GPU's kernels.
+Not pretended are memory, speed, streams, random numbers, autocast, and the rounding of a GPU's
+kernels.
 `install` is for a process of its own. It uses private functions of torch 2.13.
 """
 
 import functools
-import re
-from pathlib import Path
 
 import torch
-from torch.library import Library, fallthrough_kernel
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import (
     _DummyBackendModule,
     _setup_privateuseone_for_python_backend,
 )
+from transformers import PreTrainedModel
 
 NAME = "pretend"
 aten = torch.ops.aten
 COPIES = {aten._to_copy, aten.copy_}
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
-KEPT = []  # libraries and the mode, which end with their objects
+KEPT = []  # the mode, which ends with its object
 
 
 class DeviceTensor(torch.Tensor):
@@ -163,42 +161,6 @@ def check_devices(operator, args, kwargs, leaves):
             )
 
 
-def autocast_lists():
-    """Return what autocast casts on CUDA, from torch's header: operator -> dtype, None for the
-    autocast's."""
-    header = Path(torch.__path__[0], "include/ATen/autocast_mode.h").read_text()
-    dtypes = {
-        "LOWER_PRECISION_FP": None,
-        "FP32": torch.float32,
-        "FP32_SET_OPT_DTYPE": torch.float32,
-    }
-    casts = {}
-    for name, dtype in dtypes.items():
-        body = re.search(rf"AT_FORALL_{name}\(_\)(.*?)\n\n", header, re.DOTALL).group(1)
-        for operator, overload in re.findall(r"_\((\w+)(?:, (\w+))?\)", body):
-            casts[f"{operator}.{overload}" if overload else operator] = dtype
-    return casts
-
-
-def autocast_kernel(name, dtype):
-    """Return the kernel of an operator under autocast."""
-    packet, _, overload = name.partition(".")
-    operator = getattr(getattr(aten, packet), overload or "default")
-    autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
-
-    def cast(x):
-        if is_pretended(x) and x.is_floating_point() and x.dtype != torch.float64:
-            return x.to(dtype or torch.get_autocast_dtype(NAME))
-        return x
-
-    def kernel(*args, **kwargs):
-        with torch._C._ExcludeDispatchKeyGuard(autocast):
-            named = {name: with_tensors(cast, value) for name, value in kwargs.items()}
-            return operator(*with_tensors(cast, args), **named)
-
-    return kernel
-
-
 def location_of(storage):
     """Return where torch.save says that a storage was."""
     return "cuda:0" if hasattr(storage, "is_pretended") else None
@@ -222,13 +184,11 @@ def install():
     torch.__future__.set_swap_module_params_on_conversion(True)
     torch.serialization.register_package(1, location_of, lambda storage, location: None)
     _foreach_supported_types.append(DeviceTensor)
-
-    fallback = Library("_", "IMPL")
-    fallback.fallback(fallthrough_kernel, "AutocastPrivateUse1")
-    kernels = Library("aten", "IMPL")
-    for name, dtype in autocast_lists().items():
-        if hasattr(aten, name.partition(".")[0]):
-            kernels.impl(name, autocast_kernel(name, dtype), "AutocastPrivateUse1")
+    # safetensors reads memory, of which the device has none.
+    save = PreTrainedModel.save_pretrained
+    PreTrainedModel.save_pretrained = lambda model, folder, **_: save(
+        model, folder, state_dict={name: x.cpu() for name, x in model.named_parameters()}
+    )
     mode = Everywhere()
     mode.__enter__()
-    KEPT.extend([fallback, kernels, mode])
+    KEPT.append(mode)

@@ -18,7 +18,6 @@ from conftest import (
     stock_logprobs,
 )
 from scipy import stats
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     LogitsProcessorList,
     TemperatureLogitsWarper,
@@ -26,7 +25,6 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from envs import ENVS
 from envs.base import EVAL_SEEDS, Observation
 from envs.frozenlake import FrozenLake
 from freshper.config import Config
@@ -34,7 +32,7 @@ from freshper.engine_hf import HFEngine, KVCache, Sampling, top_k_top_p
 from freshper.episode import collate
 from freshper.errors import NonFiniteError
 from freshper.reinforce import ReturnNorm, policy_loss
-from freshper.rollout import Conversation, evaluate, rollout, training_seeds
+from freshper.rollout import Conversation, rollout, training_seeds
 from freshper.trainer import TorchTrainer
 
 
@@ -136,33 +134,6 @@ def test_the_cache_ends_with_its_conversations(text_policy):
     assert allocated() == 0
 
 
-def test_a_conversation_that_has_not_grown_gets_a_new_reply(text_policy):
-    """The cache of the first call cannot be used: the reply of that call is in it."""
-    conversation = Conversation([5, 6, 7])
-    engine = HFEngine(text_policy, Sampling(top_k=1), 0)
-    first, again = [engine.generate([conversation], 4)[0] for _ in range(2)]
-    assert first.tokens == again.tokens
-    assert first.logprobs == again.logprobs
-
-
-def test_in_bfloat16_a_weight_is_cast_once_for_all_tokens(text_policy):
-    class Casts(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if function is torch.ops.aten._to_copy.default and id(args[0]) in names:
-                cast.append(names[id(args[0])])
-            return function(*args, **(kwargs or {}))
-
-    mixed = copy_of(text_policy, mixed=True)
-    mixed.suppressed_ids = [*mixed.suppressed_ids, mixed.eos_id]
-    names = {id(parameter): name for name, parameter in mixed.model.named_parameters()}
-    for n in (1, 10):
-        cast = []
-        with Casts():
-            (reply,) = HFEngine(mixed, Sampling(), 0).generate([Conversation([5, 6, 7])], n)
-        assert len(reply.tokens) == n
-        assert len(cast) == len(set(cast)) > 10
-
-
 def test_a_conversation_that_would_grow_too_long_is_truncated(text_policy):
     longest = max(len(e.tokens) for e in play(text_policy, n=8))
     episodes = play(text_policy, n=8, max_tokens=longest - 1)
@@ -230,23 +201,6 @@ def test_frozen_vision_reuses_features_and_changes_nothing(vision_policy):
     assert not any(p.requires_grad for p in frozen.model.model.visual.parameters())
 
 
-def test_an_evaluation_keeps_image_features_of_its_own(vision_policy):
-    policy = copy_of(vision_policy, freeze_vision=True, features={})
-    policy.image_features([random_image(0)])
-    of_training = policy.features
-    before = dict(of_training)
-    envs = [ENVS["frozenlake_vlm"](max_turns=2) for _ in range(3)]
-    engine = HFEngine(policy, Sampling(), 0)
-
-    held_out = {}
-    episodes = evaluate(engine, envs, 3, 3000, 5, held_out)
-    assert policy.features is of_training
-    assert of_training == before
-    assert len(held_out) == len({image for e in episodes for image in map(bytes, e.images)})
-    assert not held_out.keys() & before.keys()
-    assert [e.seed for e in episodes] == [EVAL_SEEDS + k for k in range(3)]
-
-
 def trainer_for(policy, **changes):
     settings = {"advantage_clip": 20.0, "micro_batch_size": 4, "lr": 1e-3} | changes
     return TorchTrainer(copy_of(policy), Config(**settings), total_updates=14)
@@ -306,7 +260,7 @@ def test_the_gradient_is_that_of_the_stock_pass_whatever_the_micro_batches(
 
     for size in (1, 3, 8):
         trainer = trainer_for(text_policy, micro_batch_size=size, **terms)
-        assert all(len(rows) <= size for rows, _ in trainer.strategy.shard(batch))
+        assert all(len(rows) <= size for rows, _ in trainer.shard(batch))
         stats = trainer.update(episodes, weights=weights).stats
         assert stats["loss"] == pytest.approx(total, rel=1e-4)
         assert stats["grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-4)

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from envs import ENVS
 from envs.base import Observation
 from envs.frozenlake import FrozenLake
-from freshper.backends import load, make_trainer
+from freshper.backends import make_trainer
 from freshper.episode import collate
 from freshper.flags import parse_args
-from freshper.models import FAMILIES, VISION_FAMILIES, Policy, embed_patches, load_policy
+from freshper.models import FAMILIES, VISION_FAMILIES, Policy, check_family, load_policy
 from freshper.rollout import Reply, rollout
-from freshper.tiny import CHAT_TEMPLATE, SPECIAL, build_tokenizer
+from freshper.tiny import SPECIAL, build_tokenizer
 from freshper.trainer import action_logprobs
 
 TOKENIZER = build_tokenizer(ENVS["frozenlake"]().words)
@@ -80,7 +80,7 @@ def family(request, vision_policy, tmp_path_factory):
     """A policy of the family, saved and loaded again."""
     folder = tmp_path_factory.mktemp(request.param)
     made = random_model(request.param, vision_policy)
-    made.save(str(folder), made.model.named_parameters(remove_duplicate=False))  # as the trainer
+    made.save(str(folder))
     saved = json.loads((folder / "config.json").read_text())
     assert saved.get("text_config", saved)["attention_dropout"] == 0.5
     policy = load_policy(str(folder), "cpu", torch.float32, max_tokens=3000)
@@ -144,27 +144,7 @@ def test_the_first_ratio_is_1_although_the_folder_says_dropout(family, monkeypat
     assert any(gradient.abs().max() > 0 for gradient in gradients)
 
 
-def test_patches_are_embedded_as_by_the_convolution():
-    size = (2, 7, 7)
-    convolution = torch.nn.Conv3d(3, 32, size, stride=size, bias=False).double()
-    patches = torch.rand(5, 3, *size).double()
-    expected = convolution(patches).flatten(1)
-    assert torch.allclose(embed_patches(convolution, patches), expected, rtol=0, atol=1e-12)
-
-
 # -- chat templates and special tokens
-
-
-def test_a_model_with_invalid_generation_settings_can_be_saved(text_policy, tmp_path):
-    """transformers loads them with a warning, and does not save them."""
-    text_policy.save(str(tmp_path / "model"))
-    path = tmp_path / "model/generation_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"temperature": 0.5}))
-    policy = load(parse_args(["--model", str(tmp_path / "model")])).policy
-    policy.save(str(tmp_path / "saved"))
-    saved = load(parse_args(["--model", str(tmp_path / "saved")])).policy
-    assert saved.suppressed_ids == policy.suppressed_ids == text_policy.suppressed_ids
-    assert saved.model.generation_config.temperature == 0.99
 
 
 def test_the_end_of_a_turn_is_the_template_s_whatever_the_tokenizer_s_eos(text_policy):
@@ -191,12 +171,11 @@ class Script:
 
 # What templates put into the header of the assistant.
 THINKING = {
-    "Qwen3's": ("assistant\n", "assistant\n<think>\n"),
-    "DeepSeek's": ("<|im_start|>assistant\n", "<|im_start|>assistant<think>\n"),
-    "with an option": (
-        "assistant\n",
-        "assistant\n{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}",
-    ),
+    "Qwen3's": "\n<think>\n",
+    "DeepSeek's": "<think>\n",
+    "with an option": "{% if enable_thinking is not defined %}<think>{% endif %}",
+    "in the first turn alone": "{% if messages|length == 1 %}<think>{% endif %}",
+    "with another word": "<reasoning>",
 }
 
 
@@ -205,39 +184,55 @@ def test_the_environment_reads_what_follows_a_thought_that_the_template_opened(
     kind, text_policy, monkeypatch
 ):
     tokenizer = build_tokenizer(ENVS["frozenlake"]().words)
-    head, tail = CHAT_TEMPLATE.split("{% if add_generation_prompt %}")
-    tail = tail.replace(*THINKING[kind])
-    tokenizer.chat_template = head + "{% if add_generation_prompt %}" + tail
+    head, tail = tokenizer.chat_template.rsplit("assistant\n", 1)
+    tokenizer.chat_template = f"{head}assistant{THINKING[kind]}{tail}"
     policy = Policy(text_policy.model, tokenizer)
     seen = []
     step = FrozenLake.step
     monkeypatch.setattr(FrozenLake, "step", lambda env, text: seen.append(text) or step(env, text))
 
-    draft = "I try <answer>Up</answer>"
+    close = "</reasoning>" if kind == "with another word" else "</think>"
+    opened = [True, kind != "in the first turn alone"]
+    draft = "I try <answer>Left</answer>"
     for text, end, readable in (
-        (f"{draft}</think><answer>Down</answer>", [policy.eos_id], True),
+        (f"{draft}{close}<answer>Up</answer>", [policy.eos_id], True),
         (draft, [], False),  # cut inside the thought
         (draft, [policy.eos_id], False),
     ):
         script = Script(tokenizer.encode(text) + end)
-        (episode,) = rollout(script, policy, [FrozenLake(max_turns=1)], [0], 3000, 40)
-        assert seen[-1] == "<think>" + text + ("" if end else "…")
-        assert episode.invalid == (not readable)
+        (episode,) = rollout(script, policy, [FrozenLake(max_turns=2)], [0], 3000, 40)
+        read = text.replace(close, "</think>") + ("" if end else "…")
+        assert seen[-2:] == [f"<think>{read}" if thinks else read for thinks in opened]
+        assert episode.invalid == (0 if readable else sum(opened))
 
 
-def test_a_model_that_thinks_with_a_special_token_is_refused(text_policy):
+def test_a_rope_that_changes_with_the_length_is_refused():
+    """Phi-3's of 128K tokens, whose short and long factors differ."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    config = transformers.AutoConfig.for_model(
+        "phi3", **SIZES | {"rope_parameters": rope, "original_max_position_embeddings": 4096}
+    )
+    with pytest.raises(ValueError, match="its rope is of the type longrope, but must be one of"):
+        check_family(config, max_tokens=100)
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused(text_policy):
     tokenizer = build_tokenizer(())
     tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]"]})
     with pytest.raises(ValueError, match=r"it thinks with \[THINK\], a special token"):
         Policy(text_policy.model, tokenizer)
+    with pytest.raises(ValueError, match="its tokenizer belongs to another model"):
+        Policy(text_policy.model, build_tokenizer(tuple(f"word{k}" for k in range(20))))
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.sampled_from([*SPECIAL, "<|im_", "end|>", "<|image", " a", "\n"]), max_size=6))
+@given(st.lists(st.sampled_from([*SPECIAL, "<|im_", "end|>", " a", "\ud800"]), max_size=6))
 @pytest.mark.parametrize("task", ["frozenlake", "frozenlake_vlm"])
 def test_no_text_of_an_environment_becomes_a_special_token(
     text_policy, vision_policy, task, pieces
 ):
+    """A lone surrogate, which JSON can hold, is read as "?"."""
     text = "".join(pieces)
     policy = vision_policy if task == "frozenlake_vlm" else text_policy
     images = (random_image(0), random_image(1)) if policy.image_processor else ()
@@ -250,4 +245,5 @@ def test_no_text_of_an_environment_becomes_a_special_token(
         tokens, others = turn(Observation(text, images)), turn(Observation("x", images))
         written = [x for x in tokens if x in special]
         assert written == [x for x in others if x in special]
-        assert policy.tokenizer.decode(tokens) == policy.tokenizer.decode(others).replace("x", text)
+        expected = policy.tokenizer.decode(others).replace("x", text.replace("\ud800", "?"))
+        assert policy.tokenizer.decode(tokens) == expected

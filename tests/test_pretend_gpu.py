@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from kill_loop import SERVER
 from matplotlib.figure import Figure
 
@@ -31,7 +30,6 @@ RUNS = {
     "text": (GPU, GPU, "--env gsm8k --batch_size 4 --entropy_coef 0.01"),
     "images from the GPU": (GPU, CPU, f"{IMAGES} --kl_loss_coef 0.05 --base_priority advantage"),
     "images to the GPU": (CPU, GPU, f"{IMAGES} --kl_reward_coef 0.1 --micro_batch_size 2"),
-    "bfloat16": (GPU, GPU, f"{IMAGES} --dtype bfloat16"),
 }
 
 
@@ -74,42 +72,6 @@ def run_and_resume(first, second, out, flags, bug=False):
     return process.exitcode, Path(f"{out}.log").read_text()
 
 
-def rules():
-    """Raise AssertionError if the device does not keep one of CUDA's rules. In a child, too."""
-    import pretend_gpu
-
-    pretend_gpu.install()
-    here = torch.ones(2, 2, device=GPU)
-    there = torch.ones(2, 2)
-    refused = (
-        lambda: here + there,
-        lambda: there.copy_(here).add_(here),
-        lambda: torch.tensor(1.0).add_(here),
-        lambda: torch.cat([here, there]),
-        lambda: there[torch.tensor([0], device=GPU)],
-        lambda: here.gather(0, torch.zeros(1, 2).long()),
-        lambda: here.numpy(),
-        lambda: np.asarray(here),
-    )
-    for number, attempt in enumerate(refused):
-        with pytest.raises(RuntimeError):
-            print(number, attempt())
-
-    assert (here * torch.tensor(3.0))[torch.tensor([1])].tolist() == [[3.0, 3.0]]
-    here[:, [0]] = torch.tensor(5.0)
-    assert here.cpu().tolist() == [[5.0, 1.0], [5.0, 1.0]]
-    with torch.autocast(GPU, torch.bfloat16):
-        assert (here @ here).dtype == (here @ here + 1).dtype == torch.bfloat16
-        assert (here @ here).softmax(-1).dtype == here.sum().dtype == torch.float32
-
-
-def test_the_device_keeps_the_rules_of_cuda():
-    process = SERVER.Process(target=rules)
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_on_a_gpu_is_the_run_on_a_cpu(name, tmp_path, monkeypatch):
     first, second, flags = RUNS[name]
@@ -119,15 +81,8 @@ def test_a_run_on_a_gpu_is_the_run_on_a_cpu(name, tmp_path, monkeypatch):
     table = read(tmp_path / "gpu", "metrics.csv")
 
     monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
-    exact = flags.replace("bfloat16", "float32").split()
-    assert train.main(["--out", str(tmp_path / "cpu"), *SHORT, *exact]) == 0
+    assert train.main(["--out", str(tmp_path / "cpu"), *SHORT, *flags.split()]) == 0
     expected = read(tmp_path / "cpu", "metrics.csv")
-    if name == "bfloat16":
-        for column in ("grad_norm", "replay_grad_norm", "replay_kl"):
-            rounding = abs(table[column][1] / expected[column][1] - 1)
-            assert 1e-5 < rounding < 0.05, column
-        return
-
     for column in expected:
         if not column.endswith("_s"):
             close = {"rtol": 1e-3, "atol": 1e-5, "err_msg": column}

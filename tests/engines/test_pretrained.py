@@ -1,4 +1,4 @@
-"""Real pretrained weights: SmolLM2-135M-Instruct, through train.py and in fixed conversations.
+"""Real pretrained weights: SmolLM2-135M-Instruct, through train.py and against plain transformers.
 
 Batches, replies and conversations are as small as the prompts allow. What is tested is that a real
 model is computed right, trained, saved and loaded, not that it learns.
@@ -12,17 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import play
 from pretrained import smollm2
 from transformers import AutoModelForCausalLM
 
-from envs.base import Observation
-from freshper.backends import load
 from freshper.diagnostics import read
-from freshper.engine_hf import HFEngine, Sampling
-from freshper.episode import Episode, collate
+from freshper.episode import collate
 from freshper.flags import parse_args
 from freshper.models import load_policy
-from freshper.rollout import Conversation
 from freshper.trainer import TorchTrainer
 
 # Entropy moves the weights also if all rewards are equal.
@@ -67,44 +64,12 @@ def test_vllm_and_deepspeed_train_the_checkpoint_in_bfloat16(trained, tmp_path):
     assert (table["grad_norm"][1:] > 0).all()
 
 
-class Reader(HFEngine):
-    """An engine that replies what it is told."""
-
-    def sample(self, logits):
-        logprobs = (logits / self.sampling.temperature).log_softmax(-1)
-        token = self.reply.pop(0)
-        return [token], [logprobs[0, token].item()]
-
-
-def conversations(policy, temperature):
-    """Two episodes of two turns of fixed tokens, with the log-probs of the embedded engine."""
-    question = "Tom has 9 fish and loses 2. How many fish does Tom have left? Answer briefly."
-    first, again = Observation(question), Observation("Wrong. " + question)
-    replies = ("Tom has 9 + 2 = 11 fish.", "I do not know."), ("He has 2 fish.", "9 - 2 = 7")
-    engine = Reader(policy, Sampling(temperature), seed=0)
-    episodes = []
-    for reward, texts in enumerate(replies):
-        conversation, mask, logprobs = Conversation([]), [], []
-        turns = policy.user_turn(first), policy.bridge(again, closed=True)
-        for text, turn in zip(texts, turns, strict=True):
-            engine.reply = [*policy.tokenizer.encode(text), policy.eos_id]
-            conversation.tokens += turn
-            (reply,) = engine.generate([conversation], 99)
-            conversation.tokens += reply.tokens
-            mask += [False] * len(turn) + [True] * len(reply.tokens)
-            logprobs += [0.0] * len(turn) + reply.logprobs
-        tokens, logprobs = np.array(conversation.tokens, np.int32), np.array(logprobs, np.float32)
-        rewards = np.array([0.0, reward], dtype=np.float32)
-        episodes.append(Episode(tokens, np.array(mask), logprobs, float(reward), rewards))
-    return episodes
-
-
 def test_log_probs_are_those_of_the_checkpoint_in_plain_transformers(trained):
+    """In turns of FrozenLake, by engine and trainer."""
     folder = trained[1] / "checkpoint"
-    flags = f"{GSM8K} {TORCH} {SHORT} --model {folder} --temperature 0.7"
-    config = parse_args(flags.split())
+    config = parse_args(f"{GSM8K} {TORCH} {SHORT} --model {folder} --temperature 0.7".split())
     policy = load_policy(str(folder), "cpu", torch.float32)
-    episodes = conversations(policy, config.temperature)
+    episodes = play(policy, n=3, temperature=0.7)
     computed = TorchTrainer(policy, config, 2).logprobs(collate(episodes))
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -118,37 +83,3 @@ def test_log_probs_are_those_of_the_checkpoint_in_plain_transformers(trained):
         expected = logits.log_softmax(-1).gather(1, tokens[1:, None])[mask[1:], 0]
         np.testing.assert_allclose(episode.behavior_logprobs[mask], expected, atol=1e-4)
         np.testing.assert_allclose(row[: len(mask)][mask], expected, atol=1e-4)
-
-
-def test_bfloat16_mixed_precision():
-    """At learning rate 0 (warm-up). `rounding` is by how much bfloat16 moves a log-prob on this
-    machine; the other bounds follow from it. No ratio is clipped: that would be a jump."""
-    flags = f"{GSM8K} {TORCH} {SHORT} --model {smollm2()} --dtype bfloat16 --ratio_clip 9"
-    config = parse_args(flags.split())
-    policy, *_ = load(config)
-    assert policy.mixed
-    trainer = TorchTrainer(policy, config, 2)
-    episodes = conversations(policy, config.temperature)
-    mismatch = trainer.record_behavior_logprobs(episodes)["mismatch"]
-    batch = collate(episodes)
-    passes = []
-    episodes[0].behavior_logprobs -= 0.1  # away from rho = 1
-    for policy.mixed in (True, False):
-        trainer.step = 0
-        logprobs = trainer.logprobs(batch)[batch.action_mask]
-        loss = trainer.update(episodes).stats["loss"]
-        gradient = torch.cat([p.grad.flatten() for p in policy.model.parameters()])
-        passes.append((logprobs, loss, gradient.double()))
-
-    state = trainer.optimizer.state_dict()["state"][0]
-    tensors = *policy.model.parameters(), state["exp_avg"], state["exp_avg_sq"]
-    assert {x.dtype for x in tensors} == {torch.float32}
-    policy.model.to(torch.bfloat16)  # weights and the sums of layers, too
-    rounded = trainer.logprobs(batch)[batch.action_mask]
-
-    (logprobs, loss, gradient), (expected_logprobs, expected_loss, expected) = passes
-    rounding = float(abs(logprobs - expected_logprobs).mean())
-    assert 0.0 < rounding < 2 * float(abs(rounded - expected_logprobs).mean())
-    assert 0.0 < mismatch < 3 * rounding  # engine and trainer round in different places
-    assert abs(loss - expected_loss) < 2 * rounding  # the two advantages are about -1 and 1
-    assert 0.0 < (gradient - expected).norm() < 10 * rounding * expected.norm()
