@@ -92,10 +92,14 @@ class ReplayBuffer:
         """Store episodes [n] collected at t_i = `step` (line 4). A full buffer evicts others.
 
         Equal images become one PNG."""
+        n = len(episodes)
+        if n > self.capacity or n != len(base_priorities):
+            raise ValueError(
+                f"{n} episodes, {len(base_priorities)} priorities, capacity {self.capacity}"
+            )
         check_priorities(base_priorities)
         self.pending.result()
 
-        n = len(episodes)
         arrival = self.added + np.arange(n)
         slots = arrival % self.capacity  # unused ones, then the oldest
         unused = self.capacity - len(self)
@@ -149,6 +153,8 @@ class ReplayBuffer:
         indices, priorities = np.broadcast_arrays(indices, priorities)
         check_priorities(priorities)
         self.pending.result()
+        if not np.isin(indices, np.arange(len(self))).all():
+            raise ValueError(f"the buffer has {len(self)} episodes, but not all slots {indices}")
         drawn = self.drawn[indices]
         there = (drawn == -1) | (drawn == self.arrival[indices])
         indices, priorities = indices[there], priorities[there]

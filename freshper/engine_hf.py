@@ -124,8 +124,7 @@ class HFEngine:
 
     @torch.no_grad()
     def generate(self, conversations: list[Conversation], max_new_tokens: int) -> list[Reply]:
-        """Return one reply to each conversation. Those of the last call go on from their cache:
-        they must have grown since."""
+        """Return one reply to each conversation. Those of the last call go on from their cache."""
         self.policy.model.eval()
         cache = self.cache_of(conversations)
         replies = [Reply([], []) for _ in conversations]
@@ -150,8 +149,8 @@ class HFEngine:
 
     def cache_of(self, conversations: list[Conversation]) -> KVCache:
         """Return the last call's cache without the episodes that have ended, or a new one if any
-        conversation is not in it."""
-        if all(conversation in self.rows for conversation in conversations):
+        conversation is not in it, or has not grown."""
+        if all(self.is_cached(conversation) for conversation in conversations):
             cache, _ = self.rows[conversations[0]]
             rows = [self.rows[conversation][1] for conversation in conversations]
             # `keep` copies the cache.
@@ -164,6 +163,13 @@ class HFEngine:
         for row, conversation in enumerate(conversations):
             self.rows[conversation] = cache, row
         return cache
+
+    def is_cached(self, conversation: Conversation) -> bool:
+        """Return whether the last call's cache holds a shorter form of a conversation."""
+        if conversation not in self.rows:
+            return False
+        cache, row = self.rows[conversation]
+        return int(cache.visible[row].sum()) < len(conversation.tokens)
 
     def feed(
         self, cache: KVCache, conversations: list[Conversation], chunks: list[list[int]]

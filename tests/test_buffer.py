@@ -187,6 +187,12 @@ def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="total"):
         buffer.sample(1)
     buffer.add(episodes(2), np.ones(2), step=0)
+    for n, priorities in ((2, 1), (5, 5)):
+        with pytest.raises(ValueError, match=f"{n} episodes, {priorities} priorities, capacity 4"):
+            buffer.add(episodes(n), np.ones(priorities), step=0)
+    for slots in ([0, 2], [-1, 0]):
+        with pytest.raises(ValueError, match="2 episodes, but not all slots"):
+            buffer.update_base_priorities(slots, [5.0, 5.0])
     for bad in (0.0, np.nan, -1.0, np.inf):
         with pytest.raises(ValueError, match="finite and positive"):
             buffer.add(episodes(1), np.array([bad]), step=0)

@@ -339,3 +339,12 @@ def test_numbers_that_are_not_finite_name_an_episode_and_touch_no_weight(text_po
     assert trainer.step == 0
     for p, old in zip(trainer.policy.model.parameters(), before, strict=True):
         assert torch.equal(p.nan_to_num(), old.nan_to_num())
+
+
+def test_a_conversation_that_has_not_grown_gets_a_new_reply(text_policy):
+    """The cache of the first call cannot be used: the reply of that call is in it."""
+    conversation = Conversation([5, 6, 7])
+    engine = HFEngine(text_policy, Sampling(top_k=1), 0)
+    first, again = [engine.generate([conversation], 4)[0] for _ in range(2)]
+    assert first.tokens == again.tokens
+    assert first.logprobs == again.logprobs
