@@ -16,8 +16,10 @@ many.
 """
 
 import glob
+import math
 import textwrap
 from collections.abc import Callable
+from decimal import Decimal
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,6 @@ from typing import Any
 import numpy as np
 
 from envs.base import TextEnv, held_out
-
-JSON_START = 1 << 20  # bytes at the beginning of a file of JSON that are looked at
 
 
 def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
@@ -115,12 +115,11 @@ def as_text(value: Any, name: str) -> str:
     """Return a text, or a number as a person writes it: 1969.0, which pandas makes of 1969 in a
     column with gaps, is 1969. Raises ValueError for anything else. `datasets` makes dates of a JSON
     column in which every text looks like one. A Parquet file keeps the text."""
-    text = str(value)
-    if type(value) is float and np.isfinite(value):
-        return text.removesuffix(".0")
-    if type(value) not in (str, int) or not text.strip():
+    if type(value) in (float, Decimal) and math.isfinite(value):
+        return f"{float(value):.15g}"
+    if type(value) not in (str, int) or value == "":
         raise ValueError(f"the field {name} is {value!r:.80}, but must be a text or a number")
-    return text
+    return str(value)
 
 
 def divide(rows: list) -> dict[str, list]:
@@ -172,16 +171,12 @@ def read_splits(source: str) -> dict[str, list[dict]]:
 
 def load_local(path: Path) -> Any:
     """Return the splits of a file or folder as `datasets` streams them, which leaves no copy in its
-    cache. Raises ValueError if a file of JSON begins with null, at which its parser crashes."""
+    cache. Raises ValueError if a file of JSON has null as a row."""
     import datasets
-    import fsspec
 
     for file in files_of(path):
-        if ".json" in file.name:
-            with fsspec.open(str(file), compression="infer") as stream:
-                start = stream.read(JSON_START)
-            if start.lstrip(b"\xef\xbb\xbf \t\r\n[").startswith(b"null"):
-                raise ValueError(f"{file.name} must begin with an object, but begins with null")
+        if "json" in file.name or file.suffix == ".zip":
+            refuse_null(file)
 
     # It takes names for patterns: [1] for 1.
     escaped = glob.escape(str(path))
@@ -195,3 +190,15 @@ def load_local(path: Path) -> Any:
         for split, names in files.items():
             files[split] = [f"{escaped}/{name}" for name in names]
     return datasets.load_dataset(str(folder), data_files=files, streaming=True)
+
+
+def refuse_null(file: Path) -> None:
+    """Raise ValueError if a line of a file of JSON, packed or not, begins with null. If it is the
+    first row, the parser of `datasets` crashes, and Python with it."""
+    import fsspec
+
+    packed = "gzip" if file.suffix == ".gzip" else "infer"
+    with fsspec.open(str(file), compression=packed) as lines:
+        for line in lines:
+            if line.lstrip(b"\xef\xbb\xbf \t\r\n[").startswith(b"null"):
+                raise ValueError(f"{file.name} must have objects as rows, but has null")

@@ -41,7 +41,6 @@ ANSWERS = ("1", "2", "3", "4", "5", "6", "8", "10", "45", "90", "135")  # to gen
 FILL = "#aad2fa"
 EDGE = "#102060"
 RED = "#e01828"
-TOLERANCE = 0.005  # relative, for decimals such as 3.46 for 2√3
 CHOICE = r"\(?([A-F])(?:[).:]+ *(.*))?"  # letter and what is behind it
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # others may start programs
 MAX_SIDE = 896  # pixels; larger images are scaled down, to at most 1024 tokens of Qwen2.5-VL
@@ -140,8 +139,8 @@ class GeoQA(QuestionAnswering):
 def same(measure: Measure | None, gold: Measure | None) -> bool:
     """Return whether two values with their units are equal. A unit that one of them lacks is not
     compared. Integers, decimals and fractions are compared exactly, so 3.3 is not 10/3. Only the
-    value of an expression with a root or π may be rounded: to two decimals or more, within half a
-    unit of the last one and within TOLERANCE."""
+    value of an expression with a root or π may be rounded: to two decimals or more, as 3.46 for
+    2√3."""
     if not measure or not gold:
         return False
     if len({measure.unit, gold.unit} - {""}) > 1:
@@ -155,8 +154,7 @@ def same(measure: Measure | None, gold: Measure | None) -> bool:
         return math.isclose(measure.value, gold.value, rel_tol=1e-12)
 
     decimals = max(measure.decimals, gold.decimals)
-    allowed = min(0.5 * 10**-decimals, TOLERANCE * abs(float(gold.value)))
-    return decimals >= 2 and abs(measure.value - gold.value) <= allowed
+    return decimals >= 2 and abs(measure.value - gold.value) <= 0.5 * 10**-decimals
 
 
 def polygons() -> Iterator[Polygon]:

@@ -70,6 +70,6 @@ class GridWorld(TextEnv):
 
         The rules are a template. `blanks` fill it, together with the budget.
         """
-        opening = self.feedback if self.turn else rules.format(budget=self.budget(), **blanks)
+        opening = self.feedback if self.turn else rules.format(budget=self.max_turns, **blanks)
         left = self.max_turns - self.turn
         return f"{opening}\nTurn {self.turn + 1}, actions left: {left}.\n{state}"

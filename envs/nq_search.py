@@ -30,7 +30,7 @@ MAX_TEXT = 2000  # characters of a passage or a query; Wikipedia's passages have
 
 RULES = f"""\
 Answer the question. An encyclopaedia can be searched: <search> query </search> returns its {TOPK} \
-best passages between <information> and </information>. You have {{budget}}; a reply holds one \
+best passages between <information> and </information>. You have {{budget}} replies; a reply holds one \
 search or the answer, and the answer ends the episode. Only the shortest form of the answer \
 counts: a name, a date or a few words, no sentence.
 """
@@ -42,10 +42,11 @@ FORM = (
 
 def normalize(text: str) -> str:
     """Return a text in the form that SQuAD compares: lower case, no punctuation, no articles,
-    single spaces. Where that leaves nothing ("A", "%"), it is only put into lower case."""
-    bare = text.lower().translate(str.maketrans("", "", string.punctuation))
-    normal = " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
-    return normal or text.strip().lower()
+    single spaces. Where that leaves nothing ("A", "%"), it is only put into lower case. A number
+    with .0, which pandas makes of a whole one, loses it."""
+    lower = text.strip().lower().removesuffix(".0")
+    bare = lower.translate(str.maketrans("", "", string.punctuation))
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split()) or lower
 
 
 def exact_match(answer: str, golden_answers: list[str]) -> bool:
@@ -151,7 +152,7 @@ class NQSearch(QuestionEnv):
 
         opening = self.feedback
         if self.turn == 0:
-            opening = RULES.format(budget=self.budget("reply", "replies"))
+            opening = RULES.format(budget=self.max_turns)
         if self.searches:
             passages = "\n\n".join(self.passages) or "Nothing was found."
             opening += f"<information>\n{passages}\n</information>\n"

@@ -18,7 +18,7 @@ order share a key, and so do the questions about one figure of GeoQA.
 """
 
 from collections.abc import Callable, Hashable, Iterator
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -157,20 +157,6 @@ class QuestionAnswering(QuestionEnv):
 
     def optimal_reply(self) -> str:
         return f"<answer> {self.question.gold}</answer>"
-
-    @cached_property
-    def action_values(self) -> list[Any]:
-        """Return the values of the random policy's answers. They are read once, because data has
-        thousands of them."""
-        return [self.read(answer) for answer in self.actions]
-
-    def baselines(self, seed: int) -> dict[str, float]:
-        """Return the exact success of the random and the optimal policy. Each attempt of the random
-        policy is right with probability p, so its success is 1 - (1 - p)^H."""
-        self.reset(seed=seed)
-        gold = self.read(self.question.gold)
-        p = np.mean([self.right(value, gold) for value in self.action_values])
-        return {"random": float(1.0 - (1.0 - p) ** self.max_turns), "optimal": 1.0}
 
     def caption(self) -> str:
         return self.question.caption

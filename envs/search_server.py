@@ -18,7 +18,6 @@ The 21 million passages of Search-R1's Wikipedia need 64 GB of memory, and 20 GB
 
 import argparse
 import contextlib
-import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -29,11 +28,17 @@ from fastapi import FastAPI
 from pydantic import BaseModel, Field
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 
-from envs import search
-from envs.search import LocalEncoder, Retriever, TransformerEncoder
+from envs.search import (
+    MOST_BYTES,
+    Encoder,
+    LocalEncoder,
+    Retriever,
+    TransformerEncoder,
+    build_index,
+    read_corpus,
+)
 
 TOPK = 3  # if a request does not say
-MOST_BYTES = 1 << 24  # of a request
 
 
 class Request(BaseModel):
@@ -85,7 +90,7 @@ def main(argv: list[str] | None = None) -> None:
     address cannot be used."""
     parser = argparse.ArgumentParser("envs.search_server")
     add = parser.add_argument
-    add("--build", action="store_true", help="write the index and stop")
+    add("--build", action="store_true", help="write the index, a new file, and stop")
     add("--corpus", required=True, help='JSON lines: {"contents": "Title\ntext"}; also .gz')
     add("--index", required=True, help="FAISS index, read or (with --build) written")
     add("--encoder", default="local", help="local, or the hub id or folder of a transformer")
@@ -93,23 +98,20 @@ def main(argv: list[str] | None = None) -> None:
     add("--host", default="127.0.0.1", help="address to listen on; there is no authentication")
     add("--port", type=int, default=8000, help="0: any free one")
     args = parser.parse_args(argv)
-    is_local = args.encoder == "local"
-    if is_local == bool(args.prefixes):
-        parser.error("--prefixes must be given with a transformer as --encoder, and only then")
+    if args.encoder != "local" and not args.prefixes:
+        parser.error("--prefixes must be given with a transformer as --encoder")
 
     try:
-        corpus = search.read_corpus(args.corpus)
-        if not corpus or os.path.realpath(args.index) == os.path.realpath(args.corpus):
-            raise ValueError("the corpus must have documents, and the index a file of its own")
-        encoder: search.Encoder
-        if is_local:
+        corpus = read_corpus(args.corpus)
+        encoder: Encoder
+        if args.encoder == "local":
             encoder = LocalEncoder(corpus)
         else:
             encoder = TransformerEncoder(args.encoder, args.prefixes == "e5")
         if args.build:
-            # A file that cannot be written is refused before the corpus is encoded.
-            open(args.index, "ab").close()
-            faiss.write_index(search.build_index(corpus, encoder), args.index)
+            # A file that exists, or cannot be written, is refused before hours of encoding.
+            open(args.index, "xb").close()
+            faiss.write_index(build_index(corpus, encoder), args.index)
             return
 
         retriever = Retriever(corpus, encoder, faiss.read_index(args.index))
@@ -119,7 +121,7 @@ def main(argv: list[str] | None = None) -> None:
                 threading.Event().wait()
     # A file, the model, FAISS or the port may raise anything.
     except Exception as error:
-        parser.error(f"index {args.index}: {error}")
+        parser.error(repr(error))
 
 
 if __name__ == "__main__":
