@@ -75,7 +75,7 @@ class TextEnv(gymnasium.Env):
     are averaged over episodes and logged.
     """
 
-    # Every task defines `step`, `observe`, and `start` or its own `reset`.
+    # Every task defines `step` and these.
     start: Callable[[int], None]  # set up the episode of a seed
     observe: Callable[[], Observation]
 
@@ -114,17 +114,12 @@ class TextEnv(gymnasium.Env):
         self.cell_size = 14 if style == "terse" else 56  # pixels of a cell in an image
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
-        """Begin the episode of a seed. Returns the first observation and a dict.
-
-        A task may define `reset` itself instead of `start`, and call this one for the seed.
-        """
+        """Begin the episode of a seed. Returns the first observation and a dict."""
         super().reset(seed=seed)
         self.turn = 0
         self.feedback = ""
         for name in self.metrics:
             setattr(self, name, 0.0)
-        if not hasattr(self, "start"):
-            return ()  # the task's own `reset` returns the observation
         if seed is None:
             seed = int(self.np_random.integers(EVAL_SEEDS))
         self.start(seed)

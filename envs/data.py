@@ -1,12 +1,11 @@
-"""Read questions with the library `datasets`: from a hub id, a file, or a folder of files.
+"""Read questions from a file, a folder of files or a data set of the hub.
 
 Paper: appendix D names the tasks with data, not their files. Any source that has the fields of a
 task will do.
 
-    openai/gsm8k:main            a dataset of the hub, and after a colon its configuration
+    openai/gsm8k:main            a data set of the hub, and after a colon its configuration
     questions.jsonl              one object per line; also .json (a list of objects), .csv, .parquet
-    folder/                      train.* (or train-*.*), and validation.* or test.*,
-                                 or an image folder of `datasets`
+    folder/                      train.* (or train-*.*), and validation.* or test.*
 
 Without a validation split, `test` takes its place. If there is only one split, every tenth
 different question is held out. A question of both splits is not trained on. Names of fields are
@@ -15,18 +14,23 @@ leaves out the rows whose first turn is too long for its model (freshper/backend
 many.
 """
 
-import glob
+import csv
+import json
 import math
 import textwrap
 from collections.abc import Callable
 from decimal import Decimal
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 
 from envs.base import TextEnv, held_out
+
+SPLITS = ("train", "validation", "test")
 
 
 def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
@@ -36,32 +40,37 @@ def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
 
     Raises ValueError with one sentence that names source, row and field, if there is no such
     source, a file cannot be read, a field is refused by `from_row`, or the rows are too few."""
-    files = files_of(Path(source).expanduser().absolute())
-    times = tuple(file.stat().st_mtime_ns for file in files)
-    return converted_rows(source, from_row, (*files, *times))
-
-
-def files_of(path: Path) -> list[Path]:
-    """Return a file, or all files of a folder; none if it does not exist."""
-    return [file for file in (path, *path.rglob("*")) if file.is_file()]
+    path = Path(source).expanduser().absolute()
+    files = [path] if path.is_file() else sorted(path.glob("*.*"))
+    times = [file.stat().st_mtime_ns for file in files]
+    return converted_rows(source, from_row, tuple(files), tuple(times))
 
 
 @cache
-def converted_rows(source: str, from_row: Callable, files: tuple) -> dict[str, list]:
-    """Do the work of `load_rows`. `files` are those of the source, with their times."""
-    splits = read_splits(source)
-    if len(splits) > 1:
-        held_out_rows = splits.get("validation") or splits.get("test", [])
-        splits = {"train": splits.get("train", []), "held_out": held_out_rows}
+def converted_rows(
+    source: str, from_row: Callable, files: tuple[Path, ...], _times: tuple
+) -> dict[str, list]:
+    """Do the work of `load_rows`. `files` are those of a source that is not on the hub."""
+    try:
+        splits = read_files(files) if files else read_hub(source)
+    # Their readers raise errors of a dozen libraries.
+    except Exception as error:
+        reason = textwrap.shorten(f"{type(error).__name__} {error}", 300)
+        raise ValueError(f"--data is {source}, which cannot be read: {reason}") from error
+
     for split, rows in splits.items():
         for k, row in enumerate(rows):
             try:
                 rows[k] = from_row({name.lower(): value for name, value in row.items()})
-            except ValueError as error:
+            # A row of JSON that is no object has no `items`.
+            except (AttributeError, ValueError) as error:
                 raise ValueError(f"{source}, {split} row {k + 1}: {error}") from error
 
-    if len(splits) == 1:
-        splits = divide(*splits.values())
+    if len(splits) > 1:
+        held_out_rows = splits.get("validation") or splits.get("test", [])
+        splits = {"train": splits.get("train", []), "held_out": held_out_rows}
+    else:
+        splits = divide([*chain(*splits.values())])
     held_out = {asked(row) for row in splits["held_out"]}
     splits["train"] = [row for row in splits["train"] if asked(row) not in held_out]
 
@@ -72,6 +81,43 @@ def converted_rows(source: str, from_row: Callable, files: tuple) -> dict[str, l
     for rows in splits.values():
         np.random.default_rng(0).shuffle(rows)
     return splits
+
+
+def read_files(files: tuple[Path, ...]) -> dict[str, list]:
+    """Return the rows of files by split. A single file is the split "train"."""
+    if len(files) == 1:
+        return {"train": read_file(files[0])}
+    splits: dict[str, list] = {}
+    for file in files:
+        for split in SPLITS:
+            if file.name.startswith(split):
+                splits.setdefault(split, []).extend(read_file(file))
+    return splits
+
+
+def read_file(path: Path) -> list:
+    """Return the rows of a file."""
+    if path.suffix == ".parquet":
+        return pyarrow.parquet.read_table(path).to_pylist()
+    with open(path, newline="", encoding="utf-8-sig") as file:
+        if path.suffix == ".csv":
+            return list(csv.DictReader(file, restkey="more"))
+        if path.suffix == ".json":
+            return json.load(file)
+        return [json.loads(line) for line in file if line.strip()]
+
+
+def read_hub(source: str) -> dict[str, list]:
+    """Return the rows of a data set of the hub by split."""
+    if source.count("/") != 1:
+        raise ValueError("there is no such file or folder, and hub ids look like owner/name")
+
+    # The import takes a second, and files and generated questions do without.
+    import datasets
+
+    loaded = datasets.load_dataset(*source.split(":"))
+    # So images stay encoded files.
+    return {split: rows.with_format("arrow")[:].to_pylist() for split, rows in loaded.items()}
 
 
 class QuestionEnv(TextEnv):
@@ -138,67 +184,3 @@ def asked(row: Any) -> int:
     do not count."""
     text = getattr(row, "text", repr(row))
     return hash(getattr(row, "image", None) or " ".join(text.split()))
-
-
-def read_splits(source: str) -> dict[str, list[dict]]:
-    """Return all rows of a source by split. A lone file is the split "train". Raises ValueError if
-    the source does not exist or `datasets` cannot read it."""
-    path = Path(source).expanduser().absolute()
-    if not path.exists() and source.count("/") != 1:
-        sentence = "but there is no such file or folder, and hub ids look like owner/name"
-        raise ValueError(f"--data is {source}, {sentence}")
-
-    # The import takes a second, and generated questions do without.
-    import datasets
-
-    # Otherwise it logs what it also raises.
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    try:
-        loaded = load_local(path) if path.exists() else datasets.load_dataset(*source.split(":"))
-        splits: dict[str, list[dict]] = {}
-        for split, rows in loaded.items():
-            splits[split] = []
-            for table in rows.with_format("arrow").iter(1000):
-                # So images stay encoded files, and values of several types are restored.
-                splits[split] += datasets.Dataset(table).to_list()
-        return splits
-    # Its readers raise errors of a dozen libraries.
-    except Exception as error:
-        reason = textwrap.shorten(f"{type(error).__name__} {error}", 300)
-        sentence = f"but `datasets` cannot read it (rows from 0): {reason}"
-        raise ValueError(f"--data is {source}, {sentence}") from error
-
-
-def load_local(path: Path) -> Any:
-    """Return the splits of a file or folder as `datasets` streams them, which leaves no copy in its
-    cache. Raises ValueError if a file of JSON has null as a row."""
-    import datasets
-
-    for file in files_of(path):
-        if "json" in file.name or file.suffix == ".zip":
-            refuse_null(file)
-
-    # It takes names for patterns: [1] for 1.
-    escaped = glob.escape(str(path))
-    folder = path
-    files = None
-    if path.is_file():
-        folder = path.parent
-        files = {"train": [escaped]}
-    elif escaped != str(path):
-        files = datasets.data_files.get_data_patterns(escaped)
-        for split, names in files.items():
-            files[split] = [f"{escaped}/{name}" for name in names]
-    return datasets.load_dataset(str(folder), data_files=files, streaming=True)
-
-
-def refuse_null(file: Path) -> None:
-    """Raise ValueError if a line of a file of JSON, packed or not, begins with null. If it is the
-    first row, the parser of `datasets` crashes, and Python with it."""
-    import fsspec
-
-    packed = "gzip" if file.suffix == ".gzip" else "infer"
-    with fsspec.open(str(file), compression=packed) as lines:
-        for line in lines:
-            if line.lstrip(b"\xef\xbb\xbf \t\r\n[").startswith(b"null"):
-                raise ValueError(f"{file.name} must have objects as rows, but has null")

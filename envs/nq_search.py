@@ -30,8 +30,8 @@ MAX_TEXT = 2000  # characters of a passage or a query; Wikipedia's passages have
 
 RULES = f"""\
 Answer the question. An encyclopaedia can be searched: <search> query </search> returns its {TOPK} \
-best passages between <information> and </information>. You have {{budget}} replies; a reply holds one \
-search or the answer, and the answer ends the episode. Only the shortest form of the answer \
+best passages between <information> and </information>. You have {{budget}} replies; a reply holds \
+one search or the answer, and the answer ends the episode. Only the shortest form of the answer \
 counts: a name, a date or a few words, no sentence.
 """
 FORM = (
