@@ -49,9 +49,9 @@ def play(env: TextEnv, seed: int) -> list:
     """Play an episode of the random policy, and return all that it showed. Raises ValueError if a
     result is not what it must be."""
     rng = np.random.default_rng(seed)
-    started = env.reset(seed=seed)
-    right = started and content(started[0])
-    require(env, right, f"reset() is {reprlib.repr(started)}, but must be {SHOWN}, and a dict")
+    observation, _ = env.reset(seed=seed)
+    right = content(observation)
+    require(env, right, f"observe() is {reprlib.repr(observation)}, but must be {SHOWN}")
     shown: list[Any] = [right]
 
     for _ in range(env.max_turns):
@@ -65,7 +65,8 @@ def play(env: TextEnv, seed: int) -> list:
         shown.append((content(observation), numbers, info["success"]))
         if any(numbers[1:]):
             return shown
-    raise ValueError(f"{type(env).__name__} did not end after {env.max_turns} turns, its max_turns")
+    require(env, False, f"step() did not end the episode in turn {env.max_turns}, its max_turns")
+    return shown
 
 
 def is_result(result: Any) -> Any:
