@@ -58,6 +58,9 @@ def converted_rows(
         reason = textwrap.shorten(f"{type(error).__name__} {error}", 300)
         raise ValueError(f"--data is {source}, which cannot be read: {reason}") from error
 
+    if len(splits) > 1:
+        held_out_rows = splits.get("validation") or splits.get("test", [])
+        splits = {"train": splits.get("train", []), "held_out": held_out_rows}
     for split, rows in splits.items():
         for k, row in enumerate(rows):
             try:
@@ -66,10 +69,7 @@ def converted_rows(
             except (AttributeError, ValueError) as error:
                 raise ValueError(f"{source}, {split} row {k + 1}: {error}") from error
 
-    if len(splits) > 1:
-        held_out_rows = splits.get("validation") or splits.get("test", [])
-        splits = {"train": splits.get("train", []), "held_out": held_out_rows}
-    else:
+    if len(splits) < 2:
         splits = divide([*chain(*splits.values())])
     held_out = {asked(row) for row in splits["held_out"]}
     splits["train"] = [row for row in splits["train"] if asked(row) not in held_out]
@@ -163,7 +163,7 @@ def as_text(value: Any, name: str) -> str:
     column in which every text looks like one. A Parquet file keeps the text."""
     if type(value) in (float, Decimal) and math.isfinite(value):
         return f"{float(value):.15g}"
-    if type(value) not in (str, int) or value == "":
+    if type(value) not in (str, int) or not str(value).strip():
         raise ValueError(f"the field {name} is {value!r:.80}, but must be a text or a number")
     return str(value)
 
