@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> None:
                 threading.Event().wait()
     # A file, the model, FAISS or the port may raise anything.
     except Exception as error:
-        parser.error(f"index {args.index}: {error!r}")
+        parser.error(f"index {args.index}: {type(error).__name__} {error}")
 
 
 if __name__ == "__main__":
