@@ -82,10 +82,10 @@ class TransformerEncoder:
         import torch
         from transformers import AutoModel, AutoTokenizer
 
-        self.tokenizer = AutoTokenizer.from_pretrained(name)
         self.model, loaded = AutoModel.from_pretrained(
             name, use_safetensors=True, output_loading_info=True
         )
+        self.tokenizer = AutoTokenizer.from_pretrained(name)
         # transformers would make random ones. The pooler is not used.
         lacking = [key for key in loaded["missing_keys"] if not key.startswith("pooler.")]
         if lacking:
