@@ -241,7 +241,7 @@ REFUSED = {  # arguments: a part of the sentence
     "--corpus d.jsonl": "the index of 6 passages is of another corpus or encoder",
     "--corpus bad.jsonl": "KeyError",
     "--encoder models--intfloat--e5-base/snapshots/f5": "--prefixes must be given",
-    "--prefixes none --encoder nowhere": "nowhere",
+    "--prefixes none --encoder .": "ValueError Unrecognized model in .",
     "--prefixes e5 --encoder half": "must have the weights layers.0.mlp.up_proj.weight",
 }
 
