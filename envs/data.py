@@ -21,7 +21,6 @@ import textwrap
 from collections.abc import Callable
 from decimal import Decimal
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,9 @@ def converted_rows(
                 raise ValueError(f"{source}, {split} row {k + 1}: {error}") from error
 
     if len(splits) < 2:
-        splits = divide([*chain(*splits.values())])
+        rows = next(iter(splits.values()), [])
+        held_out = {*list(dict.fromkeys(map(asked, rows)))[::10]}
+        splits = {"train": rows, "held_out": [row for row in rows if asked(row) in held_out]}
     held_out = {asked(row) for row in splits["held_out"]}
     splits["train"] = [row for row in splits["train"] if asked(row) not in held_out]
 
@@ -87,12 +88,12 @@ def read_files(files: tuple[Path, ...]) -> dict[str, list]:
     """Return the rows of files by split. A single file is the split "train"."""
     if len(files) == 1:
         return {"train": read_file(files[0])}
-    splits: dict[str, list] = {}
+    splits: dict[str, list] = {split: [] for split in SPLITS}
     for file in files:
-        for split in SPLITS:
+        for split, rows in splits.items():
             if file.name.startswith(split):
-                splits.setdefault(split, []).extend(read_file(file))
-    return splits
+                rows += read_file(file)
+    return {split: rows for split, rows in splits.items() if rows}
 
 
 def read_file(path: Path) -> list:
@@ -168,19 +169,8 @@ def as_text(value: Any, name: str) -> str:
     return str(value)
 
 
-def divide(rows: list) -> dict[str, list]:
-    """Divide the rows of a single split: every tenth different question is held out, with all of
-    its rows."""
-    parts: dict[str, list] = {"train": [], "held_out": []}
-    numbers: dict[int, int] = {}
-    for row in rows:
-        number = numbers.setdefault(asked(row), len(numbers))
-        parts["train" if number % 10 else "held_out"].append(row)
-    return parts
-
-
-def asked(row: Any) -> int:
-    """Return a hash of what a row asks: its image, or else its text, whatever the answer is. Spaces
-    do not count."""
+def asked(row: Any) -> Any:
+    """Return what a row asks: its image, or else its text, whatever the answer is. Spaces do not
+    count."""
     text = getattr(row, "text", repr(row))
-    return hash(getattr(row, "image", None) or " ".join(text.split()))
+    return getattr(row, "image", None) or " ".join(text.split())

@@ -15,6 +15,7 @@ Questions come from `data` (Search-R1's fields `question` and `golden_answers`) 
 
 import re
 import string
+from collections.abc import Iterator
 from typing import Any, Self
 
 import numpy as np
@@ -123,20 +124,16 @@ class NQSearch(QuestionEnv):
         actions = [parse_action(reply) for reply in replies]
         queries = [text[:MAX_TEXT] for kind, text in actions if kind == "search"]
         found = iter(search(corpus, queries, envs[0].topk) if queries else [])
+        return [env.act(kind, text, found) for env, (kind, text) in zip(envs, actions)]
 
-        steps = []
-        for env, (kind, text) in zip(envs, actions):
-            steps.append(env.act(kind, text, next(found) if kind == "search" else []))
-        return steps
-
-    def act(self, kind: str, text: str, passages: list[str]) -> Step:
-        """Take one turn, given kind and text of a reply and the passages of its search. Returns
-        the same values as `step`."""
+    def act(self, kind: str, text: str, found: Iterator[list[str]]) -> Step:
+        """Take one turn, given kind and text of a reply. A search takes its passages from `found`.
+        Returns the same values as `step`."""
         valid = kind != ""
         self.feedback = "" if valid else "Your last reply could not be read.\n"
         if kind == "search":
             self.searches += 1
-            self.passages = [harmless(passage) for passage in passages]
+            self.passages = [harmless(passage) for passage in next(found)]
             self.seen += self.passages
 
         success = kind == "answer" and exact_match(text, self.question.answers)

@@ -60,10 +60,9 @@ def application(retriever: Retriever) -> FastAPI:
 
         found = retriever.search(request.queries, request.topk or TOPK)
         for texts, scores in zip(*found):
-            hits: list[dict] = [{"contents": text} for text in texts]
-            if request.return_scores:
-                hits = [{"document": hit, "score": score} for hit, score in zip(hits, scores)]
-            result.append(hits)
+            documents = [{"contents": text} for text in texts]
+            scored = [{"document": text, "score": score} for text, score in zip(documents, scores)]
+            result.append(scored if request.return_scores else documents)
         return {"result": result}
 
     return app

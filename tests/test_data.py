@@ -15,7 +15,7 @@ from PIL import Image
 
 import train
 from envs.base import EVAL_SEEDS
-from envs.data import asked, divide, field_of, load_rows, text_of
+from envs.data import asked, field_of, load_rows, text_of
 from envs.gsm8k import GSM8K
 from envs.question_answering import Question
 
@@ -34,8 +34,13 @@ def pairs(rows):
 
 @pytest.mark.parametrize("ending", ["json", "jsonl", "parquet"])
 def test_a_single_file_is_divided_without_a_shared_row(tmp_path, ending):
+    """A lone file, in a folder beside a file that is no split."""
     some_twice = ROWS + ROWS[:15]
-    rows = load_rows(write_rows(tmp_path / f"all.{ending}", some_twice), from_row)
+    (tmp_path / "README.md").write_text("# Rows")
+    write_rows(tmp_path / f"train.{ending}", some_twice)
+    rows = load_rows(str(tmp_path), from_row)
+    alone = load_rows(str(tmp_path / f"train.{ending}"), from_row)
+    assert pairs(alone["held_out"]) == pairs(rows["held_out"])
     train = pairs(rows["train"])
     held_out = pairs(rows["held_out"])
     assert sorted(train + held_out) == pairs(some_twice)
@@ -52,12 +57,14 @@ def test_csv(tmp_path):
     assert pairs(rows["train"] + rows["held_out"]) == expected
 
 
-def test_what_asks_the_same_stays_on_one_side():
+def test_what_asks_the_same_stays_on_one_side(tmp_path):
     """Questions about one image, and one question with two answers and other spaces."""
-    images = [Question(f"{k}?", "1", image=bytes([k % 20])) for k in range(80)]
-    texts = [Question(f"{k % 43}?{' ' * (k // 43)}", f"{k}") for k in range(86)]
-    for rows, n in ((images, 2), (texts, 5)):
-        sides = {name: {asked(row) for row in part} for name, part in divide(rows).items()}
+    images = [[f"{k}?", "1", "", k % 20 + 1] for k in range(80)]
+    texts = [[f"{k % 43}?{' ' * (k // 43)}", f"{k}"] for k in range(86)]
+    for name, rows, n in (("images", images, 2), ("texts", texts, 5)):
+        source = write_rows(tmp_path / f"{name}.jsonl", [{"question": row} for row in rows])
+        splits = load_rows(source, lambda row: Question(*row["question"]))
+        sides = {name: {asked(row) for row in part} for name, part in splits.items()}
         assert not sides["train"] & sides["held_out"]
         assert len(sides["held_out"]) == n
 

@@ -232,7 +232,6 @@ def raises_for_the_unreadable(env, reply):
 
 BROKEN = [
     ({"actions": ()}, "actions is empty"),
-    ({"actions": "12345678"}, "actions is '12345678'"),
     ({"metrics": ("turns",)}, "metrics has the name 'turns'"),
     ({"observe": lambda _: Observation("", (np.zeros((9, 9, 3)),))}, "observe() is Observation("),
     ({"observe": unseeded}, "reset(seed=0) began two different episodes"),
