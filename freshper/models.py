@@ -128,7 +128,8 @@ class Policy:
         """Return the tokens of a user turn and the assistant header, from the start of the
         conversation if it is the first."""
         before, after = self.template(len(observation.images), first)
-        text = observation.text
+        # A lone surrogate, as JSON can hold, becomes "?": no tokenizer reads it.
+        text = observation.text.encode("utf-8", "replace").decode()
         if any(token in text for token in self.special_tokens):
             tokens = self.encode(before) + self.encode(text, plain=True) + self.encode(after)
         else:

@@ -270,3 +270,8 @@ def test_another_package_of_the_name_envs_is_refused(tmp_path):
     command = [sys.executable, "-c", program, str(Path(__file__).parent.parent)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert "ImportError: the package envs must be the one in" in done.stderr
+
+
+def test_a_lone_surrogate_of_an_environment_is_read_as_a_question_mark(text_policy):
+    turns = [text_policy.user_turn(Observation(text)) for text in ("a\ud800", "a?")]
+    assert turns[0] == turns[1]
