@@ -76,6 +76,13 @@ class QuestionAnswering(QuestionEnv):
         This default reads a number alone, as `read_number` does."""
         return read_number(answer)
 
+    @classmethod
+    def gold(cls, answer: str) -> str:
+        """Return the gold answer of a row. Raises ValueError if the task does not read it."""
+        if cls.read(answer) is None:
+            raise ValueError(f"the right answer is {answer[:99]!r}, which the task does not read")
+        return answer
+
     @staticmethod
     def right(value: Any, gold: Any) -> bool:
         """Return whether the value of an answer is that of the gold answer."""

@@ -17,10 +17,6 @@ The 21 million passages of Search-R1's Wikipedia need 64 GB of memory, and 20 GB
 """
 
 import argparse
-import contextlib
-import socket
-import threading
-from collections.abc import Iterator
 
 import faiss
 import uvicorn
@@ -68,25 +64,9 @@ def application(retriever: Retriever) -> FastAPI:
     return app
 
 
-@contextlib.contextmanager
-def serving(retriever: Retriever, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
-    """Serve a retriever in a thread while the block runs. Yields the address. Port 0 takes a free
-    one."""
-    listener = socket.create_server((host, port), backlog=256)
-    config = uvicorn.Config(application(retriever), log_level="warning", lifespan="off")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-    thread.start()
-    try:
-        yield f"http://{host}:{listener.getsockname()[1]}/retrieve"
-    finally:
-        server.should_exit = server.force_exit = True
-        thread.join()
-
-
 def main(argv: list[str] | None = None) -> None:
-    """Build or serve an index. Exits with status 2 and one sentence if a file, a model or an
-    address cannot be used."""
+    """Build or serve an index. Exits with status 2 and one sentence if a file or a model cannot be
+    used."""
     parser = argparse.ArgumentParser("envs.search_server")
     add = parser.add_argument
     add("--build", action="store_true", help="write the index, a new file, and stop")
@@ -113,14 +93,11 @@ def main(argv: list[str] | None = None) -> None:
             faiss.write_index(build_index(corpus, encoder), args.index)
             return
 
-        retriever = Retriever(corpus, encoder, faiss.read_index(args.index))
-        with serving(retriever, args.host, args.port) as url:
-            print(f"{len(corpus)} documents at {url}", flush=True)
-            with contextlib.suppress(KeyboardInterrupt):
-                threading.Event().wait()
-    # A file, the model, FAISS or the port may raise anything.
+        app = application(Retriever(corpus, encoder, faiss.read_index(args.index)))
+    # A file, the model or FAISS may raise anything.
     except Exception as error:
         parser.error(f"index {args.index}: {type(error).__name__} {error}")
+    uvicorn.run(app, host=args.host, port=args.port, access_log=False)
 
 
 if __name__ == "__main__":

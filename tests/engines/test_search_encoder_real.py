@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from conftest import serving
 from pretrained import minilm
 from transformers import AutoTokenizer, BertModel
 
 from envs.search import Retriever, TransformerEncoder, build_index, retrieve
-from envs.search_server import serving
 
 TEXTS = ["a text", "the largest planet of them all, with a spot", "x", "mars " * 600]
 
