@@ -65,8 +65,7 @@ def application(retriever: Retriever) -> FastAPI:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Build or serve an index. Exits with status 2 and one sentence if a file or a model cannot be
-    used."""
+    """Build or serve an index. Raises an error if a file or a model cannot be used."""
     parser = argparse.ArgumentParser("envs.search_server")
     add = parser.add_argument
     add("--build", action="store_true", help="write the index, a new file, and stop")
@@ -80,23 +79,19 @@ def main(argv: list[str] | None = None) -> None:
     if args.encoder != "local" and not args.prefixes:
         parser.error("--prefixes must be given with a transformer as --encoder")
 
-    try:
-        corpus = read_corpus(args.corpus)
-        encoder: Encoder
-        if args.encoder == "local":
-            encoder = LocalEncoder(corpus)
-        else:
-            encoder = TransformerEncoder(args.encoder, args.prefixes == "e5")
-        if args.build:
-            # A file that exists, or cannot be written, is refused before hours of encoding.
-            open(args.index, "xb").close()
-            faiss.write_index(build_index(corpus, encoder), args.index)
-            return
+    corpus = read_corpus(args.corpus)
+    encoder: Encoder
+    if args.encoder == "local":
+        encoder = LocalEncoder(corpus)
+    else:
+        encoder = TransformerEncoder(args.encoder, args.prefixes == "e5")
 
-        app = application(Retriever(corpus, encoder, faiss.read_index(args.index)))
-    # A file, the model or FAISS may raise anything.
-    except Exception as error:
-        parser.error(f"index {args.index}: {type(error).__name__} {error}")
+    if args.build:
+        # A file that exists, or cannot be written, is refused before hours of encoding.
+        open(args.index, "xb").close()
+        faiss.write_index(build_index(corpus, encoder), args.index)
+        return
+    app = application(Retriever(corpus, encoder, faiss.read_index(args.index)))
     uvicorn.run(app, host=args.host, port=args.port, access_log=False)
 
 
