@@ -165,7 +165,7 @@ def polygons() -> Iterator[Polygon]:
     spans = combinations(range(SIDE + 1), 2)
     for (a, b), (c, d), (near, far) in product(spans, repeat=3):
         horizontal = ((a, near), (b, near), (d, far), (c, far))
-        vertical = tuple((row, column) for column, row in horizontal)
+        vertical = tuple(corner[::-1] for corner in horizontal)
         for corners in (horizontal, vertical):
             quadrilaterals[tuple(sorted(corners))] = corners
     yield from quadrilaterals.values()

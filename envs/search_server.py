@@ -92,6 +92,8 @@ def main(argv: list[str] | None = None) -> None:
         faiss.write_index(build_index(corpus, encoder), args.index)
         return
     app = application(Retriever(corpus, encoder, faiss.read_index(args.index)))
+    address = f"http://{args.host}:{args.port}/retrieve"
+    print(f"{len(corpus)} documents at {address}", flush=True)
     uvicorn.run(app, host=args.host, port=args.port, access_log=False)
 
 

@@ -51,30 +51,31 @@ def value(transitions, start, horizon):
 @pytest.mark.parametrize("slippery", [False, True])
 def test_frozenlake_is_gymnasium_s_on_our_maps(slippery):
     """Every state and reward of random episodes, slips included."""
+    rng = np.random.default_rng(0)
+    env = ENVS["frozenlake"](slippery=slippery)
     for seed in range(20):
-        rng, desc = np.random.default_rng(seed), random_map(seed)
-        env = ENVS["frozenlake"](slippery=slippery)
         env.reset(seed=seed)
+        desc = random_map(seed)
         twin = gymnasium.make("FrozenLake-v1", desc=desc, is_slippery=slippery).unwrapped
         twin.reset(seed=seed)
         twin.np_random = np.random.default_rng((seed, 2))
         symbols = "".join(desc.flat).translate(str.maketrans("SFH", "__O"))
-        cells = {divmod(k, 4): symbol for k, symbol in enumerate(symbols)}
 
         over = False
         while not over:
             k = int(rng.integers(4))
-            reply = f"so <answer> {list(STEPS)[k]} </answer>"
-            observation, reward, terminated, truncated, info = env.step(reply)
-            state, expected, done, _, _ = twin.step(k)
-            assert (reward, terminated, info["success"]) == (expected, done, symbols[state] == "G")
+            observation, *results, truncated, info = env.step(f"<answer>{list(STEPS)[k]}</answer>")
+            state, *expected, _, _ = twin.step(k)
+            assert results == expected
+            assert info["success"] == (symbols[state] == "G")
 
             grid, beside = observation.text.split("\n ")
             player = {"_": "P", "O": "X", "G": "√"}[symbols[state]]
             assert grid.replace("\n", "") == symbols[:state] + player + symbols[state + 1 :]
+            cells = {divmod(n, 4): symbol for n, symbol in enumerate(symbols)}
             around = [(state // 4 + dr, state % 4 + dc) for dr, dc in STEPS.values()]
             assert beside.split() == [cells.get(cell, "#") for cell in around]
-            over = terminated or truncated
+            over = results[1] or truncated
 
 
 @pytest.mark.parametrize(("slippery", "best"), [(False, 1.0), (True, 0.49)])
@@ -118,11 +119,11 @@ def test_cliffwalking_is_gymnasium_s():
     rewards, terminated = [], False
     while not terminated and env.turn < 3000:
         k = int(rng.integers(4))
-        action = ("Up", "Right", "Down", "Left")[k]
-        observation, reward, terminated, _, info = env.step(f"so <answer> {action} </answer>")
-        state, expected, done, _, _ = twin.step(k)
-        assert (reward, terminated) == (expected, done)
-        rewards.append(expected)
+        reply = f"<answer>{('Up', 'Right', 'Down', 'Left')[k]}</answer>"
+        observation, reward, terminated, _, info = env.step(reply)
+        state, *expected, _, _ = twin.step(k)
+        assert [reward, terminated] == expected
+        rewards.append(reward)
 
         row, col = divmod(int(state), 12)
         around = ((row - 1, col), (row, col + 1), (row + 1, col), (row, col - 1))

@@ -14,7 +14,7 @@ from PIL import ExifTags, Image, ImageColor
 
 from envs.aime import AIME
 from envs.base import EVAL_SEEDS, WARM_START_SEEDS
-from envs.geoqa import MAX_SIDE, RED, GeoQA, area, decode
+from envs.geoqa import MAX_SIDE, RED, GeoQA, decode
 from envs.gsm8k import GSM8K
 from envs.question_answering import RIGHT, WRONG
 
@@ -146,38 +146,33 @@ def test_answers_are_equally_likely_and_every_word_is_a_token(task):
 def test_images_show_the_figure(style, cell_size):
     """It is filled inside and white outside. Only the red side, or a dot at a corner, is red."""
     env = GeoQA(style=style)
-    rng = np.random.default_rng(0)
     margin = cell_size / 8
-    step = (4 * cell_size - 2 * margin) / 4
+    pixels = np.indices((4 * cell_size, 4 * cell_size))[::-1].reshape(2, -1).T
+    points = (pixels + 0.5 - margin) / (cell_size - margin / 2)  # in squares, [H W, 2]
+    off_lines = (np.abs(points % 1 - 0.5) < 0.35).all(axis=1)
     red_points = set()
     for seed in range(40):
-        image = env.reset(seed=seed)[0].images[0].astype(int)
-        assert image.shape == (4 * cell_size, 4 * cell_size, 3)
+        image = env.reset(seed=seed)[0].images[0].astype(int).reshape(-1, 3)
         corners, _, red = env.question.image
         red_points.add(len(red))
 
-        is_red = np.abs(image - ImageColor.getrgb(RED)).sum(-1) < 90
-        reds = (np.argwhere(is_red)[:, ::-1] + 0.5 - margin) / step
+        reds = points[np.abs(image - ImageColor.getrgb(RED)).sum(-1) < 90]
         assert bool(len(reds)) == bool(red)
-        assert all(distance(point, red[0], red[-1]) < 0.3 for point in reds)
-        assert all(np.hypot(*(reds - end).T).min() < 0.3 for end in red)
+        if red:
+            # A red side is along the grid.
+            assert (reds > np.min(red, axis=0) - 0.3).all()
+            assert (reds < np.max(red, axis=0) + 0.3).all()
+            assert all(np.hypot(*(reds - end).T).min() < 0.3 for end in red)
 
-        sides = list(pairwise((*corners, corners[0])))
-        for row, col in rng.integers(4 * cell_size, size=(60, 2)):
-            point = (np.array([col, row]) + 0.5 - margin) / step
-            inside = sum(area((*side, point)) for side in sides) < area(corners) + 1e-6
-            off_lines = all(0.15 < c % 1 < 0.85 for c in point)
-            if off_lines and min(distance(point, *side) for side in sides) > 0.25:
-                assert (image[row, col, 2] - image[row, col, 0] > 30) == inside
+        # Figures are convex: within, a point is on the same side of all lines.
+        distances = []
+        for start, end in pairwise(np.array([*corners, corners[0]])):
+            x, y = (end - start) / np.hypot(*(end - start))
+            distances.append((points - start) @ (-y, x))
+        far = off_lines & (np.abs(distances).min(axis=0) > 0.25)
+        filled = image[:, 2] - image[:, 0] > 30
+        assert (filled == (np.abs(np.sign(distances).sum(axis=0)) == len(corners)))[far].all()
     assert red_points == {0, 1, 2}
-
-
-def distance(point, start, end):
-    """Return the distance of a point to a segment, which may be a point."""
-    p = complex(*point) - complex(*start)
-    along = complex(*end) - complex(*start)
-    share = (p * along.conjugate()).real / (abs(along) ** 2 or 1)
-    return abs(p - min(max(share, 0), 1) * along)
 
 
 def png(shade, size=(60, 40), mode="RGB"):
