@@ -5,7 +5,7 @@ import gzip
 import io
 import json
 import re
-import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -13,11 +13,13 @@ import pytest
 from conftest import write_rows
 from PIL import Image
 
-import train
+from envs import ENVS
 from envs.base import EVAL_SEEDS
 from envs.data import asked, field_of, load_rows, text_of
 from envs.gsm8k import GSM8K
 from envs.question_answering import Question
+from freshper.backends import rows_that_fit
+from freshper.config import Config
 
 ROWS = []
 for k in range(40):
@@ -183,29 +185,20 @@ def narrow_image(k):
     return {"image": image, "problem": f"Number {k}?", "solution": f"<answer>{k}</answer>"}
 
 
-@pytest.mark.parametrize(("env", "row"), [("gsm8k", long_question), ("geoqa", narrow_image)])
-def test_rows_that_do_not_fit_the_model_are_left_out(
-    env, row, model_folder, tmp_path, monkeypatch, capsys
-):
-    """The batches of this run ask for every row twice. Both splits have rows that do not fit."""
+@pytest.mark.parametrize(
+    ("name", "row", "family"), [("gsm8k", long_question, "text"), ("geoqa", narrow_image, "vision")]
+)
+def test_rows_that_do_not_fit_the_model_are_left_out(name, row, family, tmp_path, request):
+    """Of both splits. If no row is left, a sentence names the limit."""
     for split, first in (("train", 0), ("test", 12)):
-        rows = [row(k) for k in range(first, first + 12)]
-        write_rows(tmp_path / f"data/{split}.parquet", rows)
-    kind = "vision" if env == "geoqa" else "text"
-    model = shutil.copytree(model_folder[kind], tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"freshper_tiny": False}))
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **kwargs: None)
-    flags = f"""--env {env} --preset small --model {model} --data {tmp_path}/data --method on_policy
-    --iterations 1 --rollout_batch_size 24 --eval_episodes 24 --max_tokens 2000 --max_new_tokens 4
-    --dtype float32""".split()
+        write_rows(tmp_path / f"{split}.parquet", [row(first + k) for k in range(12)])
+    env = ENVS[name](style="full", data=str(tmp_path))
+    policy = request.getfixturevalue(f"{family}_policy")
+    config = Config(env=name, max_tokens=2000, max_new_tokens=4)
 
-    assert train.main([*flags, "--out", str(tmp_path / "run")]) == 0
-    assert "data: 9 rows for training, 9 held out, 6 left out" in capsys.readouterr().out
-    page = (tmp_path / "run/episodes.html").read_text()
-    shown = [int(k) for k in re.findall(r"Number (\d+)\?", page)]
-    assert len(shown) == len(set(shown)) == 8  # of held-out rows
-    assert all(k % 4 != 1 for k in shown)
-
-    assert train.main([*flags, "--max_tokens", "100", "--out", str(tmp_path / "none")]) == 2
-    assert "--max_tokens is 100, but must" in capsys.readouterr().err
+    env.rows = rows_that_fit(policy, env, config)
+    assert "9 rows for training, 9 held out, 6 left out" in env.data_summary()
+    for question in env.rows["train"] + env.rows["held_out"]:
+        assert int(question.gold) % 4 != 1
+    with pytest.raises(ValueError, match="--max_tokens is 100, but must be larger"):
+        rows_that_fit(policy, env, replace(config, max_tokens=100))
