@@ -67,13 +67,13 @@ def action_values(transitions: dict, horizon: int) -> np.ndarray:
     """
     values = np.zeros((len(transitions), len(transitions[0])))
     for _ in range(horizon):
-        state_values = values.max(axis=1)  # [S]
-        values = np.zeros_like(values)
+        best = values.max(axis=1)  # [S]
         for state, actions in transitions.items():
             for action, outcomes in actions.items():
-                for probability, after, reward, done in outcomes:
-                    future = 0.0 if done else state_values[after]
-                    values[state, action] += probability * (reward + future)
+                values[state, action] = sum(
+                    probability * (reward + (not done) * best[after])
+                    for probability, after, reward, done in outcomes
+                )
     return values
 
 
