@@ -4,7 +4,7 @@ Paper: appendix D names the tasks with data, not their files. Any source that ha
 task will do.
 
     openai/gsm8k:main            a data set of the hub, and after a colon its configuration
-    questions.jsonl              one object per line; also .json (a list of objects), .csv, .parquet
+    questions.jsonl              one object per line, or a list of objects; also .csv and .parquet
     folder/                      train.* (or train-*.*), and validation.* or test.*
 
 Without a validation split, `test` takes its place. If there is only one split, every tenth
@@ -103,15 +103,16 @@ def read_file(path: Path) -> list:
     with open(path, newline="", encoding="utf-8-sig") as file:
         if path.suffix == ".csv":
             return list(csv.DictReader(file, restkey="more"))
-        if path.suffix == ".json":
-            return json.load(file)
-        return [json.loads(line) for line in file if line.strip()]
+        text = file.read()
+    if text.lstrip().startswith("["):
+        return json.loads(text)
+    return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 
 def read_hub(source: str) -> dict[str, list]:
     """Return the rows of a data set of the hub by split."""
     if source.count("/") != 1:
-        raise ValueError("there is no such file or folder, and hub ids look like owner/name")
+        raise ValueError("there is no such file or folder of files, nor is it a hub's owner/name")
 
     # The import takes a second, and files and generated questions do without.
     import datasets

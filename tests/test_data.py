@@ -136,7 +136,7 @@ BAD = {  # file: content, a part of the sentence
     "other/questions.jsonl": (ROWS, "too few different rows to train and to hold out: [0, 0]"),
     "chat.jsonl": ([{"question": [{"role": "user"}]}], "question is [{'role': 'user'}], but"),
     "one.jsonl": (ROWS[:1] * 5, "too few different rows to train and to hold out: [0, 5]"),
-    "nowhere.jsonl": (None, "there is no such file or folder"),
+    "nowhere.jsonl": (None, "there is no such file or folder of files"),
 }
 
 
