@@ -18,9 +18,8 @@ import csv
 import json
 import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from decimal import Decimal
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +33,12 @@ SPLITS = ("train", "validation", "test")
 
 def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
     """Return `from_row` of all rows, by split ("train" and "held_out"). The rows are shuffled,
-    because files are often sorted by year or by difficulty. They are read once, until a file of the
-    source changes.
+    because files are often sorted by year or by difficulty.
 
     Raises ValueError with one sentence that names source, row and field, if there is no such
     source, a file cannot be read, a field is refused by `from_row`, or the rows are too few."""
-    path = Path(source).expanduser().absolute()
+    path = Path(source).expanduser()
     files = [path] if path.is_file() else sorted(path.glob("*.*"))
-    times = [file.stat().st_mtime_ns for file in files]
-    return converted_rows(source, from_row, tuple(files), tuple(times))
-
-
-@cache
-def converted_rows(
-    source: str, from_row: Callable, files: tuple[Path, ...], _times: tuple
-) -> dict[str, list]:
-    """Do the work of `load_rows`. `files` are those of a source that is not on the hub."""
     try:
         splits = read_files(files) if files else read_hub(source)
     # Their readers raise errors of a dozen libraries.
@@ -84,7 +73,7 @@ def converted_rows(
     return splits
 
 
-def read_files(files: tuple[Path, ...]) -> dict[str, list]:
+def read_files(files: list[Path]) -> dict[str, list]:
     """Return the rows of files by split. A single file is the split "train"."""
     if len(files) == 1:
         return {"train": read_file(files[0])}
@@ -134,12 +123,13 @@ class QuestionEnv(TextEnv):
     from_row: Callable[[dict], Any]
     generate: Callable[[int], Any]  # the question of a seed
 
-    def __init__(self, data: str = "", **common: Any):
-        """Read the questions of `data`, if there is any. Raises ValueError if that fails."""
+    def __init__(self, data: str = "", rows: Mapping[str, list] | None = None, **common: Any):
+        """Read the questions of `data`, if there is any, unless its `rows` are given. Raises
+        ValueError if that fails."""
         super().__init__(**common)
         self.data = data
         if data:
-            self.rows = load_rows(data, self.from_row)
+            self.rows = rows or load_rows(data, self.from_row)
 
     def start(self, seed: int) -> None:
         rows = self.rows.get("held_out" if held_out(seed) else "train")

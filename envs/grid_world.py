@@ -51,19 +51,16 @@ class GridWorld(TextEnv):
 
     def step(self, reply: str) -> Step:
         action = parse_action(reply, self.actions)
-
         if action is None:
-            reward, success, ended = self.turn_reward, False, False
-        else:
-            reward, success, ended = self.act(action)
+            self.score += self.turn_reward
+            reward = self.turn_reward - self.format_penalty
+            self.feedback = f"Your last reply could not be read. Reward: {reward:g}."
+            return self.end_turn(reward, success=False, ended=False, valid=False)
+
+        reward, success, ended = self.act(action)
         self.score += reward
-
-        remark = ""
-        if action is None:
-            remark = "Your last reply could not be read. "
-            reward -= self.format_penalty
-        self.feedback = f"{remark}Reward: {reward:g}."
-        return self.end_turn(reward, success, ended, valid=action is not None)
+        self.feedback = f"Reward: {reward:g}."
+        return self.end_turn(reward, success, ended, valid=True)
 
     def prompt(self, rules: str, state: str, **blanks: object) -> str:
         """Return the text of the "full" style: rules (in later turns feedback), turn and state.
