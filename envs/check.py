@@ -1,7 +1,6 @@
 """Check an environment of your own before it is trained on: play it, and say what is wrong."""
 
 import math
-import reprlib
 from numbers import Real
 from typing import Any
 
@@ -48,13 +47,13 @@ def play(env: TextEnv, seed: int) -> list:
     rng = np.random.default_rng(seed)
     observation, _ = env.reset(seed=seed)
     right = content(observation)
-    require(env, right, f"observe() is {reprlib.repr(observation)}, but must be {SHOWN}")
+    require(env, right, f"observe() is {observation!r:.200}, but must be {SHOWN}")
     shown: list[Any] = [right]
 
     for _ in range(env.max_turns):
         reply = env.random_reply(rng)
         result = env.step(reply)
-        require(env, is_result(result), f"step() is {reprlib.repr(result)}, but must be {RESULT}")
+        require(env, is_result(result), f"step() is {result!r:.200}, but must be {RESULT}")
 
         observation, *numbers, info = result
         unread = f"step() could not read {reply!r} of random_reply(): its `valid` is False"

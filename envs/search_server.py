@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("envs.search_server")
     add = parser.add_argument
     add("--build", action="store_true", help="write the index, a new file, and stop")
-    add("--corpus", required=True, help='JSON lines: {"contents": "Title\ntext"}; also .gz')
+    add("--corpus", required=True, help='JSON lines: {"contents": "Title\\ntext"}; also .gz')
     add("--index", required=True, help="FAISS index, read or (with --build) written")
     add("--encoder", default="local", help="local, or the hub id or folder of a transformer")
     add("--prefixes", choices=("e5", "none"), help="before a transformer's texts: E5's, or none")
