@@ -142,16 +142,11 @@ class Sokoban(GridWorld):
     def grid(self) -> np.ndarray:
         """Return the symbols of all cells, [side, side]."""
         grid = np.full((self.side, STRIDE), "#")
-        layers = [
-            ("_", self.floor),
-            ("O", self.targets),
-            ("X", self.boxes),
-            ("√", self.boxes & self.targets),
-            ("P", {self.player}),
-            ("S", {self.player} & self.targets),
-        ]
-        for symbol, cells in layers:
-            grid.put([*cells], symbol)
+        grid.put([*self.floor], "_")
+        grid.put([*self.targets], "O")
+        grid.put([*self.boxes], "X")
+        grid.put([*self.boxes & self.targets], "√")
+        grid.put(self.player, "S" if self.player in self.targets else "P")
         return grid[:, : self.side]
 
     def caption(self) -> str:
