@@ -50,13 +50,7 @@ class AIME(QuestionAnswering):
 
     @classmethod
     def from_row(cls, row: dict) -> Question:
-        answer = text_of(row, "answer")
-        gold = cls.read(answer)
-        if gold is None:
-            raise ValueError(
-                f"the field answer is {answer[:30]!r}, but must be an integer from 000 to 999"
-            )
-        return Question(text_of(row, "problem"), f"{gold:03d}")
+        return Question(text_of(row, "problem"), cls.gold(text_of(row, "answer")))
 
     @classmethod
     def problems(cls, style: str) -> Iterator[Problem]:

@@ -9,7 +9,6 @@ is wrong with it.
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple, Self
 
 import gymnasium
@@ -76,7 +75,7 @@ class TextEnv(gymnasium.Env):
     are averaged over episodes and logged.
     """
 
-    # Every task defines `step`, `observe`, and `start` or its own `reset`.
+    # Every task defines `step` and these.
     start: Callable[[int], None]  # set up the episode of a seed
     observe: Callable[[], Observation]
 
@@ -102,13 +101,11 @@ class TextEnv(gymnasium.Env):
         max_turns: int = 0,
         render_mode: str | None = None,
     ):
-        """Store the settings that all tasks share. Raises ValueError for an unknown style.
+        """Store the settings that all tasks share.
 
         The style "full" writes out rules and reply format for a pretrained model. "terse" shows a
         tiny model the state alone, and small images. If `max_turns` is 0, the task's own holds.
         """
-        if style not in ("full", "terse"):
-            raise ValueError(f"style must be full or terse, got {style}")
         self.action_space = self.observation_space = AnySpace(self.random_reply)
         self.style = style
         self.format_penalty = format_penalty
@@ -117,17 +114,12 @@ class TextEnv(gymnasium.Env):
         self.cell_size = 14 if style == "terse" else 56  # pixels of a cell in an image
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
-        """Begin the episode of a seed. Returns the first observation and a dict.
-
-        A task may define `reset` itself instead of `start`, and call this one for the seed.
-        """
+        """Begin the episode of a seed. Returns the first observation and a dict."""
         super().reset(seed=seed)
         self.turn = 0
         self.feedback = ""
         for name in self.metrics:
             setattr(self, name, 0.0)
-        if not hasattr(self, "start"):
-            return ()  # the task's own `reset` returns the observation
         if seed is None:
             seed = int(self.np_random.integers(EVAL_SEEDS))
         self.start(seed)
@@ -153,10 +145,6 @@ class TextEnv(gymnasium.Env):
         """
         return map(cls.step, envs, replies)
 
-    def budget(self, one: str = "action", several: str = "actions") -> str:
-        """Return how many replies an episode has, in words."""
-        return f"one {one}" if self.max_turns == 1 else f"{self.max_turns} {several}"
-
     def caption(self) -> str:
         """Return a caption of the observation in `words`. Only the warm start needs it."""
         raise NotImplementedError
@@ -166,29 +154,21 @@ class TextEnv(gymnasium.Env):
         return f"<answer>{self.actions[rng.integers(len(self.actions))]}</answer>"
 
     def baselines(self, seed: int) -> dict[str, float]:
-        """Return the success on this seed of the `random` policy, and of the `optimal` one if the
-        task defines `optimal_reply`.
-
-        Each policy plays one episode. Tasks that know the exact probability return it instead.
-        """
+        """Return the success of the `random` policy in one episode of this seed, and of the
+        `optimal` policy if the task defines `optimal_reply`."""
         rng = np.random.default_rng((seed, 1))  # independent of the stream that draws the task
-        replies = {"random": partial(self.random_reply, rng)}
+        success = {"random": play_out(self, seed, lambda: self.random_reply(rng))[2]["success"]}
         if hasattr(self, "optimal_reply"):
-            replies["optimal"] = self.optimal_reply
-        return {
-            policy: play_out(self, seed, reply)[2]["success"] for policy, reply in replies.items()
-        }
+            success["optimal"] = play_out(self, seed, self.optimal_reply)[2]["success"]
+        return success
 
     def data_summary(self) -> str:
-        """Return a sentence with the numbers of rows of `data`, or "" if the task has no data."""
-        if not self.rows:
-            return ""
-        n = {split: len(rows) for split, rows in self.rows.items()}
-        summary = f"{self.data}: {n['train']} rows for training, {n['held_out']} held out"
-        if n.get("left_out"):
-            reason = "too long for --max_tokens, or with an image too narrow"
-            summary += f", {n['left_out']} left out: {reason}"
-        return summary
+        """Return how many rows of `data` a run trains on, holds out and leaves out."""
+        train, held_out, left_out = map(len, self.rows.values())
+        return (
+            f"{self.data}: {train} rows for training, {held_out} held out, {left_out} left out "
+            "(too long for --max_tokens, or with an image too narrow)"
+        )
 
 
 def play_out(env: TextEnv, seed: int, reply: Callable[[], str]) -> tuple[float, int, dict]:

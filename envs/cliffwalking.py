@@ -6,10 +6,9 @@ example 6.6): 4x12 cells, -1 a step, and -100 for a fall, which leads back to th
 held-out seeds are the same task. `score` is the sum of rewards.
 
 Where we differ: the optimal score is -13, the length of the shortest way. The paper's 0 comes from
-a private package. The random policy scores -2079 in 200 turns (exact, by `solve` of
-envs/frozenlake.py). The default here is 50 turns. In the tiny preset it is 30, and training starts
-along the way, more often near the goal. From the task's own start hardly any episode arrives, and
-the policy learns to stand still.
+a private package. The random policy scores -2079 in 200 turns (exact). The default here is 50
+turns. In the tiny preset it is 30, and training starts along the way, more often near the goal.
+From the task's own start hardly any episode arrives, and the policy learns to stand still.
 
 Exercise 6 of docs/exercises.md is about this.
 """
@@ -36,7 +35,7 @@ _ _ _ _ _ _ _ _ _ _ _ _
 _ _ _ _ _ _ _ _ _ _ _ _
 P C C C C C C C C C C G
 Every step costs 1. Stepping over the cliff costs 100 and leads back to the start. At the edge of \
-the grid you stay where you are. Reach the goal at the lowest cost; you have {{budget}}.
+the grid you stay where you are. Reach the goal at the lowest cost; you have {{budget}} actions.
 Actions: Left, Down, Right, Up.
 {FORM}"""
 

@@ -1,12 +1,11 @@
-"""Read questions with the library `datasets`: from a hub id, a file, or a folder of files.
+"""Read questions from a file, a folder of files or a data set of the hub.
 
 Paper: appendix D names the tasks with data, not their files. Any source that has the fields of a
 task will do.
 
-    openai/gsm8k:main            a dataset of the hub, and after a colon its configuration
-    questions.jsonl              one object per line; also .json (a list of objects), .csv, .parquet
-    folder/                      train.* (or train-*.*), and validation.* or test.*,
-                                 or an image folder of `datasets`
+    openai/gsm8k:main            a data set of the hub, and after a colon its configuration
+    questions.jsonl              one object per line, or a list of objects; also .csv and .parquet
+    folder/                      train.* (or train-*.*), and validation.* or test.*
 
 Without a validation split, `test` takes its place. If there is only one split, every tenth
 different question is held out. A question of both splits is not trained on. Names of fields are
@@ -15,41 +14,38 @@ leaves out the rows whose first turn is too long for its model (freshper/backend
 many.
 """
 
-import glob
+import csv
+import json
+import math
 import textwrap
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 
 from envs.base import TextEnv, held_out
 
-JSON_START = 1 << 20  # bytes at the beginning of a file of JSON that are looked at
+SPLITS = ("train", "validation", "test")
 
 
 def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
     """Return `from_row` of all rows, by split ("train" and "held_out"). The rows are shuffled,
-    because files are often sorted by year or by difficulty. They are read once, until a file of the
-    source changes.
+    because files are often sorted by year or by difficulty.
 
     Raises ValueError with one sentence that names source, row and field, if there is no such
     source, a file cannot be read, a field is refused by `from_row`, or the rows are too few."""
-    files = files_of(Path(source).expanduser().absolute())
-    times = tuple(file.stat().st_mtime_ns for file in files)
-    return converted_rows(source, from_row, (*files, *times))
+    path = Path(source).expanduser()
+    files = [path] if path.is_file() else sorted(path.glob("*.*"))
+    try:
+        splits = read_files(files) if files else read_hub(source)
+    # Their readers raise errors of a dozen libraries.
+    except Exception as error:
+        reason = textwrap.shorten(f"{type(error).__name__} {error}", 300)
+        raise ValueError(f"--data is {source}, which cannot be read: {reason}") from error
 
-
-def files_of(path: Path) -> list[Path]:
-    """Return a file, or all files of a folder; none if it does not exist."""
-    return [file for file in (path, *path.rglob("*")) if file.is_file()]
-
-
-@cache
-def converted_rows(source: str, from_row: Callable, files: tuple) -> dict[str, list]:
-    """Do the work of `load_rows`. `files` are those of the source, with their times."""
-    splits = read_splits(source)
     if len(splits) > 1:
         held_out_rows = splits.get("validation") or splits.get("test", [])
         splits = {"train": splits.get("train", []), "held_out": held_out_rows}
@@ -57,11 +53,14 @@ def converted_rows(source: str, from_row: Callable, files: tuple) -> dict[str, l
         for k, row in enumerate(rows):
             try:
                 rows[k] = from_row({name.lower(): value for name, value in row.items()})
-            except ValueError as error:
+            # A row of JSON that is no object has no `items`.
+            except (AttributeError, ValueError) as error:
                 raise ValueError(f"{source}, {split} row {k + 1}: {error}") from error
 
-    if len(splits) == 1:
-        splits = divide(*splits.values())
+    if len(splits) < 2:
+        rows = next(iter(splits.values()), [])
+        held_out = {*list(dict.fromkeys(map(asked, rows)))[::10]}
+        splits = {"train": rows, "held_out": [row for row in rows if asked(row) in held_out]}
     held_out = {asked(row) for row in splits["held_out"]}
     splits["train"] = [row for row in splits["train"] if asked(row) not in held_out]
 
@@ -72,6 +71,44 @@ def converted_rows(source: str, from_row: Callable, files: tuple) -> dict[str, l
     for rows in splits.values():
         np.random.default_rng(0).shuffle(rows)
     return splits
+
+
+def read_files(files: list[Path]) -> dict[str, list]:
+    """Return the rows of files by split. A single file is the split "train"."""
+    if len(files) == 1:
+        return {"train": read_file(files[0])}
+    splits: dict[str, list] = {split: [] for split in SPLITS}
+    for file in files:
+        for split, rows in splits.items():
+            if file.name.startswith(split):
+                rows += read_file(file)
+    return {split: rows for split, rows in splits.items() if rows}
+
+
+def read_file(path: Path) -> list:
+    """Return the rows of a file."""
+    if path.suffix == ".parquet":
+        return pyarrow.parquet.read_table(path).to_pylist()
+    with open(path, newline="", encoding="utf-8-sig") as file:
+        if path.suffix == ".csv":
+            return list(csv.DictReader(file, restkey="more"))
+        text = file.read()
+    if text.lstrip().startswith("["):
+        return json.loads(text)
+    return [json.loads(line) for line in text.split("\n") if line.strip()]
+
+
+def read_hub(source: str) -> dict[str, list]:
+    """Return the rows of a data set of the hub by split."""
+    if source.count("/") != 1:
+        raise ValueError("there is no such file or folder of files, nor is it a hub's owner/name")
+
+    # The import takes a second, and files and generated questions do without.
+    import datasets
+
+    loaded = datasets.load_dataset(*source.split(":"))
+    # So images stay encoded files.
+    return {split: rows.with_format("arrow")[:].to_pylist() for split, rows in loaded.items()}
 
 
 class QuestionEnv(TextEnv):
@@ -86,12 +123,13 @@ class QuestionEnv(TextEnv):
     from_row: Callable[[dict], Any]
     generate: Callable[[int], Any]  # the question of a seed
 
-    def __init__(self, data: str = "", **common: Any):
-        """Read the questions of `data`, if there is any. Raises ValueError if that fails."""
+    def __init__(self, data: str = "", rows: Mapping[str, list] | None = None, **common: Any):
+        """Read the questions of `data`, if there is any, unless its `rows` are given. Raises
+        ValueError if that fails."""
         super().__init__(**common)
         self.data = data
         if data:
-            self.rows = load_rows(data, self.from_row)
+            self.rows = rows or load_rows(data, self.from_row)
 
     def start(self, seed: int) -> None:
         rows = self.rows.get("held_out" if held_out(seed) else "train")
@@ -115,83 +153,15 @@ def as_text(value: Any, name: str) -> str:
     """Return a text, or a number as a person writes it: 1969.0, which pandas makes of 1969 in a
     column with gaps, is 1969. Raises ValueError for anything else. `datasets` makes dates of a JSON
     column in which every text looks like one. A Parquet file keeps the text."""
-    text = str(value)
-    if type(value) is float and np.isfinite(value):
-        return text.removesuffix(".0")
-    if type(value) not in (str, int) or not text.strip():
+    if type(value) in (float, Decimal) and math.isfinite(value):
+        return f"{float(value):.15g}"
+    if type(value) not in (str, int) or not str(value).strip():
         raise ValueError(f"the field {name} is {value!r:.80}, but must be a text or a number")
-    return text
+    return str(value)
 
 
-def divide(rows: list) -> dict[str, list]:
-    """Divide the rows of a single split: every tenth different question is held out, with all of
-    its rows."""
-    parts: dict[str, list] = {"train": [], "held_out": []}
-    numbers: dict[int, int] = {}
-    for row in rows:
-        number = numbers.setdefault(asked(row), len(numbers))
-        parts["train" if number % 10 else "held_out"].append(row)
-    return parts
-
-
-def asked(row: Any) -> int:
-    """Return a hash of what a row asks: its image, or else its text, whatever the answer is. Spaces
-    do not count."""
+def asked(row: Any) -> Any:
+    """Return what a row asks: its image, or else its text, whatever the answer is. Spaces do not
+    count."""
     text = getattr(row, "text", repr(row))
-    return hash(getattr(row, "image", None) or " ".join(text.split()))
-
-
-def read_splits(source: str) -> dict[str, list[dict]]:
-    """Return all rows of a source by split. A lone file is the split "train". Raises ValueError if
-    the source does not exist or `datasets` cannot read it."""
-    path = Path(source).expanduser().absolute()
-    if not path.exists() and source.count("/") != 1:
-        sentence = "but there is no such file or folder, and hub ids look like owner/name"
-        raise ValueError(f"--data is {source}, {sentence}")
-
-    # The import takes a second, and generated questions do without.
-    import datasets
-
-    # Otherwise it logs what it also raises.
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    try:
-        loaded = load_local(path) if path.exists() else datasets.load_dataset(*source.split(":"))
-        splits: dict[str, list[dict]] = {}
-        for split, rows in loaded.items():
-            splits[split] = []
-            for table in rows.with_format("arrow").iter(1000):
-                # So images stay encoded files, and values of several types are restored.
-                splits[split] += datasets.Dataset(table).to_list()
-        return splits
-    # Its readers raise errors of a dozen libraries.
-    except Exception as error:
-        reason = textwrap.shorten(f"{type(error).__name__} {error}", 300)
-        sentence = f"but `datasets` cannot read it (rows from 0): {reason}"
-        raise ValueError(f"--data is {source}, {sentence}") from error
-
-
-def load_local(path: Path) -> Any:
-    """Return the splits of a file or folder as `datasets` streams them, which leaves no copy in its
-    cache. Raises ValueError if a file of JSON begins with null, at which its parser crashes."""
-    import datasets
-    import fsspec
-
-    for file in files_of(path):
-        if ".json" in file.name:
-            with fsspec.open(str(file), compression="infer") as stream:
-                start = stream.read(JSON_START)
-            if start.lstrip(b"\xef\xbb\xbf \t\r\n[").startswith(b"null"):
-                raise ValueError(f"{file.name} must begin with an object, but begins with null")
-
-    # It takes names for patterns: [1] for 1.
-    escaped = glob.escape(str(path))
-    folder = path
-    files = None
-    if path.is_file():
-        folder = path.parent
-        files = {"train": [escaped]}
-    elif escaped != str(path):
-        files = datasets.data_files.get_data_patterns(escaped)
-        for split, names in files.items():
-            files[split] = [f"{escaped}/{name}" for name in names]
-    return datasets.load_dataset(str(folder), data_files=files, streaming=True)
+    return getattr(row, "image", None) or " ".join(text.split())

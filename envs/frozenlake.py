@@ -8,10 +8,10 @@ episode ever occurs in training.
 
 Where we differ: `slippery` is a parameter. The paper's ice is slippery: the player moves in the
 intended direction with probability 1/3. There the optimal policy succeeds in 0.49 of the episodes
-(exact, by `solve`; the first 1,024 held-out maps). The paper's VLM result of 0.630 is above that.
+(exact, by `action_values`; the first 1,024 held-out maps). The paper's VLM result of 0.630 is above
+that.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import gymnasium
@@ -30,7 +30,7 @@ CAPTION_MARKS = {"P": "P", "X": "X", "√": "√", "G": "G√", "O": "HX"}
 
 RULES = """\
 You are walking on a frozen lake, seen from above as a grid of 4 x 4 cells. Reach the goal without \
-falling into a hole; you have {budget}.{slippery}
+falling into a hole; you have {budget} actions.{slippery}
 {legend}
 Actions: Left, Down, Right, Up."""
 LEGEND = "Symbols: P you, _ ice, O hole, G goal, X you in a hole, √ you on the goal."
@@ -59,21 +59,21 @@ def random_map(seed: int) -> np.ndarray:
             return cells
 
 
-def solve(transitions: dict, horizon: int, fold: Callable) -> np.ndarray:
-    """Return the exact value of each action with `horizon` actions left, float64 [S, A].
+def action_values(transitions: dict, horizon: int) -> np.ndarray:
+    """Return the exact value of each action if the best ones follow, with `horizon` actions left,
+    float64 [S, A].
 
-    `fold` is np.max if the best actions follow, np.mean if random ones follow. This is value
-    iteration on Gymnasium's table P[s][a] = [(probability, s', reward, done), ...].
+    This is value iteration on Gymnasium's table P[s][a] = [(probability, s', reward, done), ...].
     """
     values = np.zeros((len(transitions), len(transitions[0])))
     for _ in range(horizon):
-        state_values = fold(values, axis=1)  # [S]
-        values = np.zeros_like(values)
+        best = values.max(axis=1)  # [S]
         for state, actions in transitions.items():
             for action, outcomes in actions.items():
-                for probability, after, reward, done in outcomes:
-                    future = 0.0 if done else state_values[after]
-                    values[state, action] += probability * (reward + future)
+                values[state, action] = sum(
+                    probability * (reward + (not done) * best[after])
+                    for probability, after, reward, done in outcomes
+                )
     return values
 
 
@@ -109,24 +109,10 @@ class FrozenLake(GridWorld):
         _, reward, ended, *_ = self.lake.step(action)
         return reward, reward > 0, ended
 
-    def action_values(self, fold: Callable) -> np.ndarray:
-        """Return the probability of success after each action within the turns left, [A].
-
-        `fold` is that of `solve`.
-        """
-        return solve(self.lake.P, self.max_turns - self.turn, fold)[self.lake.s]
-
     def optimal_reply(self) -> str:
         """Return the action that maximises the probability of success within the turns left."""
-        return f"<answer>{self.actions[self.action_values(np.max).argmax()]}</answer>"
-
-    def baselines(self, seed: int) -> dict[str, float]:
-        """Return the exact probability of success on the map of this seed."""
-        self.reset(seed=seed)
-        return {
-            "random": self.action_values(np.mean).mean(),
-            "optimal": self.action_values(np.max).max(),
-        }
+        values = action_values(self.lake.P, self.max_turns - self.turn)
+        return f"<answer>{self.actions[values[self.lake.s].argmax()]}</answer>"
 
     def grid(self) -> np.ndarray:
         """Return the cells [4, 4] with the player: P, or X in a hole, or √ at the goal."""

@@ -51,25 +51,22 @@ class GridWorld(TextEnv):
 
     def step(self, reply: str) -> Step:
         action = parse_action(reply, self.actions)
-
         if action is None:
-            reward, success, ended = self.turn_reward, False, False
-        else:
-            reward, success, ended = self.act(action)
+            self.score += self.turn_reward
+            reward = self.turn_reward - self.format_penalty
+            self.feedback = f"Your last reply could not be read. Reward: {reward:g}."
+            return self.end_turn(reward, success=False, ended=False, valid=False)
+
+        reward, success, ended = self.act(action)
         self.score += reward
-
-        remark = ""
-        if action is None:
-            remark = "Your last reply could not be read. "
-            reward -= self.format_penalty
-        self.feedback = f"{remark}Reward: {reward:g}."
-        return self.end_turn(reward, success, ended, valid=action is not None)
+        self.feedback = f"Reward: {reward:g}."
+        return self.end_turn(reward, success, ended, valid=True)
 
     def prompt(self, rules: str, state: str, **blanks: object) -> str:
         """Return the text of the "full" style: rules (in later turns feedback), turn and state.
 
         The rules are a template. `blanks` fill it, together with the budget.
         """
-        opening = self.feedback if self.turn else rules.format(budget=self.budget(), **blanks)
+        opening = self.feedback if self.turn else rules.format(budget=self.max_turns, **blanks)
         left = self.max_turns - self.turn
         return f"{opening}\nTurn {self.turn + 1}, actions left: {left}.\n{state}"

@@ -15,6 +15,7 @@ Questions come from `data` (Search-R1's fields `question` and `golden_answers`) 
 
 import re
 import string
+from collections.abc import Iterator
 from typing import Any, Self
 
 import numpy as np
@@ -30,8 +31,8 @@ MAX_TEXT = 2000  # characters of a passage or a query; Wikipedia's passages have
 
 RULES = f"""\
 Answer the question. An encyclopaedia can be searched: <search> query </search> returns its {TOPK} \
-best passages between <information> and </information>. You have {{budget}}; a reply holds one \
-search or the answer, and the answer ends the episode. Only the shortest form of the answer \
+best passages between <information> and </information>. You have {{budget}} replies; a reply holds \
+one search or the answer, and the answer ends the episode. Only the shortest form of the answer \
 counts: a name, a date or a few words, no sentence.
 """
 FORM = (
@@ -42,10 +43,11 @@ FORM = (
 
 def normalize(text: str) -> str:
     """Return a text in the form that SQuAD compares: lower case, no punctuation, no articles,
-    single spaces. Where that leaves nothing ("A", "%"), it is only put into lower case."""
-    bare = text.lower().translate(str.maketrans("", "", string.punctuation))
-    normal = " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
-    return normal or text.strip().lower()
+    single spaces. Where that leaves nothing ("A", "%"), it is only put into lower case. A number
+    with .0, which pandas makes of a whole one, loses it."""
+    lower = text.strip().lower().removesuffix(".0")
+    bare = lower.translate(str.maketrans("", "", string.punctuation))
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split()) or lower
 
 
 def exact_match(answer: str, golden_answers: list[str]) -> bool:
@@ -122,20 +124,16 @@ class NQSearch(QuestionEnv):
         actions = [parse_action(reply) for reply in replies]
         queries = [text[:MAX_TEXT] for kind, text in actions if kind == "search"]
         found = iter(search(corpus, queries, envs[0].topk) if queries else [])
+        return [env.act(kind, text, found) for env, (kind, text) in zip(envs, actions)]
 
-        steps = []
-        for env, (kind, text) in zip(envs, actions):
-            steps.append(env.act(kind, text, next(found) if kind == "search" else []))
-        return steps
-
-    def act(self, kind: str, text: str, passages: list[str]) -> Step:
-        """Take one turn, given kind and text of a reply and the passages of its search. Returns
-        the same values as `step`."""
+    def act(self, kind: str, text: str, found: Iterator[list[str]]) -> Step:
+        """Take one turn, given kind and text of a reply. A search takes its passages from `found`.
+        Returns the same values as `step`."""
         valid = kind != ""
         self.feedback = "" if valid else "Your last reply could not be read.\n"
         if kind == "search":
             self.searches += 1
-            self.passages = [harmless(passage) for passage in passages]
+            self.passages = [harmless(passage) for passage in next(found)]
             self.seen += self.passages
 
         success = kind == "answer" and exact_match(text, self.question.answers)
@@ -151,7 +149,7 @@ class NQSearch(QuestionEnv):
 
         opening = self.feedback
         if self.turn == 0:
-            opening = RULES.format(budget=self.budget("reply", "replies"))
+            opening = RULES.format(budget=self.max_turns)
         if self.searches:
             passages = "\n\n".join(self.passages) or "Nothing was found."
             opening += f"<information>\n{passages}\n</information>\n"

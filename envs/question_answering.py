@@ -18,7 +18,7 @@ order share a key, and so do the questions about one figure of GeoQA.
 """
 
 from collections.abc import Callable, Hashable, Iterator
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,6 +75,13 @@ class QuestionAnswering(QuestionEnv):
         """Return the value of an answer, or None if it has none of the forms that the task reads.
         This default reads a number alone, as `read_number` does."""
         return read_number(answer)
+
+    @classmethod
+    def gold(cls, answer: str) -> str:
+        """Return the gold answer of a row. Raises ValueError if the task does not read it."""
+        if cls.read(answer) is None:
+            raise ValueError(f"the right answer is {answer[:99]!r}, which the task does not read")
+        return answer
 
     @staticmethod
     def right(value: Any, gold: Any) -> bool:
@@ -157,20 +164,6 @@ class QuestionAnswering(QuestionEnv):
 
     def optimal_reply(self) -> str:
         return f"<answer> {self.question.gold}</answer>"
-
-    @cached_property
-    def action_values(self) -> list[Any]:
-        """Return the values of the random policy's answers. They are read once, because data has
-        thousands of them."""
-        return [self.read(answer) for answer in self.actions]
-
-    def baselines(self, seed: int) -> dict[str, float]:
-        """Return the exact success of the random and the optimal policy. Each attempt of the random
-        policy is right with probability p, so its success is 1 - (1 - p)^H."""
-        self.reset(seed=seed)
-        gold = self.read(self.question.gold)
-        p = np.mean([self.right(value, gold) for value in self.action_values])
-        return {"random": float(1.0 - (1.0 - p) ** self.max_turns), "optimal": 1.0}
 
     def caption(self) -> str:
         return self.question.caption

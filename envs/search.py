@@ -27,13 +27,14 @@ TITLE = 4.0
 TRIGRAM = 0.25
 
 CHECKED = 8  # passages that an index must find
+SAME = 0.9995  # cosine of one passage's vectors in float32 and bfloat16; other prefixes have less
 
-# Client: its attempts, the seconds and bytes that the whole answer of one may take, and the seconds
-# before the second attempt (twice as many before the third).
+# Client: its attempts, the seconds that the whole answer of one may take, and the seconds before
+# the second attempt (twice as many before the third).
 ATTEMPTS = 3
 TIMEOUT = 30.0
-MOST_BYTES = 1 << 25
 PAUSE = 0.5
+MOST_BYTES = 1 << 25  # of a request, and of its answer
 
 
 class LocalEncoder:
@@ -73,23 +74,18 @@ class LocalEncoder:
 
 class TransformerEncoder:
     """Average the last hidden states over a text's own tokens and normalise, as E5 and all-MiniLM
-    do. E5 needs its `prefixes` before queries and passages. Raises ValueError if no model can be
-    loaded."""
+    do. E5 needs its `prefixes` before queries and passages. Raises ValueError if weights are
+    missing."""
 
     def __init__(self, name: str, prefixes: bool):
         # These are imported here, because the local encoder needs neither.
         import torch
         from transformers import AutoModel, AutoTokenizer
 
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(name)
-            self.model, loaded = AutoModel.from_pretrained(
-                name, use_safetensors=True, output_loading_info=True
-            )
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"--encoder is {name}, but no model could be loaded from there"
-            ) from error
+        self.model, loaded = AutoModel.from_pretrained(
+            name, use_safetensors=True, output_loading_info=True
+        )
+        self.tokenizer = AutoTokenizer.from_pretrained(name)
         # transformers would make random ones. The pooler is not used.
         lacking = [key for key in loaded["missing_keys"] if not key.startswith("pooler.")]
         if lacking:
@@ -133,19 +129,10 @@ def encodable(text: str) -> str:
 
 
 def read_corpus(path: str) -> list[str]:
-    """Return the `contents` of each line that is not empty. A file that ends in .gz is unpacked.
-    Raises ValueError that names file and line if a line has none."""
-    passages = []
+    """Return the `contents` of each line that is not empty. A file that ends in .gz is
+    unpacked."""
     with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                passages.append(encodable(json.loads(line)["contents"]))
-            except Exception as error:
-                sentence = f"{path}, line {number}: must be a JSON object with contents"
-                raise ValueError(sentence) from error
-    return passages
+        return [encodable(json.loads(line)["contents"]) for line in file if line.strip()]
 
 
 Encoder = LocalEncoder | TransformerEncoder
@@ -164,7 +151,7 @@ def build_index(corpus: list[str], encoder: Encoder) -> Any:
 
 class Retriever:
     """Search passages with a FAISS index, which is built if it is None. Raises ValueError if the
-    index is not of these passages, in this order, and of this encoder."""
+    index is not of these passages, in this order, and of this encoder with its prefixes."""
 
     def __init__(self, corpus: list[str], encoder: Encoder, index: Any = None):
         self.corpus = np.array(corpus, dtype=object)
@@ -173,12 +160,12 @@ class Retriever:
 
         fits = (self.index.ntotal, self.index.d) == (len(corpus), encoder.dimension)
         if fits:
-            # It must find most of a few passages at their positions: others may have equal vectors,
-            # and an index may be approximate.
+            # It must find most of a few passages at their positions, with the encoder's vectors:
+            # others may be equal, and an index may be approximate.
             rows = np.linspace(0, len(corpus) - 1, CHECKED, dtype=int)
             vectors = encoder.encode(self.corpus[rows].tolist(), passages=True)
-            found = self.index.search(vectors, 1)[1][:, 0]
-            fits = np.mean(found == rows) > 0.5
+            scores, found = self.index.search(vectors, 1)
+            fits = np.mean((found[:, 0] == rows) & (scores[:, 0] > SAME)) > 0.5
         if not fits:
             sentence = f"the index of {self.index.ntotal} passages is of another corpus or encoder"
             raise ValueError(f"{sentence}: build it again")

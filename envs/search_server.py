@@ -17,11 +17,6 @@ The 21 million passages of Search-R1's Wikipedia need 64 GB of memory, and 20 GB
 """
 
 import argparse
-import contextlib
-import os
-import socket
-import threading
-from collections.abc import Iterator
 
 import faiss
 import uvicorn
@@ -29,11 +24,17 @@ from fastapi import FastAPI
 from pydantic import BaseModel, Field
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 
-from envs import search
-from envs.search import LocalEncoder, Retriever, TransformerEncoder
+from envs.search import (
+    MOST_BYTES,
+    Encoder,
+    LocalEncoder,
+    Retriever,
+    TransformerEncoder,
+    build_index,
+    read_corpus,
+)
 
 TOPK = 3  # if a request does not say
-MOST_BYTES = 1 << 24  # of a request
 
 
 class Request(BaseModel):
@@ -55,71 +56,45 @@ def application(retriever: Retriever) -> FastAPI:
 
         found = retriever.search(request.queries, request.topk or TOPK)
         for texts, scores in zip(*found):
-            hits: list[dict] = [{"contents": text} for text in texts]
-            if request.return_scores:
-                hits = [{"document": hit, "score": score} for hit, score in zip(hits, scores)]
-            result.append(hits)
+            documents = [{"contents": text} for text in texts]
+            scored = [{"document": text, "score": score} for text, score in zip(documents, scores)]
+            result.append(scored if request.return_scores else documents)
         return {"result": result}
 
     return app
 
 
-@contextlib.contextmanager
-def serving(retriever: Retriever, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
-    """Serve a retriever in a thread while the block runs. Yields the address. Port 0 takes a free
-    one."""
-    listener = socket.create_server((host, port), backlog=256)
-    config = uvicorn.Config(application(retriever), log_level="warning", lifespan="off")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-    thread.start()
-    try:
-        yield f"http://{host}:{listener.getsockname()[1]}/retrieve"
-    finally:
-        server.should_exit = server.force_exit = True
-        thread.join()
-
-
 def main(argv: list[str] | None = None) -> None:
-    """Build or serve an index. Exits with status 2 and one sentence if a file, a model or an
-    address cannot be used."""
+    """Build or serve an index. Raises an error if a file or a model cannot be used."""
     parser = argparse.ArgumentParser("envs.search_server")
     add = parser.add_argument
-    add("--build", action="store_true", help="write the index and stop")
-    add("--corpus", required=True, help='JSON lines: {"contents": "Title\ntext"}; also .gz')
+    add("--build", action="store_true", help="write the index, a new file, and stop")
+    add("--corpus", required=True, help='JSON lines: {"contents": "Title\\ntext"}; also .gz')
     add("--index", required=True, help="FAISS index, read or (with --build) written")
     add("--encoder", default="local", help="local, or the hub id or folder of a transformer")
     add("--prefixes", choices=("e5", "none"), help="before a transformer's texts: E5's, or none")
     add("--host", default="127.0.0.1", help="address to listen on; there is no authentication")
     add("--port", type=int, default=8000, help="0: any free one")
     args = parser.parse_args(argv)
-    is_local = args.encoder == "local"
-    if is_local == bool(args.prefixes):
-        parser.error("--prefixes must be given with a transformer as --encoder, and only then")
+    if args.encoder != "local" and not args.prefixes:
+        parser.error("--prefixes must be given with a transformer as --encoder")
 
-    try:
-        corpus = search.read_corpus(args.corpus)
-        if not corpus or os.path.realpath(args.index) == os.path.realpath(args.corpus):
-            raise ValueError("the corpus must have documents, and the index a file of its own")
-        encoder: search.Encoder
-        if is_local:
-            encoder = LocalEncoder(corpus)
-        else:
-            encoder = TransformerEncoder(args.encoder, args.prefixes == "e5")
-        if args.build:
-            # A file that cannot be written is refused before the corpus is encoded.
-            open(args.index, "ab").close()
-            faiss.write_index(search.build_index(corpus, encoder), args.index)
-            return
+    corpus = read_corpus(args.corpus)
+    encoder: Encoder
+    if args.encoder == "local":
+        encoder = LocalEncoder(corpus)
+    else:
+        encoder = TransformerEncoder(args.encoder, args.prefixes == "e5")
 
-        retriever = Retriever(corpus, encoder, faiss.read_index(args.index))
-        with serving(retriever, args.host, args.port) as url:
-            print(f"{len(corpus)} documents at {url}", flush=True)
-            with contextlib.suppress(KeyboardInterrupt):
-                threading.Event().wait()
-    # A file, the model, FAISS or the port may raise anything.
-    except Exception as error:
-        parser.error(f"index {args.index}: {error}")
+    if args.build:
+        # A file that exists, or cannot be written, is refused before hours of encoding.
+        open(args.index, "xb").close()
+        faiss.write_index(build_index(corpus, encoder), args.index)
+        return
+    app = application(Retriever(corpus, encoder, faiss.read_index(args.index)))
+    address = f"http://{args.host}:{args.port}/retrieve"
+    print(f"{len(corpus)} documents at {address}", flush=True)
+    uvicorn.run(app, host=args.host, port=args.port, access_log=False)
 
 
 if __name__ == "__main__":

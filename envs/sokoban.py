@@ -23,7 +23,7 @@ from envs.grid_world import FORM, GridWorld, Outcome, name_cells
 RULES = """\
 You are in a warehouse, seen from above as a grid of {side} x {side} cells. Push every box onto a \
 target: walk against a box and it moves one cell, if the cell behind it is free. You cannot pull, \
-and you cannot push two boxes at once. You have {budget}.
+and you cannot push two boxes at once. You have {budget} actions.
 Symbols: # wall, _ floor, O target, √ box on target, X box, P you, S you on a target.
 Actions: Left, Down, Right, Up."""
 CAPTION_MARKS = {"P": "PS", "X": "X√", "O": "O√S", "#": "#"}

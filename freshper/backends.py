@@ -72,20 +72,21 @@ def load(config: Config) -> Loaded:
     rows = rows_that_fit(policy, env, config)
 
     n = max(config.rollout_batch_size, config.eval_episodes)
-    envs = [make_env(config) for _ in range(n)]
-    for env in envs:
-        env.rows = rows
+    # Those with data share its rows.
+    envs = [make_env(config, rows) for _ in range(n)]
     return Loaded(policy, envs, saved)
 
 
-def make_env(config: Config) -> TextEnv:
-    """Make the environment of --env. Prompts and images of a tiny model are terse and small, and
-    some of its tasks are easier."""
+def make_env(config: Config, rows: Mapping[str, list] | None = None) -> TextEnv:
+    """Make the environment of --env, with the rows of --data if they have been read. Prompts and
+    images of a tiny model are terse and small, and some of its tasks are easier."""
     values = vars(config) | {"style": "full"}
     if config.preset == "tiny":
         values |= {"style": "terse", "longest": 5, "along_the_way": True}
     make = ENVS[config.env]
-    names = ("style", "format_penalty", "max_turns", *make.settings)
+    if rows:
+        values["rows"] = rows
+    names = ("style", "format_penalty", "max_turns", "rows", *make.settings)
     return make(**{name: values[name] for name in names if name in values})
 
 

@@ -135,7 +135,7 @@ class Policy:
 
     def encode(self, text: str, plain: bool = False) -> list[int]:
         """Return the tokens of a text. `plain`: a special token that it spells is text, too."""
-        encodable = text.encode(errors="replace").decode()  # without lone surrogates
+        encodable = text.encode(errors="replace").decode()  # "?" for lone surrogates
         return self.tokenizer.encode(
             encodable, add_special_tokens=False, split_special_tokens=plain
         )

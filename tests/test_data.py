@@ -5,24 +5,24 @@ import gzip
 import io
 import json
 import re
-import shutil
-from pathlib import Path
+from dataclasses import replace
 
 import datasets
 import pytest
 from conftest import write_rows
 from PIL import Image
 
-import train
+from envs import ENVS
 from envs.base import EVAL_SEEDS
-from envs.data import divide, field_of, load_rows, text_of
+from envs.data import asked, field_of, load_rows, text_of
 from envs.gsm8k import GSM8K
 from envs.question_answering import Question
+from freshper.backends import make_env, rows_that_fit
+from freshper.config import Config
 
 ROWS = []
 for k in range(40):
     ROWS.append({"question": f"What is {k} + 1?", "answer": f"#### {k + 1}", "note": None})
-ENDINGS = pytest.mark.parametrize("ending", ["json", "jsonl", "parquet"])
 
 
 def from_row(row):
@@ -33,12 +33,15 @@ def pairs(rows):
     return sorted((row["question"], row["answer"]) for row in rows)
 
 
-@ENDINGS
-def test_a_single_file_is_divided_without_a_shared_row(tmp_path, monkeypatch, ending):
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize("ending", ["json", "jsonl", "parquet"])
+def test_a_single_file_is_divided_without_a_shared_row(tmp_path, ending):
+    """A lone file, in a folder beside a file that is no split."""
     some_twice = ROWS + ROWS[:15]
-    # `datasets` has a builder named json.
-    rows = load_rows(write_rows(Path("json") / f"all.{ending}", some_twice), from_row)
+    (tmp_path / "README.md").write_text("# Rows")
+    write_rows(tmp_path / f"train.{ending}", some_twice)
+    rows = load_rows(str(tmp_path), from_row)
+    alone = load_rows(str(tmp_path / f"train.{ending}"), from_row)
+    assert pairs(alone["held_out"]) == pairs(rows["held_out"])
     train = pairs(rows["train"])
     held_out = pairs(rows["held_out"])
     assert sorted(train + held_out) == pairs(some_twice)
@@ -46,18 +49,25 @@ def test_a_single_file_is_divided_without_a_shared_row(tmp_path, monkeypatch, en
     assert len({*held_out}) == 4
 
 
-def test_questions_about_one_image_stay_on_one_side():
-    rows = [Question(f"{k}?", "1", image=bytes([k % 20])) for k in range(80)]
-    sides = {name: {row.image for row in part} for name, part in divide(rows).items()}
-    assert not sides["train"] & sides["held_out"]
-    assert len(sides["held_out"]) == 2
+def test_csv(tmp_path):
+    """As spreadsheets write it. A text that looks like a number or a date stays a text."""
+    lines = "".join(f'"{k}, ""so""?",1990-01-0{k}\r\n' for k in range(9))
+    (tmp_path / "a.csv").write_text(f"\ufeffQuestion,Answer\r\n{lines}", encoding="utf-8")
+    rows = load_rows(str(tmp_path / "a.csv"), from_row)
+    expected = [(f'{k}, "so"?', f"1990-01-0{k}") for k in range(9)]
+    assert pairs(rows["train"] + rows["held_out"]) == expected
 
 
-def test_a_question_with_two_answers_stays_on_one_side():
-    rows = [Question(f"{k % 43}? {'' if k < 43 else chr(10)}", f"{k}") for k in range(86)]
-    sides = {name: {row.text.strip() for row in part} for name, part in divide(rows).items()}
-    assert not sides["train"] & sides["held_out"]
-    assert len(sides["held_out"]) == 5
+def test_what_asks_the_same_stays_on_one_side(tmp_path):
+    """Questions about one image, and one question with two answers and other spaces."""
+    images = [[f"{k}?", "1", "", k % 20 + 1] for k in range(80)]
+    texts = [[f"{k % 43}?{' ' * (k // 43)}", f"{k}"] for k in range(86)]
+    for name, rows, n in (("images", images, 2), ("texts", texts, 5)):
+        source = write_rows(tmp_path / f"{name}.jsonl", [{"question": row} for row in rows])
+        splits = load_rows(source, lambda row: Question(*row["question"]))
+        sides = {name: {asked(row) for row in part} for name, part in splits.items()}
+        assert not sides["train"] & sides["held_out"]
+        assert len(sides["held_out"]) == n
 
 
 def test_a_question_of_both_splits_is_not_trained_on(tmp_path):
@@ -70,50 +80,23 @@ def test_a_question_of_both_splits_is_not_trained_on(tmp_path):
 
 @pytest.mark.parametrize("held_out", ["validation", "test"])
 def test_a_folder_has_its_own_splits_and_parts_are_joined(tmp_path, held_out):
+    """Its name is no pattern, which another folder would match."""
+    write_rows(tmp_path / "x1/train.jsonl", ROWS[30:])
+    folder = tmp_path / "x[1]"
     for k in range(2):
-        write_rows(tmp_path / f"train-0000{k}-of-00002.parquet", ROWS[10 * k : 10 * k + 10])
+        write_rows(folder / f"train-0000{k}-of-00002.parquet", ROWS[10 * k : 10 * k + 10])
     if held_out == "validation":
-        write_rows(tmp_path / "test.parquet", [{"question": "not", "answer": "used"}])
-    write_rows(tmp_path / f"{held_out}.parquet", ROWS[20:30])
-    rows = load_rows(str(tmp_path), from_row)
+        write_rows(folder / "test.parquet", [{"question": "not used"}])
+    write_rows(folder / f"{held_out}.parquet", ROWS[20:30])
+    rows = load_rows(str(folder), from_row)
     assert pairs(rows["train"]) == pairs(ROWS[:20])
     assert pairs(rows["held_out"]) == pairs(ROWS[20:30])
 
 
 def test_a_column_of_several_types_keeps_its_values(tmp_path):
-    answers = (["a", "é"], "ö"), (["a", {"b": 1}], [2])
-    for k, several in enumerate(answers):
-        rows = [{"question": f"{k}?", "answer": several[k % 2]} for k in range(20)]
-        read = load_rows(write_rows(tmp_path / f"{k}.jsonl", rows), dict)["train"]
-        assert {str(row["answer"]) for row in read} == {str(answer) for answer in several}
-
-
-def test_names_are_no_patterns(tmp_path):
-    """Files and folders side by side, whose names match each other as patterns of a shell."""
-    names = ("x[1]", "x1", "x*", "x?", "[!x]1", "{x,y}1", "y1")
-    for name in names:
-        rows = [{"question": f"{k}?", "answer": name} for k in range(20)]
-        write_rows(tmp_path / name / "train.jsonl", rows[5:])
-        write_rows(tmp_path / name / "test.jsonl", rows[:5])
-        write_rows(tmp_path / f"{name}.jsonl", rows)
-    for name in names:
-        sources = {f"{name}.jsonl": [18, 2], f"{name}/test.jsonl": [4, 1], name: [15, 5]}
-        for source, counts in sources.items():
-            rows = load_rows(str(tmp_path / source), from_row)
-            assert [*map(len, rows.values())] == counts
-            assert {row["answer"] for row in rows["train"] + rows["held_out"]} == {name}
-
-
-def test_rows_are_read_again_when_a_file_or_the_working_directory_changes(tmp_path, monkeypatch):
-    for place in ("one", "other"):
-        (tmp_path / place).mkdir()
-        monkeypatch.chdir(tmp_path / place)
-        for n in (20, 30):
-            write_rows(Path("folder/train.jsonl"), [row | {"answer": place} for row in ROWS[:n]])
-            read = load_rows("folder", from_row)
-            assert sum(map(len, read.values())) == n
-            assert read["train"][0]["answer"] == place
-            assert load_rows("folder", from_row) is read
+    rows = [{"answer": answer} for answer in (["a", "é"], "1990-01-01", {"b": 1}, 0, 2.5, None)]
+    read = load_rows(write_rows(tmp_path / "rows.jsonl", rows), dict)
+    assert sorted(map(repr, read["train"] + read["held_out"])) == sorted(map(repr, rows))
 
 
 def test_case_of_names_zero_and_line_separators(tmp_path):
@@ -125,44 +108,37 @@ def test_case_of_names_zero_and_line_separators(tmp_path):
     assert [row["answer"] for row in rows["held_out"]] == [0]  # zero is not empty
 
 
-UNREADABLE = "`datasets` cannot read it"
 MISSING = "the field {} is missing or empty"
-NULL = "but begins with null"
+NO_OBJECT = "row 1: 'NoneType' object has no attribute 'items'"
 BAD = {  # file: content, a part of the sentence
-    "empty.jsonl": ("", UNREADABLE),
-    "text.parquet": ("hello", UNREADABLE),
-    "images/train.tar": ("hello", UNREADABLE),
-    "yaml/README.md": ("---\nconfigs: [\n---\n", UNREADABLE),
-    "infos/dataset_infos.json": ("[1]", UNREADABLE),
-    "x.h5": ("hello", UNREADABLE),
-    "null.jsonl": ("null\n" + json.dumps(ROWS[0]), NULL),
-    "null.json": ("\n\ufeff [null]", NULL),
-    "null.jsonl.gz": (gzip.compress(b"null\n"), NULL),
-    "notes.txt": ("hello", f"row 1: {MISSING.format('question')}, the row has text"),
+    "empty.jsonl": ("", "too few different rows to train and to hold out: [0, 0]"),
+    "text.parquet": ("hello", "cannot be read: ArrowInvalid"),
+    "text.jsonl": ("hello", "cannot be read: JSONDecodeError"),
+    "packed.jsonl.gz": (gzip.compress(b"null"), "cannot be read: UnicodeDecodeError"),
+    "deep.json": ("[" * 100_000, "cannot be read: RecursionError"),
+    "null.jsonl": ("null\n" + json.dumps(ROWS[0]), NO_OBJECT),
+    "null.json": ("\n [null]", NO_OBJECT),
     "blank.jsonl": ([*ROWS[:3], ROWS[0] | {"question": " \n"}], "row 4: " + MISSING[:9]),
     "odd/test.jsonl": ([{"question": "1"}], f"held_out row 1: {MISSING.format('answer')}"),
-    "date.jsonl": ([ROWS[0] | {"answer": "1990-01-01"}], "answer is datetime.datetime(1990"),
+    "other/questions.jsonl": (ROWS, "too few different rows to train and to hold out: [0, 0]"),
     "chat.jsonl": ([{"question": [{"role": "user"}]}], "question is [{'role': 'user'}], but"),
     "one.jsonl": (ROWS[:1] * 5, "too few different rows to train and to hold out: [0, 5]"),
-    "nowhere.jsonl": (None, "there is no such file or folder"),
+    "nowhere.jsonl": (None, "there is no such file or folder of files"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_named_in_one_sentence(name, tmp_path, capfd):
+def test_bad_input_is_named_in_one_sentence(name, tmp_path):
     content, sentence = BAD[name]
-    write_rows(tmp_path / "infos/train.jsonl", ROWS)
     write_rows(tmp_path / "odd/train.jsonl", ROWS)
+    write_rows(tmp_path / "other/more.jsonl", ROWS)
     if isinstance(content, list):
         write_rows(tmp_path / name, content)
     elif content is not None:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        data = content if isinstance(content, bytes) else content.encode()
-        (tmp_path / name).write_bytes(data)
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     source = str(tmp_path / name.partition("/")[0])
     with pytest.raises(ValueError, match=rf"^.*{re.escape(source)}.*{re.escape(sentence)}.*$"):
         load_rows(source, from_row)
-    assert capfd.readouterr().err == ""  # `datasets` does not tell it a second time
 
 
 def test_a_hub_id_may_name_a_configuration(monkeypatch):
@@ -196,29 +172,22 @@ def narrow_image(k):
     return {"image": image, "problem": f"Number {k}?", "solution": f"<answer>{k}</answer>"}
 
 
-@pytest.mark.parametrize(("env", "row"), [("gsm8k", long_question), ("geoqa", narrow_image)])
-def test_rows_that_do_not_fit_the_model_are_left_out(
-    env, row, model_folder, tmp_path, monkeypatch, capsys
-):
-    """The batches of this run ask for every row twice. Both splits have rows that do not fit."""
+@pytest.mark.parametrize(
+    ("name", "row", "family"), [("gsm8k", long_question, "text"), ("geoqa", narrow_image, "vision")]
+)
+def test_rows_that_do_not_fit_the_model_are_left_out(name, row, family, tmp_path, request):
+    """Of both splits. If no row is left, a sentence names the limit."""
     for split, first in (("train", 0), ("test", 12)):
-        rows = [row(k) for k in range(first, first + 12)]
-        write_rows(tmp_path / f"data/{split}.parquet", rows)
-    kind = "vision" if env == "geoqa" else "text"
-    model = shutil.copytree(model_folder[kind], tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"freshper_tiny": False}))
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **kwargs: None)
-    flags = f"""--env {env} --preset small --model {model} --data {tmp_path}/data --method on_policy
-    --iterations 1 --rollout_batch_size 24 --eval_episodes 24 --max_tokens 2000 --max_new_tokens 4
-    --dtype float32""".split()
+        write_rows(tmp_path / f"{split}.parquet", [row(first + k) for k in range(12)])
+    env = ENVS[name](style="full", data=str(tmp_path))
+    policy = request.getfixturevalue(f"{family}_policy")
+    config = Config(env=name, data=str(tmp_path), max_tokens=2000, max_new_tokens=4)
 
-    assert train.main([*flags, "--out", str(tmp_path / "run")]) == 0
-    assert "data: 9 rows for training, 9 held out, 6 left out" in capsys.readouterr().out
-    page = (tmp_path / "run/episodes.html").read_text()
-    shown = [int(k) for k in re.findall(r"Number (\d+)\?", page)]
-    assert len(shown) == len(set(shown)) == 8  # of held-out rows
-    assert all(k % 4 != 1 for k in shown)
-
-    assert train.main([*flags, "--max_tokens", "100", "--out", str(tmp_path / "none")]) == 2
-    assert "--max_tokens is 100, but must" in capsys.readouterr().err
+    rows = rows_that_fit(policy, env, config)
+    run_env = make_env(config, rows)
+    assert run_env.rows is rows
+    assert "9 rows for training, 9 held out, 6 left out" in run_env.data_summary()
+    for question in rows["train"] + rows["held_out"]:
+        assert int(question.gold) % 4 != 1
+    with pytest.raises(ValueError, match="--max_tokens is 100, but must be larger"):
+        rows_that_fit(policy, env, replace(config, max_tokens=100))

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 from envs import ENVS
-from envs.base import Observation, TextEnv, outside_think, parse_action, play_out
+from envs.base import Observation, TextEnv, outside_think, parse_action
 from envs.check import check_environment, is_result
 from freshper.tiny import build_policy, warm_start
 
@@ -189,19 +190,12 @@ def test_arbitrary_replies_never_raise_and_are_never_rewarded_by_chance(name):
 
 
 @every_environment
-def test_baselines_are_what_the_policies_get(name):
-    """Within four standard errors. The optimal policy succeeds in every episode, but on ice."""
-    n = 200 if name == "frozenlake" else 40
-    env, rng = CASES[name](), np.random.default_rng(0)
-    baselines = [env.baselines(seed) for seed in range(n)]
-    replies = {"random": partial(env.random_reply, rng), "optimal": env.optimal_reply}
-    for policy, reply in replies.items():
-        won = sum(play_out(env, seed, reply)[2]["success"] for seed in range(n))
-        p = np.array([values[policy] for values in baselines])
-        exact = np.any((p > 0) & (p < 1))
-        variance = (p * (1 - p)).sum() if exact else 2 * n * p.mean() * (1 - p.mean())
-        assert abs(won - p.sum()) <= 4 * np.sqrt(variance) + 1e-9
-    assert np.mean([values["optimal"] - values["random"] for values in baselines]) > 0.2
+def test_the_optimal_policy_succeeds_and_the_random_one_seldom(name):
+    env = CASES[name]()
+    baselines = [env.baselines(seed) for seed in range(40)]
+    random, optimal = np.mean([list(success.values()) for success in baselines], axis=0)
+    assert optimal == 1.0 or (name == "frozenlake, slippery" and optimal > 0.4)
+    assert optimal - random > 0.2
 
 
 class Guess(TextEnv):
@@ -222,25 +216,6 @@ class Guess(TextEnv):
         return Observation("number?")
 
 
-class OwnReset(TextEnv):
-    """The same task as an environment of Gymnasium, with `reset` instead of `start`."""
-
-    max_turns = 2
-    actions = Guess.actions
-    observe = Guess.observe
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.number = str(self.np_random.integers(1, 9))
-        self.tries = 0
-        return self.observe(), {}
-
-    def step(self, reply):
-        self.tries += 1
-        success = reply == f"<answer>{self.number}</answer>"
-        return self.observe(), np.int64(success), success, self.tries == 2, {"success": success}
-
-
 def unseeded(_):
     return Observation(str(np.random.default_rng().random()))
 
@@ -255,27 +230,16 @@ def raises_for_the_unreadable(env, reply):
     return Guess.step(env, reply)
 
 
-def shows_another_state(env, reply):
-    return (Observation("another"), *Guess.step(env, reply)[1:])
-
-
 BROKEN = [
-    ({"step": TextEnv.step}, "step() is missing"),
     ({"actions": ()}, "actions is empty"),
-    ({"actions": "12345678"}, "actions is '12345678'"),
     ({"metrics": ("turns",)}, "metrics has the name 'turns'"),
-    ({"warm_start": (60, 2)}, "warm_start is (60, 2)"),
-    ({"random_reply": lambda *_: None}, "random_reply() is None"),
-    ({"reset": lambda *_, **__: Observation("?")}, "reset() is Observation("),
-    ({"observe": lambda _: Observation("", (np.zeros((9, 9, 3)),))}, "reset() is (Observation("),
+    ({"observe": lambda _: Observation("", (np.zeros((9, 9, 3)),))}, "observe() is Observation("),
     ({"observe": unseeded}, "reset(seed=0) began two different episodes"),
     ({"step": returns(won=1)}, "step() is (Observation("),
     ({"step": returns(float("nan"))}, "step() is (Observation("),
-    ({"step": returns(ended="no")}, "step() is (Observation("),
     ({"step": returns(ended=False)}, "step() did not end the episode in turn 2"),
     ({"step": returns(success=False, valid=False)}, "step() could not read '<answer>"),
     ({"step": raises_for_the_unreadable}, "step() raised TypeError("),
-    ({"step": shows_another_state}, "observe() does not return what step() returned"),
 ]
 
 
@@ -298,5 +262,11 @@ def test_actions_of_one_character_can_be_sampled():
     assert not set(ids) & set(policy.suppressed_ids)
 
 
-def test_an_environment_may_have_its_own_reset():
-    check_environment(OwnReset())
+def test_another_package_of_the_name_envs_is_refused(tmp_path):
+    """A folder of this name in the working directory would be imported instead."""
+    (tmp_path / "envs").mkdir()
+    (tmp_path / "envs/__init__.py").touch()
+    program = "import sys; sys.path.append(sys.argv[1]); import freshper"
+    command = [sys.executable, "-c", program, str(Path(__file__).parent.parent)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert "ImportError: the package envs must be the one in" in done.stderr

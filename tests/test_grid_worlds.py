@@ -1,8 +1,6 @@
 """FrozenLake and CliffWalking beside Gymnasium's own, Sokoban beside its rules written once more,
 and the texts, images and captions of all three."""
 
-import re
-import sys
 from collections import Counter
 from functools import cache
 
@@ -12,10 +10,9 @@ import pytest
 
 from envs import ENVS
 from envs.base import EVAL_SEEDS, WARM_START_SEEDS, play_out
-from envs.frozenlake import random_map, solve
+from envs.frozenlake import action_values, random_map
 
 STEPS = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
-FOLDS = {"random": np.mean, "optimal": np.max}
 SIZES = {"sokoban_simple": (6, 1), "sokoban_hard": (8, 2)}
 
 
@@ -32,17 +29,14 @@ def wander(env, seed):
     return [*seen, (env.observe(), env.caption())]
 
 
-def value(transitions, start, horizon, fold):
-    """Return the expected sum of rewards by recursion over a table like Gymnasium's.
-
-    `fold` combines the values of the actions.
-    """
+def value(transitions, start, horizon):
+    """Return the largest expected sum of rewards by recursion over a table like Gymnasium's."""
 
     @cache
     def state_value(state, left):
         if left == 0:
             return 0
-        return fold([action_value(outcomes, left) for outcomes in transitions[state].values()])
+        return max(action_value(outcomes, left) for outcomes in transitions[state].values())
 
     def action_value(outcomes, left):
         total = 0
@@ -56,46 +50,43 @@ def value(transitions, start, horizon, fold):
 @pytest.mark.parametrize("slippery", [False, True])
 def test_frozenlake_is_gymnasium_s_on_our_maps(slippery):
     """Every state and reward of random episodes, slips included."""
+    rng = np.random.default_rng(0)
+    env = ENVS["frozenlake"](slippery=slippery)
     for seed in range(20):
-        rng, desc = np.random.default_rng(seed), random_map(seed)
-        env = ENVS["frozenlake"](slippery=slippery)
         env.reset(seed=seed)
+        desc = random_map(seed)
         twin = gymnasium.make("FrozenLake-v1", desc=desc, is_slippery=slippery).unwrapped
         twin.reset(seed=seed)
         twin.np_random = np.random.default_rng((seed, 2))
         symbols = "".join(desc.flat).translate(str.maketrans("SFH", "__O"))
-        cells = {divmod(k, 4): symbol for k, symbol in enumerate(symbols)}
 
         over = False
         while not over:
             k = int(rng.integers(4))
-            reply = f"so <answer> {list(STEPS)[k]} </answer>"
-            observation, reward, terminated, truncated, info = env.step(reply)
-            state, expected, done, _, _ = twin.step(k)
-            assert (reward, terminated, info["success"]) == (expected, done, symbols[state] == "G")
+            observation, *results, truncated, info = env.step(f"<answer>{list(STEPS)[k]}</answer>")
+            state, *expected, _, _ = twin.step(k)
+            assert results == expected
+            assert info["success"] == (symbols[state] == "G")
 
             grid, beside = observation.text.split("\n ")
             player = {"_": "P", "O": "X", "G": "√"}[symbols[state]]
             assert grid.replace("\n", "") == symbols[:state] + player + symbols[state + 1 :]
+            cells = {divmod(n, 4): symbol for n, symbol in enumerate(symbols)}
             around = [(state // 4 + dr, state % 4 + dc) for dr, dc in STEPS.values()]
             assert beside.split() == [cells.get(cell, "#") for cell in around]
-            over = terminated or truncated
+            over = results[1] or truncated
 
 
-def test_frozenlake_maps_and_exact_bounds():
-    """Means over held-out maps: 0.49 at best on slippery ice and 1 elsewhere, and 0.21 at random.
-
-    Each is also computed by another recursion.
-    """
-    for slippery, best in ((False, 1.0), (True, 0.49)):
-        env = ENVS["frozenlake"](slippery=slippery)
-        baselines = [env.baselines(EVAL_SEEDS + k) for k in range(256)]
-        assert np.mean([b["optimal"] for b in baselines]) == pytest.approx(best, abs=0.005)
-        assert np.mean([b["random"] for b in baselines]) == pytest.approx(0.21, abs=0.005)
-        for k in range(8):
-            env.reset(seed=EVAL_SEEDS + k)
-            exact = {name: value(env.lake.P, env.lake.s, 10, fold) for name, fold in FOLDS.items()}
-            assert baselines[k] == pytest.approx(exact)
+@pytest.mark.parametrize(("slippery", "best"), [(False, 1.0), (True, 0.49)])
+def test_frozenlake_s_best_success(slippery, best):
+    """The mean over held-out maps. Each is also computed by another recursion."""
+    env = ENVS["frozenlake"](slippery=slippery)
+    bounds = []
+    for k in range(256):
+        env.reset(seed=EVAL_SEEDS + k)
+        bounds.append(action_values(env.lake.P, 10)[env.lake.s].max())
+        assert k > 8 or bounds[k] == pytest.approx(value(env.lake.P, env.lake.s, 10))
+    assert np.mean(bounds) == pytest.approx(best, abs=0.005)
 
 
 @pytest.mark.parametrize("name", ["frozenlake", "sokoban_simple", "sokoban_hard"])
@@ -127,11 +118,11 @@ def test_cliffwalking_is_gymnasium_s():
     rewards, terminated = [], False
     while not terminated and env.turn < 3000:
         k = int(rng.integers(4))
-        action = ("Up", "Right", "Down", "Left")[k]
-        observation, reward, terminated, _, info = env.step(f"so <answer> {action} </answer>")
-        state, expected, done, _, _ = twin.step(k)
-        assert (reward, terminated) == (expected, done)
-        rewards.append(expected)
+        reply = f"<answer>{('Up', 'Right', 'Down', 'Left')[k]}</answer>"
+        observation, reward, terminated, _, info = env.step(reply)
+        state, *expected, _, _ = twin.step(k)
+        assert [reward, terminated] == expected
+        rewards.append(reward)
 
         row, col = divmod(int(state), 12)
         around = ((row - 1, col), (row, col + 1), (row + 1, col), (row, col - 1))
@@ -153,16 +144,9 @@ def test_where_episodes_of_cliffwalking_start():
     assert ENVS["cliffwalking"]().reset(seed=0)[0].text == " a4 _ C # #"
 
 
-def test_cliffwalking_s_exact_bounds():
-    """By another recursion. The optimal policy earns the best of them."""
-    sys.setrecursionlimit(5000)
-    env = ENVS["cliffwalking"](max_turns=200)
-    env.reset(seed=0)
-    exact = {}
-    for name, fold in FOLDS.items():
-        exact[name] = fold(solve(env.cliff.P, 200, fold)[36])
-        assert exact[name] == pytest.approx(value(env.cliff.P, 36, 200, fold))
-    assert play_out(env, 0, env.optimal_reply)[0] == exact["optimal"] == -13
+def test_the_best_score_of_cliffwalking():
+    env = ENVS["cliffwalking"]()
+    assert play_out(env, 0, env.optimal_reply)[0] == value(env.cliff.P, 36, 50) == -13
 
 
 def cells_of(rows):
@@ -257,21 +241,13 @@ def test_sokoban_s_rooms_need_the_turns_they_were_made_for(name, n):
         assert [text.count("O") + text.count("S"), text.count("P") + text.count("S")] == [boxes, 1]
         assert set(rows[0] + rows[-1] + text[::side] + text[side - 1 :: side]) == {"#"}
 
-        length = next(turns for turns in range(1, 11) if value(moves, rows, turns, max))
+        length = next(turns for turns in range(1, 11) if value(moves, rows, turns))
         total, turns, _ = play_out(env, seed, env.optimal_reply)
         assert (turns, total) == (length, pytest.approx(10 + boxes - length / 10))
         lengths.append(length)
 
     assert set(lengths) <= set(range(boxes, 11))
     assert name == "sokoban_hard" or set(lengths) == set(range(1, 11))
-
-
-def cells_in(caption):
-    """Return the cells that a caption names, {mark: {(row, column)}}."""
-    cells = {}
-    for mark, names in re.findall(r"(\S)((?: [a-l]\d)+)", caption):
-        cells[mark] = {(int(name[1]) - 1, ord(name[0]) - ord("a")) for name in names.split()}
-    return cells
 
 
 @pytest.mark.parametrize("name", ["frozenlake", *SIZES])
@@ -282,12 +258,11 @@ def test_captions_name_the_cells(name):
     for seed in range(15):
         for observation, caption in wander(env, seed):
             shown = cells_of(observation.text.split("\n ")[0].split("\n"))
-            named = cells_in(caption)
-            assert all(named.values())
+            words = []
             for mark, symbols in marks.items():
-                expected = {cell for cell, symbol in shown.items() if symbol in symbols}
-                assert named.pop(mark, set()) == expected
-            assert not named
+                cells = [cell for cell, symbol in shown.items() if symbol in symbols]
+                words += [mark] * bool(cells) + [f"{'abcdef'[c]}{r + 1}" for r, c in cells]
+            assert caption == " ".join(words)
 
 
 @pytest.mark.parametrize(("style", "size"), [("terse", 14), ("full", 56)])

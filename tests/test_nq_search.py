@@ -1,6 +1,7 @@
 """NQ Search: replies, exact match, batches of searches, servers that fail, generated questions."""
 
 import re
+from decimal import Decimal
 from unittest.mock import Mock
 
 import numpy as np
@@ -54,6 +55,8 @@ MATCHES = """\
 an apple a day|apple day|1
 O'Neill|ONeill|1
 1,000|1000|1
+1969|1969.0|1
+2.0|20|0
 new⏎\tyork|The New York|1
 a|A|1
 %|Rome; % |1
@@ -73,7 +76,9 @@ def test_exact_match():
         assert exact_match(answer, golden.split(";")) == bool(int(equal)), line
 
 
-@pytest.mark.parametrize(("answer", "text"), [(1969.0, "1969"), (7, "7"), (2.5, "2.5")])
+@pytest.mark.parametrize(
+    ("answer", "text"), [(1969.0, "1969"), (7, "7"), (2.5, "2.5"), (Decimal("1969.0"), "1969")]
+)
 def test_a_golden_number_is_the_text_that_a_person_writes(answer, text):
     row = {"question": 5.0, "golden_answers": [answer]}
     assert NQSearch.from_row(row) == ("5", [text], "", ())

@@ -2,35 +2,32 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 from PIL import Image
 
 from envs import ENVS
 
-COMMAND = [sys.executable, "-m", "envs.play"]
 ROOT = Path(__file__).parent.parent
 
 
 def run(*flags, typed="", encoding="utf-8"):
-    """Return what the command printed."""
+    """Return what the command printed until the end of its input."""
+    command = [sys.executable, "-m", "envs.play", *flags]
     environment = os.environ | {"PYTHONIOENCODING": encoding}
     pipes = {"input": typed.encode("latin-1"), "capture_output": True}
-    done = subprocess.run([*COMMAND, *flags], cwd=ROOT, env=environment, check=True, **pipes)
+    done = subprocess.run(command, cwd=ROOT, env=environment, check=True, **pipes)
     return done.stdout.decode(encoding)
 
 
 def test_an_episode_from_start_to_goal_and_on_to_the_next_seed():
-    """Bare words in any case, tagged replies, and a reply that cannot be read. Then q leaves."""
+    """Bare words in any case, tagged replies, and a reply that cannot be read."""
     episode = ["up", "nonsense", "<Answer>RIGHT</Answer>", *["Right"] * 10]
     episode.append("<think>down now</think><answer>Down</answer>")
-    typed = "\n".join([*episode, "Up", "q", "never read"])
-    shown = run("cliffwalking", "--seed", "4", typed=typed)
+    shown = run("cliffwalking", "--seed", "4", typed="\n".join([*episode, "Up"]))
     rewards = [("", "-1"), ("Your last reply could not be read. ", "-1.15"), *[("", "-1")] * 13]
     form = r"> (?:The end:\n)?(Your .*? read\. )?Reward: (\S+)\.\nTurn"
     assert re.findall(form, shown) == rewards
@@ -46,29 +43,11 @@ def test_images_are_saved_where_the_command_says():
 
 
 def test_a_sentence_is_a_reply_where_the_question_asks_for_one():
-    shown = run("gsm8k", typed="Mia has 17 fish now.")
-    assert "\nsuccess after 1 turns" in shown
+    assert "\nsuccess after 1 turns" in run("gsm8k", typed="Mia has 17 fish now.")
 
 
 def test_a_terminal_that_is_not_utf_8():
     """It has no √ and no °, and sends bytes that are no text."""
-    shown = run("frozenlake", typed="müller\nq\n", encoding="ascii")
+    shown = run("frozenlake", typed="müller\n", encoding="ascii")
     assert "X you in a hole, ? you on the goal" in shown
     assert "could not be read" in shown
-
-
-@pytest.mark.parametrize("out", ["closed pipe", "/dev/full"])
-def test_output_that_nobody_reads_ends_it_quietly(out):
-    shell = f"yes Up | {sys.executable} -m envs.play cliffwalking"
-    shell += " | head -1" if out == "closed pipe" else f" > {out}"
-    done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, timeout=60)
-    assert done.stderr.replace(b"yes: standard output: Broken pipe\n", b"") == b""
-
-
-def test_ctrl_c_leaves():
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen([*COMMAND, "frozenlake"], cwd=ROOT, text=True, **pipes) as process:
-        process.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=30)[1] == ""
-    assert process.returncode == 0

@@ -6,7 +6,7 @@ import re
 import shutil
 
 import pytest
-from conftest import QUESTION
+from conftest import QUESTION, serving
 from kill_loop import contents
 from test_nq_search import NO_SERVER, PASSAGES
 
@@ -15,7 +15,6 @@ from envs import nq_search, search
 from envs.base import EVAL_SEEDS
 from envs.nq_search import NQSearch
 from envs.search import LocalEncoder, Retriever
-from envs.search_server import serving
 from freshper.engine_hf import HFEngine
 
 

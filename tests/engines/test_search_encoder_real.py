@@ -1,13 +1,16 @@
 """The search server's encoder with real weights: all-MiniLM-L6-v2, a BERT with mean pooling like
 E5, from a package."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
+from conftest import serving
 from pretrained import minilm
 from transformers import AutoTokenizer, BertModel
 
-from envs.search import TransformerEncoder
+from envs.search import Retriever, TransformerEncoder, build_index, retrieve
 
 TEXTS = ["a text", "the largest planet of them all, with a spot", "x", "mars " * 600]
 
@@ -28,3 +31,19 @@ def test_vectors_are_normalised_means_over_a_text_s_own_tokens(prefixes):
             with torch.no_grad():
                 mean = model(**tokens).last_hidden_state[0].mean(0)
             np.testing.assert_allclose(vector, (mean / mean.norm()).numpy(), atol=1e-5)
+
+
+def test_several_clients_at_once_get_the_best_passages():
+    """The query is the passage. The server encodes in a thread per client."""
+    passages = [f"Town {k}\nIts bridge has {k} arches." for k in range(200)]
+    retriever = Retriever(passages, TransformerEncoder(str(minilm()), prefixes=False))
+    with serving(retriever) as url, ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda passage: retrieve(url, [passage], 1)[0], passages))
+    assert results == [[passage] for passage in passages]
+
+
+def test_an_index_is_not_served_with_other_prefixes():
+    passages = [f"Town {k}\n{k} streets. " + "Its bridge has arches. " * 30 for k in range(20)]
+    index = build_index(passages, TransformerEncoder(str(minilm()), prefixes=True))
+    with pytest.raises(ValueError, match="another corpus or encoder"):
+        Retriever(passages, TransformerEncoder(str(minilm()), prefixes=False), index)
