@@ -17,6 +17,9 @@ RESULT = f"{SHOWN}, a finite number, two bools, and a dict with `success`"
 def check_environment(env: TextEnv) -> None:
     """Check the parts of an environment, and play a few episodes, each twice. Raises ValueError
     with one sentence about the first part that is wrong."""
+    for part in ("actions", "words", "metrics", "settings"):
+        value = getattr(env, part)
+        require(env, isinstance(value, tuple), f"{part} is {value!r}, but must be a tuple")
     chosen = type(env).random_reply is not TextEnv.random_reply
     require(env, env.actions or chosen, "actions is empty, but the random policy chooses from them")
     for name in env.metrics:

@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     for stream in streams:
         stream.reconfigure(errors="replace")
 
+    print(f"Actions: {', '.join(env.actions) or 'as the prompt says'}")
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         for seed in itertools.count(args.seed):
             print(f"Episode of seed {seed}. Ctrl-D leaves.")

@@ -232,6 +232,7 @@ def raises_for_the_unreadable(env, reply):
 
 BROKEN = [
     ({"actions": ()}, "actions is empty"),
+    ({"words": " to"}, "words is ' to', but must be a tuple"),
     ({"metrics": ("turns",)}, "metrics has the name 'turns'"),
     ({"observe": lambda _: Observation("", (np.zeros((9, 9, 3)),))}, "observe() is Observation("),
     ({"observe": unseeded}, "reset(seed=0) began two different episodes"),
