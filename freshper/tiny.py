@@ -197,13 +197,16 @@ class RandomEngine:
         for conversation in conversations:
             env = self.env_of[conversation.seed]
             text = env.random_reply(self.rng)
-            tokens = [*self.policy.encode(text), self.policy.eos_id]
-            if not set(tokens).isdisjoint(self.policy.suppressed_ids):
+            tokens = self.policy.encode(text)
+            sampled = [k for k in tokens if k not in self.policy.suppressed_ids]
+            written = self.policy.tokenizer.decode(sampled)
+            if written != text:
                 name = type(env).__name__
                 raise ValueError(
-                    f"{name}.random_reply() returned {text!r}, which a tiny model cannot write: "
-                    f"its words must be listed in {name}.words or {name}.actions, in ASCII"
+                    f"{name}.random_reply() returned {text!r}, of which a tiny model writes "
+                    f"{written!r}: its words must be in {name}.words or {name}.actions, in ASCII"
                 )
+            tokens.append(self.policy.eos_id)
             replies.append(Reply(tokens, [0.0] * len(tokens)))
         return replies
 
