@@ -14,18 +14,20 @@ Student's t for means, Welch's t for the difference to the first arm. Diverged: 
 or most of the last replies unreadable.
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in the imports leaves no traceback
+
 import argparse
 import csv
 import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
-import warnings
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import redirect_stderr, redirect_stdout
 from itertools import product
 from pathlib import Path
 from subprocess import PIPE, STDOUT
@@ -37,7 +39,7 @@ from envs import ENVS
 from freshper.backends import make_env
 from freshper.config import CONFIG_A, CONFIG_DEFAULT, PRESETS, Config
 from freshper.diagnostics import Table, read
-from freshper.errors import Unbreakable
+from freshper.errors import protect_output
 from freshper.flags import parse_args
 from freshper.report import Row, baselines, plot, task
 
@@ -66,8 +68,6 @@ EXHIBITS = {
 }
 TAUS = {"tiny": (5, 20, 80, 320), "small": (5, 20, 80, 320), "paper": (500, 1000, 1500)}
 NOT_FINITE = 3  # the exit status of a run that met such numbers
-# What is read of metrics.csv, besides the metric
-READ = "iteration step episodes wall_s invalid eval_success".split()
 PERIOD = 60.0  # seconds between two lines on what is under way
 
 Results = dict[str, list[Row]]  # the rows of results.csv, by arm
@@ -112,12 +112,7 @@ def read_run(folder: Path) -> tuple[Config, Table]:
         config = Config(**json.loads((folder / "config.json").read_text()))
         if not (folder / "metrics.csv").exists():
             return config, {}
-        metrics = read(folder, "metrics.csv")
-        # The first row is the evaluation before training.
-        first = {name: metrics[name][0] for name in READ}
-        if np.isnan(metrics["iteration"]).any() or np.isnan(first["eval_success"]):
-            raise ValueError("metrics.csv has a row without an iteration or a first evaluation")
-        return config, metrics
+        return config, read(folder, "metrics.csv")
     # A folder of something else may hold anything.
     except Exception as error:
         raise ValueError(f"{folder} is no run of this version, remove it: {error}") from error
@@ -126,21 +121,19 @@ def read_run(folder: Path) -> tuple[Config, Table]:
 def train(folder: Path, flags: list[str]) -> None:
     """Train one run in a process of its own with one thread, or the rest of an interrupted one.
 
-    Numbers that are not finite end a run, but not the comparison: stopped.txt says so. Raises
-    RuntimeError if a run fails in another way."""
+    Numbers that are not finite end a run, but not the comparison. Raises RuntimeError if a run
+    fails in another way."""
     flags = [*flags, f"--out={folder}"]
     if folder.exists():
         config, metrics = read_run(folder)
-        complete = metrics and metrics["iteration"][-1] == config.iterations
-        if complete or (folder / "stopped.txt").exists():
+        if metrics and metrics["iteration"][-1] == config.iterations:
             return
         flags = [f"--resume={folder}"]
 
     command = [sys.executable, str(Path(__file__).with_name("train.py")), *flags]
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command,
-        env=one_thread,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=PIPE,
         stderr=STDOUT,
         text=True,
@@ -151,9 +144,7 @@ def train(folder: Path, flags: list[str]) -> None:
     under_way[folder] = process
     output, _ = process.communicate()
     del under_way[folder]
-    if process.returncode == NOT_FINITE and (folder / "metrics.csv").exists():
-        (folder / "stopped.txt").write_text(output)
-    elif process.returncode:
+    if process.returncode not in (0, NOT_FINITE):
         raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}: {output[-2000:]}")
 
 
@@ -206,11 +197,10 @@ def run_all(args: argparse.Namespace, arms: list[str]) -> Results:
 # -- statistics
 
 
-def value_of_missed(metric: str, values: np.ndarray) -> float:
-    """Return what an evaluation counts as that a stopped run has missed: a success of 0, or the
-    lowest value of another metric."""
-    measured = values[~np.isnan(values)]
-    return 0.0 if metric == "success" else min(measured, default=np.nan)
+def lowest(values: np.ndarray) -> float:
+    """Return what an evaluation counts as that a stopped run has missed: 0, as of success, or the
+    lowest value that was measured, if that is below."""
+    return np.nanmin([0.0, *values])
 
 
 def summary(folder: Path, metric: str = "success") -> Row:
@@ -218,18 +208,16 @@ def summary(folder: Path, metric: str = "success") -> Row:
     config, metrics = read_run(folder)
     values = metrics[f"eval_{metric}"][1:]
     values = values[~np.isnan(values)]
-
     missed = math.ceil(config.iterations / config.eval_every) - len(values)
-    values = np.append(values, [value_of_missed(metric, values)] * missed)
+    values = np.append(values, [lowest(values)] * missed)
 
-    recent = metrics["invalid"][1:][-10:]
-    invalid = np.mean(recent) if len(recent) else 1.0
-    stopped = (folder / "stopped.txt").exists()
+    # All runs have ended.
+    stopped = metrics["iteration"][-1] < config.iterations
+    unreadable = metrics["invalid"][1:][-10:]
     return {
         "last": values[-3:].mean(),
         "peak": values.max(),
-        "invalid": invalid,
-        "diverged": int(stopped or invalid > 0.5),
+        "diverged": int(stopped or unreadable.mean() > 0.5),
         "episodes": metrics["episodes"][-1],
         "updates": metrics["step"][-1],
         "wall_s": metrics["wall_s"][-1],
@@ -239,9 +227,7 @@ def summary(folder: Path, metric: str = "success") -> Row:
 def welch_interval(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the 95 % interval of the difference of means, x - y, by Welch's t: few seeds each, and
     variances that may differ. [..., n], [..., m] -> low and high, [...]."""
-    # SciPy warns if the seeds of an arm are all equal, but its interval is right then, too
-    with warnings.catch_warnings(action="ignore"):
-        return stats.ttest_ind(x, y, axis=-1, equal_var=False).confidence_interval()
+    return stats.ttest_ind(x, y, axis=-1, equal_var=False).confidence_interval()
 
 
 # -- what is written
@@ -298,7 +284,7 @@ def figure(out: Path, results: Results, metric: str, title: str, levels: Row) ->
             thin = {"color": color, "alpha": 0.3, "linewidth": 1}
             lines.append((table["episodes"], values, thin))
             missed = len(longest) - len(values)
-            curves.append(np.append(values, [value_of_missed(metric, values[1:])] * missed))
+            curves.append(np.append(values, [lowest(values[1:])] * missed))
 
         style = {"color": color, "linewidth": 2.2, "label": label(arm)}
         lines.append((longest, np.mean(curves, axis=0), style))
@@ -354,8 +340,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    # As Ctrl-C does
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     try:
         arms = args.arm or EXHIBITS[args.exhibit]
         if not args.arm and args.exhibit == "tau":
@@ -373,5 +359,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with redirect_stdout(Unbreakable(sys.stdout)), redirect_stderr(Unbreakable(sys.stderr)):
-        main()
+    protect_output()
+    main()
