@@ -5,8 +5,9 @@
     python compare.py --arm "freshper --tau 5" --arm "freshper --tau 500" --out out/mine
 
 Paper: Table 1, Fig. 3 to 7, Table 3. An arm is a method and flags of train.py. Flags that are not
-compare.py's go to every run. --out gets a folder per run, results.csv, table.md and figure.png.
-Finished runs are not repeated, and interrupted ones go on. A line a minute says where the runs are.
+compare.py's go to every run. --out gets a folder and a log per run, results.csv, table.md and
+figure.png. Finished runs are not repeated, and interrupted ones go on. A line a minute says where
+the runs are.
 
 The table has the mean of the last three held-out evaluations beside the paper's peak: of success,
 or with `--metric score` of what the paper reports for Sokoban and CliffWalking. 95 % intervals:
@@ -21,16 +22,17 @@ if __name__ == "__main__":
 
 import argparse
 import csv
+import dataclasses
 import json
 import math
 import os
 import re
 import subprocess
 import sys
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+import time
+import warnings
 from itertools import product
 from pathlib import Path
-from subprocess import PIPE, STDOUT
 
 import numpy as np
 from scipy import stats
@@ -45,39 +47,30 @@ from freshper.report import Row, baselines, plot, task
 
 A = " ".join(f"--{name} {value}" for name, value in CONFIG_A.items())
 DEFAULT = " ".join(f"--{name} {value}" for name, value in CONFIG_DEFAULT.items())
-PHRASES = {
-    "on_policy": "On-policy",
-    "per": "Standard PER",
-    "freshper": "FreshPER",
-    "alpha 0": "uniform",
-    "beta 0": "without IS",
-    "beta 0.4": "with IS",
-    "decay none": "without decay",
-}
-# The paper's colors (Fig. 3)
-METHOD_COLORS = {"on_policy": "#4285F4", "per": "#FBBC04", "freshper": "#EA4335"}
+METHOD_NAMES = {"on_policy": "On-policy", "per": "Standard PER", "freshper": "FreshPER"}
+NO_TAU = ("freshper --decay none", "per", "on_policy")
 EXHIBITS = {
     # Table 1, Fig. 3, 4 and 6
     "main": ["on_policy", "per", "freshper"],
-    # Fig. 5, after `TAUS`
-    "tau": ["freshper --decay none", "per", "on_policy"],
+    # Fig. 5: with the steps of a tiny model, and with those of the paper
+    "tau": [*(f"freshper --tau {tau}" for tau in (5, 20, 80, 320)), *NO_TAU],
+    "tau_paper": [*(f"freshper --tau {tau}" for tau in (500, 1000, 1500)), *NO_TAU],
     # Fig. 7
     "is": ["on_policy", "freshper", "freshper --beta 0.4", "per --beta 0", "per"],
     # Table 3, and Config A with the clip of Default
     "config": [f"freshper {A}", f"freshper {DEFAULT}", f"freshper {A} --advantage_clip 20"],
 }
-TAUS = {"tiny": (5, 20, 80, 320), "small": (5, 20, 80, 320), "paper": (500, 1000, 1500)}
 NOT_FINITE = 3  # the exit status of a run that met such numbers
 PERIOD = 60.0  # seconds between two lines on what is under way
 
 Results = dict[str, list[Row]]  # the rows of results.csv, by arm
-under_way: dict[Path, subprocess.Popen] = {}  # by the folder of a run
+Runs = dict[Path, subprocess.Popen]  # those under way, by their folders
 
 
 def label(arm: str) -> str:
-    """Return the name of an arm in figures and tables, such as "Standard PER, without IS"."""
-    parts = arm.replace(A, "--Config A").replace(DEFAULT, "--Default").split(" --")
-    return ", ".join(PHRASES.get(part, part.replace("_", " ")) for part in parts)
+    """Return the name of an arm in figures and tables, such as "FreshPER --tau 20"."""
+    method, *flags = arm.split()
+    return " ".join([METHOD_NAMES[method], *flags])
 
 
 def folder_of(out: Path, arm: str, seed: int) -> Path:
@@ -90,19 +83,22 @@ def folder_of(out: Path, arm: str, seed: int) -> Path:
 
 
 def flags_of(args: argparse.Namespace, arm: str, seed: int) -> list[str]:
-    """Return the checked flags of a run. Raises ValueError if its folder has a run with other
-    settings."""
+    """Return the checked flags of a run, or those that resume it, [] if it has ended. Raises
+    ValueError if its folder has a run with other settings."""
     method, *of_arm = arm.split()
     flags = [f"--preset={args.preset}", *args.flags, *of_arm]
     flags += [f"--env={args.env}", f"--method={method}", f"--seed={seed}"]
-    now = vars(parse_args(flags))
+    config = parse_args(flags)
     folder = folder_of(args.out, arm, seed)
-    if folder.exists():
-        for name, value in vars(read_run(folder)[0]).items():
-            if name != "out" and value != now[name]:
-                allowed = f"{value} as in {folder}, or use another --out"
-                raise ValueError(f"--{name} is {now[name]}, but must be {allowed}")
-    return flags
+    if not folder.exists():
+        return [*flags, f"--out={folder}"]
+
+    before, metrics = read_run(folder)
+    if dataclasses.replace(before, out="") != config:
+        raise ValueError(f"{folder} is a run with other settings, use another --out")
+    if metrics and metrics["iteration"][-1] == config.iterations:
+        return []
+    return [f"--resume={folder}"]
 
 
 def read_run(folder: Path) -> tuple[Config, Table]:
@@ -118,40 +114,37 @@ def read_run(folder: Path) -> tuple[Config, Table]:
         raise ValueError(f"{folder} is no run of this version, remove it: {error}") from error
 
 
-def train(folder: Path, flags: list[str]) -> None:
-    """Train one run in a process of its own with one thread, or the rest of an interrupted one.
-
-    Numbers that are not finite end a run, but not the comparison. Raises RuntimeError if a run
-    fails in another way."""
-    flags = [*flags, f"--out={folder}"]
-    if folder.exists():
-        config, metrics = read_run(folder)
-        if metrics and metrics["iteration"][-1] == config.iterations:
-            return
-        flags = [f"--resume={folder}"]
-
-    command = [sys.executable, str(Path(__file__).with_name("train.py")), *flags]
-    process = subprocess.Popen(
-        command,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=PIPE,
-        stderr=STDOUT,
-        text=True,
-        errors="replace",
-        # Ctrl-C reaches this process alone, which ends each run once, so that it saves.
-        start_new_session=True,
-    )
-    under_way[folder] = process
-    output, _ = process.communicate()
-    del under_way[folder]
-    if process.returncode not in (0, NOT_FINITE):
-        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}: {output[-2000:]}")
+def start(folder: Path, flags: list[str]) -> subprocess.Popen:
+    """Start a run in a process of its own with one thread."""
+    with open(f"{folder}.log", "a") as log:
+        return subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("train.py")), *flags],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=log,
+            # Ctrl-C reaches this process alone, which ends each run once, so that it saves.
+            start_new_session=True,
+        )
 
 
-def progress() -> str:
+def ended(runs: Runs, metric: str) -> list[Path]:
+    """Return the runs that have ended, and print their scores.
+
+    Numbers that are not finite end a run, but not the comparison. Raises RuntimeError if one has
+    failed in another way."""
+    folders = [folder for folder, process in runs.items() if process.poll() is not None]
+    for folder in folders:
+        status = runs[folder].returncode
+        if status not in (0, NOT_FINITE):
+            raise RuntimeError(f"a run ended with status {status}: see {folder}.log")
+        print(f"{folder.name}: {metric} {summary(folder, metric)['last']:.3f}", flush=True)
+    return folders
+
+
+def progress(runs: Runs) -> str:
     """Return a line on the runs under way: the iteration of each."""
     parts = []
-    for folder in [*under_way]:
+    for folder in runs:
         if (folder / "metrics.csv").exists():
             config, metrics = read_run(folder)
             done = metrics["iteration"][-1]
@@ -159,39 +152,29 @@ def progress() -> str:
     return f"iterations: {', '.join(parts)}"
 
 
-def run_all(args: argparse.Namespace, arms: list[str]) -> Results:
-    """Train all runs, --jobs at a time. Returns a row of results.csv per run, by arm."""
-
-    def run(arm: str, seed: int) -> Row:
-        folder = folder_of(args.out, arm, seed)
-        train(folder, flags_of(args, arm, seed))
-        row = {"arm": arm, "seed": seed, **summary(folder, args.metric)}
-        score = f"{args.metric} {row['last']:.3f} in {row['wall_s']:.0f} s"
-        print(f"{label(arm)}, seed {seed}: {score}, {folder}", flush=True)
-        return row
-
-    pool = ThreadPoolExecutor(args.jobs)
-    futures = [pool.submit(run, *job) for job in product(arms, args.seeds)]
-    print(f"{len(futures)} runs, {args.jobs} at a time, written to {args.out}", flush=True)
-    waiting = {*futures}
+def run_all(flags: dict[Path, list[str]], jobs: int, metric: str) -> None:
+    """Train all runs that have flags, by their folders, so many jobs at a time."""
+    waiting = [folder for folder in flags if flags[folder]]
+    runs: Runs = {}
+    said = time.monotonic()
     try:
-        while waiting:
-            done, waiting = wait(waiting, PERIOD, FIRST_COMPLETED)
-            for future in done:
-                future.result()
-            if not done:
-                print(progress(), flush=True)
+        while waiting or runs:
+            if waiting and len(runs) < jobs:
+                folder = waiting.pop(0)
+                runs[folder] = start(folder, flags[folder])
+                continue
+            time.sleep(0.5)
+            for folder in ended(runs, metric):
+                del runs[folder]
+            if time.monotonic() > said + PERIOD:
+                said = time.monotonic()
+                print(progress(runs), flush=True)
     finally:
         # After an error or a signal, those under way save and end.
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in [*under_way.values()]:
+        for process in runs.values():
             process.terminate()
-
-    results: Results = {arm: [] for arm in arms}
-    for future in futures:
-        row = future.result()
-        results[row["arm"]].append(row)
-    return results
+        for process in runs.values():
+            process.wait()
 
 
 # -- statistics
@@ -227,7 +210,9 @@ def summary(folder: Path, metric: str = "success") -> Row:
 def welch_interval(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the 95 % interval of the difference of means, x - y, by Welch's t: few seeds each, and
     variances that may differ. [..., n], [..., m] -> low and high, [...]."""
-    return stats.ttest_ind(x, y, axis=-1, equal_var=False).confidence_interval()
+    # SciPy warns if the seeds of an arm are all equal, but its interval is right then, too
+    with warnings.catch_warnings(action="ignore"):
+        return stats.ttest_ind(x, y, axis=-1, equal_var=False).confidence_interval()
 
 
 # -- what is written
@@ -272,22 +257,19 @@ def figure(out: Path, results: Results, metric: str, title: str, levels: Row) ->
     """Draw the metric on held-out seeds against episodes in figure.png: the mean over seeds, each
     seed as a thin line, and the baselines as horizontal ones."""
     lines = []
-    for number, (arm, runs) in enumerate(results.items(), 4):
-        # C4, C5, ... are matplotlib's, unlike METHOD_COLORS
-        color = METHOD_COLORS.get(arm, f"C{number}")
+    for number, (arm, runs) in enumerate(results.items()):
+        color = f"C{number}"
         tables = [read_run(folder_of(out, arm, run["seed"]))[1] for run in runs]
-        longest = max((table["episodes"] for table in tables), key=len)
+        episodes = max((table["episodes"] for table in tables), key=len)
 
         curves = []  # NaN between evaluations
         for table in tables:
             values = table[f"eval_{metric}"]
-            thin = {"color": color, "alpha": 0.3, "linewidth": 1}
-            lines.append((table["episodes"], values, thin))
-            missed = len(longest) - len(values)
+            missed = len(episodes) - len(values)
             curves.append(np.append(values, [lowest(values[1:])] * missed))
-
+            lines.append((episodes, curves[-1], {"color": color, "alpha": 0.3, "linewidth": 1}))
         style = {"color": color, "linewidth": 2.2, "label": label(arm)}
-        lines.append((longest, np.mean(curves, axis=0), style))
+        lines.append((episodes, np.mean(curves, axis=0), style))
     plot(out / "figure.png", title, f"{metric} on held-out seeds", lines, levels)
 
 
@@ -344,17 +326,22 @@ def main() -> None:
         signal.signal(number, signal.default_int_handler)
     try:
         arms = args.arm or EXHIBITS[args.exhibit]
-        if not args.arm and args.exhibit == "tau":
-            arms = [*(f"freshper --tau {tau}" for tau in TAUS[args.preset]), *arms]
-        for arm, seed in product(arms, args.seeds):
-            flags_of(args, arm, seed)  # before hours of runs
+        runs = list(product(arms, args.seeds))
+        # Wrong ones are noticed before hours of runs.
+        flags = {folder_of(args.out, *run): flags_of(args, *run) for run in runs}
         args.out.mkdir(parents=True, exist_ok=True)
-        results = run_all(args, arms)
+        print(f"{len(runs)} runs, {args.jobs} at a time, written to {args.out}", flush=True)
+        run_all(flags, args.jobs, args.metric)
+
+        results: Results = {arm: [] for arm in arms}
+        for arm, seed in runs:
+            row = summary(folder_of(args.out, arm, seed), args.metric)
+            results[arm].append({"arm": arm, "seed": seed, **row})
         write_results(args, results)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on", file=sys.stderr)
         sys.exit(130)
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, LookupError) as error:
         sys.exit(f"compare.py: error: {error}")
 
 

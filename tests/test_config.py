@@ -14,6 +14,7 @@ from freshper.backends import join_ranks, make_env
 from freshper.config import CONFIG_A, CONFIG_DEFAULT, PRESETS, Config
 from freshper.engine_hf import Sampling
 from freshper.flags import MAY_CHANGE, parse_args
+from freshper.priority import age_decay
 from freshper.report import folder_of, task, title
 from freshper.trainer import MAX_GRAD_NORM, WARMUP_STEPS
 
@@ -112,6 +113,10 @@ def test_what_follows_from_the_settings(tmp_path, monkeypatch):
     for name in ("out/frozenlake-freshper-42", "out/frozenlake-freshper-42-2"):
         assert folder_of(config) == Path(name)
         folder_of(config).mkdir(parents=True)
+    # at tau = 20
+    factors = {"exponential": 0.36788, "polynomial": 0.5, "limit": 1.0, "none": 1.0}
+    for decay, factor in factors.items():
+        assert age_decay(decay, 20.0)(20) == pytest.approx(factor, abs=1e-5)
     per = settings_of("--method per --iterations 11")
     assert [per.beta_at(i) for i in (0, 5, 10)] == pytest.approx([0.4, 0.7, 1.0])
     assert config.beta_at(0) == config.beta_at(199) == 0.0
