@@ -139,7 +139,8 @@ def test_ctrl_c_saves_the_runs_and_the_same_command_goes_on(tmp_path):
 
 def test_ctrl_c_in_the_imports_leaves_no_traceback():
     begun = process()
-    time.sleep(0.5)
+    while "numpy" not in Path(f"/proc/{begun.pid}/maps").read_text():
+        time.sleep(0.01)
     begun.send_signal(signal.SIGINT)
     assert begun.communicate() == ("", "")
     assert begun.returncode == -signal.SIGINT
