@@ -153,8 +153,8 @@ def rows_that_fit(policy: Policy, env: TextEnv, config: Config) -> Mapping[str, 
             fits = tokens + config.max_new_tokens <= config.max_tokens
             rows[split if fits else "left_out"].append(row)
         if not rows[split]:
-            too_long = "no first turn of its rows fits --max_tokens and --max_new_tokens"
-            raise ValueError(f"--data is {config.data}, but {too_long} ({split})")
+            given = f"--max_tokens is {config.max_tokens}, but must be larger"
+            raise ValueError(f"{given} for the first turns of {config.data} ({split})")
     return rows
 
 
