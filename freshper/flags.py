@@ -50,14 +50,13 @@ RULES: list[tuple[str, str, Callable[[Any, Config], object]]] = [
     ("capacity", "at least the episodes of an iteration and of an update",
      lambda x, c: not c.replay_ratio or x >= max(c.batch_size, c.rollout_batch_size)),
 ]  # fmt: skip
-# Flags without effect: their names, with what, and as a condition
-NO_EFFECT: list[tuple[str, str, Callable[[Config], object]]] = [
+# Flags without effect: their names, with what, and as a condition on name and settings
+NO_EFFECT: list[tuple[str, str, Callable[[str, Config], object]]] = [
     ("batch_size capacity eviction alpha epsilon base_priority decay tau beta", "--replay_ratio 0",
-     lambda c: c.replay_ratio == 0),
-    ("tau", "--decay none", lambda c: c.decay == "none"),
-    ("epsilon base_priority", "--alpha 0", lambda c: c.alpha == 0),
-    *((name, "this --env", lambda c, name=name: name not in ENVS[c.env].settings)
-      for name in ("slippery", "data", "search_url")),
+     lambda name, c: c.replay_ratio == 0),
+    ("tau", "--decay none", lambda name, c: c.decay == "none"),
+    ("epsilon base_priority", "--alpha 0", lambda name, c: c.alpha == 0),
+    ("slippery data search_url", "this --env", lambda name, c: name not in ENVS[c.env].settings),
 ]  # fmt: skip
 
 
@@ -77,7 +76,7 @@ def problems(config: Config, given: Iterable[str]) -> Iterator[tuple[str, str]]:
                 yield name, f"must be {allowed}"
     for names, others, applies in NO_EFFECT:
         for name in given:
-            if name in names.split() and applies(config):
+            if name in names.split() and applies(name, config):
                 yield name, f"has no effect with {others}"
 
 

@@ -169,17 +169,6 @@ def test_a_signal_while_the_model_is_loaded_leaves_nothing(tmp_path, monkeypatch
     assert not (tmp_path / "run").exists()
 
 
-def test_a_finished_run_can_be_extended(copy, finished, capsys):
-    assert resume(copy, "--iterations", "7") == 0
-    assert "iterations is 7, was 6" in capsys.readouterr().out
-    rows, before = contents(copy)[0], contents(finished)[0]
-    assert rows[:-1] == before
-    assert float(rows[-1]["lr"]) > 0
-    model = AutoModelForCausalLM.from_pretrained(copy / "checkpoint")
-    assert model.num_parameters() > 100_000
-    assert AutoTokenizer.from_pretrained(copy / "checkpoint").chat_template
-
-
 def test_settings_that_trained_nothing_are_not_kept(copy, finished, monkeypatch, capsys):
     """--lr 0.7 of a resumed run that ended before its first iteration."""
     shutil.rmtree(copy / "checkpoint")  # leaves the one of iteration 4
@@ -190,8 +179,14 @@ def test_settings_that_trained_nothing_are_not_kept(copy, finished, monkeypatch,
     assert resume(copy) == 0
     assert contents(copy) == contents(finished)
 
+    # A finished run can be extended.
     assert resume(copy, "--lr", "0.7", "--iterations", "7") == 0
+    rows = contents(copy)[0]
+    assert rows[:-1] == contents(finished)[0]
+    assert float(rows[-1]["lr"]) > 0
     assert parse_args(["--resume", str(copy)]).lr == 0.7
+    assert AutoModelForCausalLM.from_pretrained(copy / "checkpoint").num_parameters() > 100_000
+    assert AutoTokenizer.from_pretrained(copy / "checkpoint").chat_template
 
 
 def test_replay_can_be_switched_on_and_off(tmp_path):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -160,19 +161,17 @@ def test_a_stopped_run_gets_the_lowest_value_for_what_it_missed(tmp_path, metric
     assert summary["diverged"] == 1
 
 
-def test_a_stopped_run_falls_to_0_in_the_figure(tmp_path, monkeypatch):
+def test_a_stopped_run_falls_to_0_in_the_figure(monkeypatch):
     """As in the table. The other run ends at 0.4."""
     whole = {"episodes": np.arange(4.0), "eval_success": np.array([0.1, 0.2, 0.3, 0.4])}
     stopped = {"episodes": np.arange(2.0), "eval_success": np.array([0.1, 0.8])}
-    tables = [whole, stopped]
-    monkeypatch.setattr(compare, "read_run", lambda folder: (None, tables[int(folder.name[-1])]))
-    figures = []
-    savefig = "matplotlib.figure.Figure.savefig"
-    monkeypatch.setattr(savefig, lambda figure, *_, **__: figures.append(figure))
-    results = {"per": [{"seed": 0}, {"seed": 1}]}
-    compare.figure(tmp_path, results, "success", "title", {})
-    (line,) = [line for line in figures[0].axes[0].lines if line.get_label() == "Standard PER"]
-    assert line.get_ydata() == pytest.approx([0.1, 0.5, 0.15, 0.2])
+    monkeypatch.setattr(compare, "read_run", Mock(side_effect=[(None, whole), (None, stopped)]))
+    plot = Mock()
+    monkeypatch.setattr(compare, "plot", plot)
+    compare.figure(Path(), {"per": [{"seed": 0}, {"seed": 1}]}, "success", "title", {})
+    *_, lines, _ = plot.call_args.args
+    (mean,) = [values for _, values, style in lines if style.get("label") == "Standard PER"]
+    assert mean == pytest.approx([0.1, 0.5, 0.15, 0.2])
 
 
 def test_intervals_of_the_table():
