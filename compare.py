@@ -24,7 +24,6 @@ import argparse
 import csv
 import dataclasses
 import json
-import math
 import os
 import re
 import subprocess
@@ -38,12 +37,11 @@ import numpy as np
 from scipy import stats
 
 from envs import ENVS
-from freshper.backends import make_env
 from freshper.config import CONFIG_A, CONFIG_DEFAULT, PRESETS, Config
 from freshper.diagnostics import Table, read
 from freshper.errors import protect_output
 from freshper.flags import parse_args
-from freshper.report import Row, baselines, plot, task
+from freshper.report import Row, plot, task
 
 A = " ".join(f"--{name} {value}" for name, value in CONFIG_A.items())
 DEFAULT = " ".join(f"--{name} {value}" for name, value in CONFIG_DEFAULT.items())
@@ -180,23 +178,25 @@ def run_all(flags: dict[Path, list[str]], jobs: int, metric: str) -> None:
 # -- statistics
 
 
-def lowest(values: np.ndarray) -> float:
-    """Return what an evaluation counts as that a stopped run has missed: 0, as of success, or the
-    lowest value that was measured, if that is below."""
-    return np.nanmin([0.0, *values])
+def curve(folder: Path, metric: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return collected episodes and value of each evaluation of a run, the first one before
+    training. Those that a stopped run has missed count as 0, or as its lowest value below."""
+    config, metrics = read_run(folder)
+    iterations = np.append(np.arange(0, config.iterations, config.eval_every), config.iterations)
+    values = metrics[f"eval_{metric}"]
+    values = values[~np.isnan(values)]
+    missed = len(iterations) - len(values)
+    values = np.pad(values, (0, missed), constant_values=min([0.0, *values[1:]]))
+    return iterations * config.rollout_batch_size, values
 
 
-def summary(folder: Path, metric: str = "success") -> Row:
+def summary(folder: Path, metric: str) -> Row:
     """Return the columns of results.csv, of the evaluations after training began."""
     config, metrics = read_run(folder)
-    values = metrics[f"eval_{metric}"][1:]
-    values = values[~np.isnan(values)]
-    missed = math.ceil(config.iterations / config.eval_every) - len(values)
-    values = np.append(values, [lowest(values)] * missed)
-
+    _, (_, *values) = curve(folder, metric)
     return {
-        "last": values[-3:].mean(),
-        "peak": values.max(),
+        "last": np.mean(values[-3:]),
+        "peak": max(values),
         # All runs have ended.
         "diverged": int(metrics["iteration"][-1] < config.iterations),
         "episodes": metrics["episodes"][-1],
@@ -251,24 +251,19 @@ def table(results: Results) -> str:
     return text
 
 
-def figure(out: Path, results: Results, metric: str, title: str, levels: Row) -> None:
-    """Draw the metric on held-out seeds against episodes in figure.png: the mean over seeds, each
-    seed as a thin line, and the baselines as horizontal ones."""
+def figure(out: Path, results: Results, metric: str, title: str) -> None:
+    """Draw the metric on held-out seeds against episodes in figure.png: the mean over seeds, and
+    each seed as a thin line."""
     lines = []
     for number, (arm, runs) in enumerate(results.items()):
         color = f"C{number}"
-        tables = [read_run(folder_of(out, arm, run["seed"]))[1] for run in runs]
-        episodes = max((table["episodes"] for table in tables), key=len)
-
-        curves = []  # NaN between evaluations
-        for table in tables:
-            values = table[f"eval_{metric}"]
-            missed = len(episodes) - len(values)
-            curves.append(np.append(values, [lowest(values[1:])] * missed))
-            lines.append((episodes, curves[-1], {"color": color, "alpha": 0.3, "linewidth": 1}))
+        curves = [curve(folder_of(out, arm, run["seed"]), metric) for run in runs]
+        for episodes, values in curves:
+            lines.append((episodes, values, {"color": color, "alpha": 0.3, "linewidth": 1}))
+        mean = np.mean([values for _, values in curves], axis=0)
         style = {"color": color, "linewidth": 2.2, "label": label(arm)}
-        lines.append((episodes, np.mean(curves, axis=0), style))
-    plot(out / "figure.png", title, f"{metric} on held-out seeds", lines, levels)
+        lines.append((episodes, mean, style))
+    plot(out / "figure.png", title, f"{metric} on held-out seeds", lines)
 
 
 def write_results(args: argparse.Namespace, results: Results) -> None:
@@ -284,10 +279,7 @@ def write_results(args: argparse.Namespace, results: Results) -> None:
 
     config, _ = read_run(folder_of(args.out, rows[0]["arm"], rows[0]["seed"]))
     title = f"{task(config)}, preset {args.preset}\nseeds {' '.join(map(str, args.seeds))}"
-    levels = {}
-    if args.metric == "success":
-        levels = baselines(make_env(config), config.eval_episodes)
-    figure(args.out, results, args.metric, title, levels)
+    figure(args.out, results, args.metric, title)
 
 
 # -- the command line

@@ -285,15 +285,23 @@ class Report:
     def draw(self) -> None:
         """Draw curve.png and diagnostics.png from the tables."""
         metrics = diagnostics.read(self.folder, "metrics.csv")
+        episodes = metrics["episodes"]
         lines = [
-            (metrics["episodes"], metrics["train_success"], {"label": "training", "alpha": 0.4}),
-            (metrics["episodes"], metrics["eval_success"], {"label": "held out", "marker": "o"}),
+            (episodes, metrics["train_success"], {"label": "training", "alpha": 0.4}),
+            (
+                episodes,
+                metrics["eval_success"],
+                {"label": "held-out seeds", "marker": "o", "linestyle": ""},
+            ),
         ]
-        path = self.folder / "curve.png"
-        plot(path, title(self.config), "success", lines, self.baselines)
+        for name, value in self.baselines.items():
+            style = {"color": "black", "linestyle": ":", "label": f"{name} policy: {value:.3f}"}
+            lines.append((episodes, np.full(len(episodes), value), style))
+        plot(self.folder / "curve.png", title(self.config), "success", lines)
+
         if (self.folder / "replay.csv").exists():
-            rows = diagnostics.read(self.folder)
-            diagnostics.plot(self.folder, diagnostics.by_age(rows))
+            replayed = diagnostics.read(self.folder)
+            diagnostics.plot(self.folder, diagnostics.by_age(replayed))
 
 
 def folder_of(config: Config) -> Path:
@@ -361,23 +369,15 @@ def baselines(env: TextEnv, episodes: int) -> Row:
 # -- pages
 
 
-def plot(
-    path: Path, title: str, ylabel: str, lines: list[tuple], baselines: dict[str, float]
-) -> None:
-    """Draw lines against episodes, and the baselines across. The legend is below.
-
-    A line has x [n], y [n], NaN if not measured, and a style for `Axes.plot`."""
+def plot(path: Path, title: str, ylabel: str, lines: list[tuple]) -> None:
+    """Draw lines against episodes. The legend is below. A line has x [n], y [n] and a style for
+    `Axes.plot`."""
     figure = matplotlib.figure.Figure(figsize=(8, 6), layout="constrained")
     axes = figure.subplots()
     axes.set(xlabel="episodes", ylabel=ylabel)
     axes.set_title(title, parse_math=False)  # the name of a file may hold a "$"
-
     for episodes, values, style in lines:
-        measured = ~np.isnan(values)
-        axes.plot(episodes[measured], values[measured], **style)
-    for name, value in baselines.items():
-        axes.axhline(value, color="black", linestyle=":", label=f"{name} policy: {value:.3f}")
-
+        axes.plot(episodes, values, **style)
     figure.legend(loc="outside lower center", frameon=False)
     figure.savefig(path, dpi=120)
 

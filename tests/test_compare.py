@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -159,19 +158,10 @@ def test_a_stopped_run_gets_the_lowest_value_for_what_it_missed(tmp_path, metric
     summary = compare.summary(tmp_path, metric)
     assert (summary["last"], summary["peak"]) == pytest.approx(expected)
     assert summary["diverged"] == 1
-
-
-def test_a_stopped_run_falls_to_0_in_the_figure(monkeypatch):
-    """As in the table. The other run ends at 0.4."""
-    whole = {"episodes": np.arange(4.0), "eval_success": np.array([0.1, 0.2, 0.3, 0.4])}
-    stopped = {"episodes": np.arange(2.0), "eval_success": np.array([0.1, 0.8])}
-    monkeypatch.setattr(compare, "read_run", Mock(side_effect=[(None, whole), (None, stopped)]))
-    plot = Mock()
-    monkeypatch.setattr(compare, "plot", plot)
-    compare.figure(Path(), {"per": [{"seed": 0}, {"seed": 1}]}, "success", "title", {})
-    *_, lines, _ = plot.call_args.args
-    (mean,) = [values for _, values, style in lines if style.get("label") == "Standard PER"]
-    assert mean == pytest.approx([0.1, 0.5, 0.15, 0.2])
+    episodes, values = compare.curve(tmp_path, metric)
+    assert episodes.tolist() == [0, 64, 128, 192, 256, 320]
+    first = 0.9 if metric == "success" else 9
+    assert values[[0, -2, -1]].tolist() == [first, *2 * [0 if metric == "success" else -150]]
 
 
 def test_intervals_of_the_table():
