@@ -286,13 +286,11 @@ class Report:
         """Draw curve.png and diagnostics.png from the tables."""
         metrics = diagnostics.read(self.folder, "metrics.csv")
         episodes = metrics["episodes"]
+        training = {"label": "training, each iteration", "alpha": 0.4}
+        held_out = {"label": "held-out seeds", "marker": "o", "linestyle": ""}
         lines = [
-            (episodes, metrics["train_success"], {"label": "training", "alpha": 0.4}),
-            (
-                episodes,
-                metrics["eval_success"],
-                {"label": "held-out seeds", "marker": "o", "linestyle": ""},
-            ),
+            (episodes, metrics["train_success"], training),
+            (episodes, metrics["eval_success"], held_out),
         ]
         for name, value in self.baselines.items():
             style = {"color": "black", "linestyle": ":", "label": f"{name} policy: {value:.3f}"}
