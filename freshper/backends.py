@@ -50,7 +50,7 @@ def load(config: Config) -> Loaded:
     rank = join_ranks(config)
     saved = find_saved(config.resume) if config.resume else None
     if saved and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(saved.threads)
+        torch.set_num_threads(min(saved.threads, torch.get_num_threads()))
     elif config.preset == "tiny" and config.trainer == "torch":
         choose_threads()
     keep_freed_memory()

@@ -35,7 +35,7 @@ import torch
 from tqdm import tqdm
 
 from envs import ENVS
-from envs.base import EVAL_SEEDS, TextEnv
+from envs.base import EVAL_SEEDS
 from freshper import diagnostics
 from freshper.buffer import Replay, ReplayBuffer
 from freshper.config import Config
@@ -89,7 +89,8 @@ class Report:
     def __enter__(self) -> "Report":
         config = self.config
         model = self.policy.model
-        self.baselines = baselines(self.envs[0], config.eval_episodes)
+        seeds = [EVAL_SEEDS + k for k in range(config.eval_episodes)]
+        self.baselines = means([self.envs[0].baselines(seed) for seed in seeds])
         success = [f"{name} policy {value:.2f}" for name, value in self.baselines.items()]
         self.baseline_text = ", ".join(success)
 
@@ -356,12 +357,6 @@ def summarize(episodes: list[Episode]) -> Row:
     summary["invalid"] /= summary["turns"]
     summary["cut"] /= summary["turns"]
     return summary
-
-
-def baselines(env: TextEnv, episodes: int) -> Row:
-    """Return mean success on the held-out seeds: of the `random` policy, and of the `optimal` one
-    if it is known."""
-    return means([env.baselines(EVAL_SEEDS + k) for k in range(episodes)])
 
 
 # -- pages

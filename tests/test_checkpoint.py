@@ -302,6 +302,7 @@ def test_the_date_and_the_threads_of_the_first_start_are_kept(tmp_path, model_fo
     assert "03 Feb 2001" in prompt("--resume", str(out))
     assert torch.get_num_threads() == 1
     monkeypatch.delenv("OMP_NUM_THREADS")
+    torch.set_num_threads(4)
     prompt("--resume", str(out))
     assert torch.get_num_threads() == 3
     torch.set_num_threads(1)
