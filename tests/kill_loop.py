@@ -24,9 +24,12 @@ SERVER.set_forkserver_preload(["train"])
 
 def child(flags, model, log):
     """Run train.py on a tiny model with random weights, in a process of its own."""
+    import torch
+
     import train
     from freshper import backends
 
+    torch.set_num_threads(1)  # a run that starts over could choose another number
     backends.tiny_model = lambda env: Path(model)
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
