@@ -81,7 +81,7 @@ class Report:
         self.lock = os.open(self.folder, os.O_RDONLY)
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise OSError(f"another process is writing to {self.folder}") from error
         if not config.resume:
             self.write_config()
