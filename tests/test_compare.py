@@ -66,7 +66,9 @@ def test_a_finished_run_is_not_repeated(out, monkeypatch, capsys):
     before = finished.stat().st_mtime_ns
     call(monkeypatch, out, *ARMS)
     assert finished.stat().st_mtime_ns == before
-    assert table.rpartition("|")[0] in capsys.readouterr().out
+    on_policy, diverged = (out / "table.md").read_text().splitlines()[2:]
+    assert on_policy in table and " | 1 of 1 | " in diverged
+    assert on_policy in capsys.readouterr().out
 
 
 REFUSED = {
