@@ -5,79 +5,70 @@
     python compare.py --arm "freshper --tau 5" --arm "freshper --tau 500" --out out/mine
 
 Paper: Table 1, Fig. 3 to 7, Table 3. An arm is a method and flags of train.py. Flags that are not
-compare.py's go to every run. --out gets a folder per run, results.csv, table.md and figure.png.
-Finished runs are not repeated, and interrupted ones go on. A line a minute says where the runs are.
+compare.py's go to every run. --out gets a folder and a log per run, results.csv, table.md and
+figure.png. Finished runs are not repeated, and interrupted ones go on. A line a minute says where
+the runs are.
 
 The table has the mean of the last three held-out evaluations beside the paper's peak: of success,
 or with `--metric score` of what the paper reports for Sokoban and CliffWalking. 95 % intervals:
-Student's t for means, Welch's t for the difference to the first arm. Diverged: numbers not finite,
-or most of the last replies unreadable.
+Student's t for means, Welch's t for the difference to the first arm. Diverged: numbers that are not
+finite ended the run.
 """
+
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in the imports leaves no traceback
 
 import argparse
 import csv
+import dataclasses
 import json
-import math
 import os
 import re
-import signal
 import subprocess
 import sys
+import time
 import warnings
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import redirect_stderr, redirect_stdout
 from itertools import product
 from pathlib import Path
-from subprocess import PIPE, STDOUT
 
 import numpy as np
 from scipy import stats
 
 from envs import ENVS
-from freshper.backends import make_env
 from freshper.config import CONFIG_A, CONFIG_DEFAULT, PRESETS, Config
 from freshper.diagnostics import Table, read
-from freshper.errors import Unbreakable
+from freshper.errors import protect_output
 from freshper.flags import parse_args
-from freshper.report import Row, baselines, plot, task
+from freshper.report import Row, plot, task
 
 A = " ".join(f"--{name} {value}" for name, value in CONFIG_A.items())
 DEFAULT = " ".join(f"--{name} {value}" for name, value in CONFIG_DEFAULT.items())
-PHRASES = {
-    "on_policy": "On-policy",
-    "per": "Standard PER",
-    "freshper": "FreshPER",
-    "alpha 0": "uniform",
-    "beta 0": "without IS",
-    "beta 0.4": "with IS",
-    "decay none": "without decay",
-}
-# The paper's colors (Fig. 3)
-METHOD_COLORS = {"on_policy": "#4285F4", "per": "#FBBC04", "freshper": "#EA4335"}
+METHOD_NAMES = {"on_policy": "On-policy", "per": "Standard PER", "freshper": "FreshPER"}
+NO_TAU = ("freshper --decay none", "per", "on_policy")
 EXHIBITS = {
     # Table 1, Fig. 3, 4 and 6
     "main": ["on_policy", "per", "freshper"],
-    # Fig. 5, after `TAUS`
-    "tau": ["freshper --decay none", "per", "on_policy"],
+    # Fig. 5: with the steps of a tiny model, and with those of the paper
+    "tau": [*(f"freshper --tau {tau}" for tau in (5, 20, 80, 320)), *NO_TAU],
+    "tau_paper": [*(f"freshper --tau {tau}" for tau in (500, 1000, 1500)), *NO_TAU],
     # Fig. 7
     "is": ["on_policy", "freshper", "freshper --beta 0.4", "per --beta 0", "per"],
     # Table 3, and Config A with the clip of Default
     "config": [f"freshper {A}", f"freshper {DEFAULT}", f"freshper {A} --advantage_clip 20"],
 }
-TAUS = {"tiny": (5, 20, 80, 320), "small": (5, 20, 80, 320), "paper": (500, 1000, 1500)}
 NOT_FINITE = 3  # the exit status of a run that met such numbers
-# What is read of metrics.csv, besides the metric
-READ = "iteration step episodes wall_s invalid eval_success".split()
 PERIOD = 60.0  # seconds between two lines on what is under way
 
 Results = dict[str, list[Row]]  # the rows of results.csv, by arm
-under_way: dict[Path, subprocess.Popen] = {}  # by the folder of a run
+Runs = dict[Path, subprocess.Popen]  # those under way, by their folders
 
 
 def label(arm: str) -> str:
-    """Return the name of an arm in figures and tables, such as "Standard PER, without IS"."""
-    parts = arm.replace(A, "--Config A").replace(DEFAULT, "--Default").split(" --")
-    return ", ".join(PHRASES.get(part, part.replace("_", " ")) for part in parts)
+    """Return the name of an arm in figures and tables, such as "FreshPER --tau 20"."""
+    method, *flags = arm.split()
+    return " ".join([METHOD_NAMES[method], *flags])
 
 
 def folder_of(out: Path, arm: str, seed: int) -> Path:
@@ -90,19 +81,22 @@ def folder_of(out: Path, arm: str, seed: int) -> Path:
 
 
 def flags_of(args: argparse.Namespace, arm: str, seed: int) -> list[str]:
-    """Return the checked flags of a run. Raises ValueError if its folder has a run with other
-    settings."""
+    """Return the checked flags of a run, or those that resume it, [] if it has ended. Raises
+    ValueError if its folder has a run with other settings."""
     method, *of_arm = arm.split()
     flags = [f"--preset={args.preset}", *args.flags, *of_arm]
     flags += [f"--env={args.env}", f"--method={method}", f"--seed={seed}"]
-    now = vars(parse_args(flags))
+    config = parse_args(flags)
     folder = folder_of(args.out, arm, seed)
-    if folder.exists():
-        for name, value in vars(read_run(folder)[0]).items():
-            if name != "out" and value != now[name]:
-                allowed = f"{value} as in {folder}, or use another --out"
-                raise ValueError(f"--{name} is {now[name]}, but must be {allowed}")
-    return flags
+    if not folder.exists():
+        return [*flags, f"--out={folder}"]
+
+    before, metrics = read_run(folder)
+    if dataclasses.replace(before, out="") != config:
+        raise ValueError(f"{folder} is a run with other settings, use another --out")
+    if metrics and metrics["iteration"][-1] == config.iterations:
+        return []
+    return [f"--resume={folder}"]
 
 
 def read_run(folder: Path) -> tuple[Config, Table]:
@@ -112,55 +106,43 @@ def read_run(folder: Path) -> tuple[Config, Table]:
         config = Config(**json.loads((folder / "config.json").read_text()))
         if not (folder / "metrics.csv").exists():
             return config, {}
-        metrics = read(folder, "metrics.csv")
-        # The first row is the evaluation before training.
-        first = {name: metrics[name][0] for name in READ}
-        if np.isnan(metrics["iteration"]).any() or np.isnan(first["eval_success"]):
-            raise ValueError("metrics.csv has a row without an iteration or a first evaluation")
-        return config, metrics
+        return config, read(folder, "metrics.csv")
     # A folder of something else may hold anything.
     except Exception as error:
         raise ValueError(f"{folder} is no run of this version, remove it: {error}") from error
 
 
-def train(folder: Path, flags: list[str]) -> None:
-    """Train one run in a process of its own with one thread, or the rest of an interrupted one.
-
-    Numbers that are not finite end a run, but not the comparison: stopped.txt says so. Raises
-    RuntimeError if a run fails in another way."""
-    flags = [*flags, f"--out={folder}"]
-    if folder.exists():
-        config, metrics = read_run(folder)
-        complete = metrics and metrics["iteration"][-1] == config.iterations
-        if complete or (folder / "stopped.txt").exists():
-            return
-        flags = [f"--resume={folder}"]
-
-    command = [sys.executable, str(Path(__file__).with_name("train.py")), *flags]
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command,
-        env=one_thread,
-        stdout=PIPE,
-        stderr=STDOUT,
-        text=True,
-        errors="replace",
-        # Ctrl-C reaches this process alone, which ends each run once, so that it saves.
-        start_new_session=True,
-    )
-    under_way[folder] = process
-    output, _ = process.communicate()
-    del under_way[folder]
-    if process.returncode == NOT_FINITE and (folder / "metrics.csv").exists():
-        (folder / "stopped.txt").write_text(output)
-    elif process.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}: {output[-2000:]}")
+def start(folder: Path, flags: list[str]) -> subprocess.Popen:
+    """Start a run in a process of its own with one thread."""
+    with open(f"{folder}.log", "a") as log:
+        return subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("train.py")), *flags],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=log,
+            # Ctrl-C reaches this process alone, which ends each run once, so that it saves.
+            start_new_session=True,
+        )
 
 
-def progress() -> str:
+def ended(runs: Runs, metric: str) -> list[Path]:
+    """Return the runs that have ended, and print their scores.
+
+    Numbers that are not finite end a run, but not the comparison. Raises RuntimeError if one has
+    failed in another way."""
+    folders = [folder for folder, process in runs.items() if process.poll() is not None]
+    for folder in folders:
+        status = runs[folder].returncode
+        if status not in (0, NOT_FINITE):
+            raise RuntimeError(f"a run ended with status {status}: see {folder}.log")
+        print(f"{folder.name}: {metric} {summary(folder, metric)['last']:.3f}", flush=True)
+    return folders
+
+
+def progress(runs: Runs) -> str:
     """Return a line on the runs under way: the iteration of each."""
     parts = []
-    for folder in [*under_way]:
+    for folder in runs:
         if (folder / "metrics.csv").exists():
             config, metrics = read_run(folder)
             done = metrics["iteration"][-1]
@@ -168,68 +150,55 @@ def progress() -> str:
     return f"iterations: {', '.join(parts)}"
 
 
-def run_all(args: argparse.Namespace, arms: list[str]) -> Results:
-    """Train all runs, --jobs at a time. Returns a row of results.csv per run, by arm."""
-
-    def run(arm: str, seed: int) -> Row:
-        folder = folder_of(args.out, arm, seed)
-        train(folder, flags_of(args, arm, seed))
-        row = {"arm": arm, "seed": seed, **summary(folder, args.metric)}
-        score = f"{args.metric} {row['last']:.3f} in {row['wall_s']:.0f} s"
-        print(f"{label(arm)}, seed {seed}: {score}, {folder}", flush=True)
-        return row
-
-    pool = ThreadPoolExecutor(args.jobs)
-    futures = [pool.submit(run, *job) for job in product(arms, args.seeds)]
-    print(f"{len(futures)} runs, {args.jobs} at a time, written to {args.out}", flush=True)
-    waiting = {*futures}
+def run_all(flags: dict[Path, list[str]], jobs: int, metric: str) -> None:
+    """Train all runs that have flags, by their folders, so many jobs at a time."""
+    waiting = [folder for folder in flags if flags[folder]]
+    runs: Runs = {}
+    said = time.monotonic()
     try:
-        while waiting:
-            done, waiting = wait(waiting, PERIOD, FIRST_COMPLETED)
-            for future in done:
-                future.result()
-            if not done:
-                print(progress(), flush=True)
+        while waiting or runs:
+            if waiting and len(runs) < jobs:
+                folder = waiting.pop(0)
+                runs[folder] = start(folder, flags[folder])
+                continue
+            time.sleep(0.5)
+            for folder in ended(runs, metric):
+                del runs[folder]
+            if time.monotonic() > said + PERIOD:
+                said = time.monotonic()
+                print(progress(runs), flush=True)
     finally:
         # After an error or a signal, those under way save and end.
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in [*under_way.values()]:
+        for process in runs.values():
             process.terminate()
-
-    results: Results = {arm: [] for arm in arms}
-    for future in futures:
-        row = future.result()
-        results[row["arm"]].append(row)
-    return results
+        for process in runs.values():
+            process.wait()
 
 
 # -- statistics
 
 
-def value_of_missed(metric: str, values: np.ndarray) -> float:
-    """Return what an evaluation counts as that a stopped run has missed: a success of 0, or the
-    lowest value of another metric."""
-    measured = values[~np.isnan(values)]
-    return 0.0 if metric == "success" else min(measured, default=np.nan)
+def curve(folder: Path, metric: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return collected episodes and value of each evaluation of a run, the first one before
+    training. Those that a stopped run has missed count as 0, or as its lowest value below."""
+    config, metrics = read_run(folder)
+    iterations = np.append(np.arange(0, config.iterations, config.eval_every), config.iterations)
+    values = metrics[f"eval_{metric}"]
+    values = values[~np.isnan(values)]
+    missed = len(iterations) - len(values)
+    values = np.pad(values, (0, missed), constant_values=min([0.0, *values[1:]]))
+    return iterations * config.rollout_batch_size, values
 
 
-def summary(folder: Path, metric: str = "success") -> Row:
+def summary(folder: Path, metric: str) -> Row:
     """Return the columns of results.csv, of the evaluations after training began."""
     config, metrics = read_run(folder)
-    values = metrics[f"eval_{metric}"][1:]
-    values = values[~np.isnan(values)]
-
-    missed = math.ceil(config.iterations / config.eval_every) - len(values)
-    values = np.append(values, [value_of_missed(metric, values)] * missed)
-
-    recent = metrics["invalid"][1:][-10:]
-    invalid = np.mean(recent) if len(recent) else 1.0
-    stopped = (folder / "stopped.txt").exists()
+    _, (_, *values) = curve(folder, metric)
     return {
-        "last": values[-3:].mean(),
-        "peak": values.max(),
-        "invalid": invalid,
-        "diverged": int(stopped or invalid > 0.5),
+        "last": np.mean(values[-3:]),
+        "peak": max(values),
+        # All runs have ended.
+        "diverged": int(metrics["iteration"][-1] < config.iterations),
         "episodes": metrics["episodes"][-1],
         "updates": metrics["step"][-1],
         "wall_s": metrics["wall_s"][-1],
@@ -282,27 +251,19 @@ def table(results: Results) -> str:
     return text
 
 
-def figure(out: Path, results: Results, metric: str, title: str, levels: Row) -> None:
-    """Draw the metric on held-out seeds against episodes in figure.png: the mean over seeds, each
-    seed as a thin line, and the baselines as horizontal ones."""
+def figure(out: Path, results: Results, metric: str, title: str) -> None:
+    """Draw the metric on held-out seeds against episodes in figure.png: the mean over seeds, and
+    each seed as a thin line."""
     lines = []
-    for number, (arm, runs) in enumerate(results.items(), 4):
-        # C4, C5, ... are matplotlib's, unlike METHOD_COLORS
-        color = METHOD_COLORS.get(arm, f"C{number}")
-        tables = [read_run(folder_of(out, arm, run["seed"]))[1] for run in runs]
-        longest = max((table["episodes"] for table in tables), key=len)
-
-        curves = []  # NaN between evaluations
-        for table in tables:
-            values = table[f"eval_{metric}"]
-            thin = {"color": color, "alpha": 0.3, "linewidth": 1}
-            lines.append((table["episodes"], values, thin))
-            missed = len(longest) - len(values)
-            curves.append(np.append(values, [value_of_missed(metric, values[1:])] * missed))
-
+    for number, (arm, runs) in enumerate(results.items()):
+        color = f"C{number}"
+        curves = [curve(folder_of(out, arm, run["seed"]), metric) for run in runs]
+        for episodes, values in curves:
+            lines.append((episodes, values, {"color": color, "alpha": 0.3, "linewidth": 1}))
+        mean = np.mean([values for _, values in curves], axis=0)
         style = {"color": color, "linewidth": 2.2, "label": label(arm)}
-        lines.append((longest, np.mean(curves, axis=0), style))
-    plot(out / "figure.png", title, f"{metric} on held-out seeds", lines, levels)
+        lines.append((episodes, mean, style))
+    plot(out / "figure.png", title, f"{metric} on held-out seeds", lines)
 
 
 def write_results(args: argparse.Namespace, results: Results) -> None:
@@ -318,10 +279,7 @@ def write_results(args: argparse.Namespace, results: Results) -> None:
 
     config, _ = read_run(folder_of(args.out, rows[0]["arm"], rows[0]["seed"]))
     title = f"{task(config)}, preset {args.preset}\nseeds {' '.join(map(str, args.seeds))}"
-    levels = {}
-    if args.metric == "success":
-        levels = baselines(make_env(config), config.eval_episodes)
-    figure(args.out, results, args.metric, title, levels)
+    figure(args.out, results, args.metric, title)
 
 
 # -- the command line
@@ -354,24 +312,29 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    # As Ctrl-C does
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     try:
         arms = args.arm or EXHIBITS[args.exhibit]
-        if not args.arm and args.exhibit == "tau":
-            arms = [*(f"freshper --tau {tau}" for tau in TAUS[args.preset]), *arms]
-        for arm, seed in product(arms, args.seeds):
-            flags_of(args, arm, seed)  # before hours of runs
+        runs = list(product(arms, args.seeds))
+        # Wrong ones are noticed before hours of runs.
+        flags = {folder_of(args.out, *run): flags_of(args, *run) for run in runs}
         args.out.mkdir(parents=True, exist_ok=True)
-        results = run_all(args, arms)
+        print(f"{len(runs)} runs, {args.jobs} at a time, written to {args.out}", flush=True)
+        run_all(flags, args.jobs, args.metric)
+
+        results: Results = {arm: [] for arm in arms}
+        for arm, seed in runs:
+            row = summary(folder_of(args.out, arm, seed), args.metric)
+            results[arm].append({"arm": arm, "seed": seed, **row})
         write_results(args, results)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on", file=sys.stderr)
         sys.exit(130)
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, LookupError) as error:
         sys.exit(f"compare.py: error: {error}")
 
 
 if __name__ == "__main__":
-    with redirect_stdout(Unbreakable(sys.stdout)), redirect_stderr(Unbreakable(sys.stderr)):
-        main()
+    protect_output()
+    main()

@@ -23,7 +23,7 @@ from freshper.backends import backends, load
 from freshper.buffer import ReplayBuffer
 from freshper.checkpoint import Checkpoints
 from freshper.episode import collate
-from freshper.errors import Ending
+from freshper.errors import Ending, protect_output
 from freshper.is_weights import importance_weights
 from freshper.priority import age_decay, base_priorities
 from freshper.reinforce import ReturnNorm
@@ -37,8 +37,8 @@ def train(
 ) -> None:
     """Run Algorithm 1, from its start or from a checkpoint.
 
-    Raises NonFiniteError, OSError (a disk, the search server, a first turn over --max_tokens),
-    BackendError (an engine), Interrupted (a signal)."""
+    Raises NonFiniteError, OSError (a disk, the search server, a first turn over --max_tokens, a
+    backend), KeyboardInterrupt (a signal)."""
     decay = age_decay(config.decay, config.tau)
     buffer = ReplayBuffer(config.capacity, config.alpha, decay, config.eviction, config.seed)
     norm = ReturnNorm(config.baseline, config.kl_reward_coef)
@@ -108,4 +108,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    protect_output()
     sys.exit(main())

@@ -7,7 +7,6 @@ vllm+deepspeed    the paper's (section 4.1: ROLL with vLLM and DeepSpeed); needs
 
 import contextlib
 import copy
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,7 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from envs import ENVS
-from envs.base import EVAL_SEEDS, Observation, TextEnv
+from envs.base import EVAL_SEEDS, TextEnv
 from envs.check import check_environment
 from envs.search import retrieve
 from freshper.checkpoint import Saved, find_saved
@@ -32,8 +31,6 @@ from freshper.trainer import TorchTrainer
 
 # Bytes kept for the backward pass. If a micro-batch needs more, each layer is computed again.
 ACTIVATIONS = 5 * 2**30
-# The image processor of transformers takes no image with longer sides in relation to each other.
-MAX_ASPECT = 200
 
 
 class Loaded(NamedTuple):
@@ -48,10 +45,13 @@ def load(config: Config) -> Loaded:
     """Load the policy and the environments of a run, and the checkpoint to resume from. Ranks
     other than 0 stay here, and compute their share of the updates.
 
-    Raises ValueError if one of them cannot be used, ConnectionError if no server answers at
-    --search_url."""
+    Raises ValueError if one of them cannot be used, ImportError if a package of --backend is
+    missing, ConnectionError if no server answers at --search_url."""
     rank = join_ranks(config)
-    if config.preset == "tiny" and config.trainer == "torch":
+    saved = find_saved(config.resume) if config.resume else None
+    if saved and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(saved.threads, torch.get_num_threads()))
+    elif config.preset == "tiny" and config.trainer == "torch":
         choose_threads()
     keep_freed_memory()
     # transformers lists every weight that does not fit; `load_policy` raises one sentence instead.
@@ -65,14 +65,16 @@ def load(config: Config) -> Loaded:
     else:
         check_environment(env)
 
-    saved = find_saved(config)
     policy = load_model(config, saved)
     if rank > 0:
         sys.exit(serve(policy, config))
-    rows = rows_that_fit(policy, env, config)
+    if env.reset(seed=EVAL_SEEDS)[0].images and not policy.image_processor:
+        text_only = f"--model is {config.model}, which reads text only"
+        raise ValueError(f"{text_only}, but --env {config.env} shows images")
 
     n = max(config.rollout_batch_size, config.eval_episodes)
     # Those with data share its rows.
+    rows = rows_that_fit(policy, env, config) if env.rows else None
     envs = [make_env(config, rows) for _ in range(n)]
     return Loaded(policy, envs, saved)
 
@@ -92,14 +94,10 @@ def make_env(config: Config, rows: Mapping[str, list] | None = None) -> TextEnv:
 
 def join_ranks(config: Config) -> int:
     """Meet the other ranks, if DeepSpeed trains, and return the number of this one. Raises
-    ValueError if a package of --backend is missing, or if it cannot train on several ranks."""
-    backend = f"--backend is {config.backend}, but"
-    for name in (config.engine, config.trainer):
-        if name != "hf" and importlib.util.find_spec(name) is None:
-            raise ValueError(f"{backend} {name} is not installed: see docs/gpus.md, or hf+torch")
+    ValueError if --backend cannot train on several ranks."""
     if config.trainer == "torch":
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            raise ValueError(f"{backend} must train with deepspeed on several ranks")
+            raise ValueError(f"--backend is {config.backend}, but several ranks need deepspeed")
         return 0
     if config.device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -115,7 +113,7 @@ def load_model(config: Config, saved: Saved | None) -> Policy:
     today = date.today()
     if saved:
         name = str(saved.folder)
-        today = saved.today
+        today = date.fromisoformat(saved.today)
     elif name == "tiny":
         name = str(tiny_model(config.env))
 
@@ -132,55 +130,31 @@ def load_model(config: Config, saved: Saved | None) -> Policy:
             f"--model is {name}, but must be a chat model that can be loaded: {reason}"
         ) from error
 
-    # It says how the engine samples, and is saved with the model. A hub model's own may be invalid,
-    # and then the save would fail.
+    # It is saved with the model. A hub model's own may be invalid, and then the save would fail.
     policy.model.generation_config = GenerationConfig(
-        do_sample=True,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        eos_token_id=policy.eos_id,
-        pad_token_id=policy.tokenizer.pad_token_id,
-        suppress_tokens=policy.suppressed_ids,
+        eos_token_id=policy.eos_id, suppress_tokens=policy.suppressed_ids
     )
     return policy
 
 
 def rows_that_fit(policy: Policy, env: TextEnv, config: Config) -> Mapping[str, list]:
     """Return the environment's rows by split, in their order, and as `left_out` those whose first
-    turn the policy has no room for, or has an image too narrow.
-
-    Raises ValueError if it cannot read the task's images, or if a split has no others; without
-    rows, if there is no room for a first turn."""
-    observation, _ = env.reset(seed=EVAL_SEEDS)
-    if observation.images and not policy.image_processor:
-        text_only = f"--model is {config.model}, which reads text only"
-        raise ValueError(f"{text_only}, but --env {config.env} shows images")
-    too_long = f"--max_tokens is {config.max_tokens}, but must be larger for the first turn of"
-    if not env.rows:
-        if not fits(policy, observation, config):
-            raise ValueError(f"{too_long} --env {config.env} and --max_new_tokens")
-        return {}
-
+    turn the policy has no room for, or cannot read. Raises ValueError if a split has no others."""
     rows: dict[str, list] = {"train": [], "held_out": [], "left_out": []}
-    for split, first in (("train", 0), ("held_out", EVAL_SEEDS)):
-        for k, row in enumerate(env.rows[split]):
-            # This is the first seed of the split that gets this row.
-            seed = first + (k - first) % len(env.rows[split])
-            observation, _ = env.reset(seed=seed)
-            rows[split if fits(policy, observation, config) else "left_out"].append(row)
+    for split, rows_of_split in env.rows.items():
+        for row in rows_of_split:
+            env.rows = {"train": [row]}
+            observation, _ = env.reset(seed=0)
+            try:
+                tokens = len(policy.user_turn(observation))
+            except ValueError:  # an image too narrow
+                tokens = config.max_tokens
+            fits = tokens + config.max_new_tokens <= config.max_tokens
+            rows[split if fits else "left_out"].append(row)
         if not rows[split]:
-            raise ValueError(f"{too_long} any {split} row of {env.data} and --max_new_tokens")
+            given = f"--max_tokens is {config.max_tokens}, but must be larger"
+            raise ValueError(f"{given} for the first turns of {config.data} ({split})")
     return rows
-
-
-def fits(policy: Policy, observation: Observation, config: Config) -> bool:
-    """Return whether the policy can read the images of a first turn, and has room for it."""
-    for image in observation.images:
-        height, width, _ = image.shape
-        if max(height, width) > MAX_ASPECT * min(height, width):
-            return False
-    return len(policy.user_turn(observation)) + config.max_new_tokens <= config.max_tokens
 
 
 def make_trainer(policy: Policy, config: Config) -> TorchTrainer:
@@ -220,7 +194,7 @@ def backends(config: Config, loaded: Loaded) -> Iterator[tuple[TorchTrainer, Eng
         of_engine.freeze_vision = False  # as with the trainer's
     with contextlib.closing(make_trainer(policy, config)) as trainer:
         if config.engine == "hf":
-            sampling = Sampling(config.temperature, config.top_k, config.top_p)
+            sampling = Sampling(config.temperature)
             yield trainer, HFEngine(of_engine, sampling, config.seed, shared=of_engine is policy)
             return
 

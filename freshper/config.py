@@ -83,9 +83,7 @@ class Config:
     )
 
     # sampling
-    temperature: float = flag(0.99, "appendix F: 0.99")
-    top_k: int = flag(100, "appendix F: 100; 0: off")
-    top_p: float = flag(0.99, "appendix F: 0.99; 1: off")
+    temperature: float = flag(0.99, "appendix F: 0.99; its top-k and top-p: freshper/engine_hf.py")
     max_tokens: int = flag(2048, "of a conversation (Table 2, 'Seq Len': 2048 to 12800)")
     max_new_tokens: int = flag(256, "of a reply (not in the paper)")
 
@@ -99,7 +97,7 @@ class Config:
     seed: int = flag(42, "of everything random (appendix F: 42)")
     out: str = flag("", "folder of all it writes; empty: out/<env>-<method>-<seed>, numbered")
     resume: str = flag("", "folder of a run to go on with; freshper/flags.py: what may change")
-    save_every: int = flag(20, "iterations between checkpoints; 0: only the best and the last")
+    save_every: int = flag(20, "iterations between checkpoints; 0: only the last")
     eval_every: int = flag(10, "iterations between evaluations on held-out seeds")
     eval_episodes: int = flag(128, "held-out episodes per evaluation (appendix F: 128)")
 

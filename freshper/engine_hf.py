@@ -31,7 +31,7 @@ HOLE = -1  # in place of a token
 
 @dataclass
 class Sampling:
-    """How replies are drawn. 0 switches top_k off, 1.0 switches top_p off."""
+    """How replies are drawn (appendix F). 0 switches top_k off, 1.0 switches top_p off."""
 
     temperature: float = 0.99
     top_k: int = 100

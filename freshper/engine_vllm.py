@@ -37,6 +37,7 @@ from safetensors.torch import save_file
 
 from envs.base import TextEnv
 from freshper.config import Config
+from freshper.engine_hf import Sampling
 from freshper.errors import BackendError, phase
 from freshper.models import Policy
 from freshper.rollout import Conversation, Reply
@@ -218,8 +219,8 @@ class VLLMEngine:
 
         sampling = dict(
             temperature=1.0,
-            top_k=self.config.top_k,
-            top_p=self.config.top_p,
+            top_k=Sampling.top_k,
+            top_p=Sampling.top_p,
             max_tokens=max_new_tokens,
             stop_token_ids=[self.policy.eos_id],
             logprobs=0,

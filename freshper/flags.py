@@ -19,7 +19,7 @@ from freshper.config import PAPER, Config, defaults
 
 # --resume may change these, and nothing else: stored episodes and states stay those of one problem
 MAY_CHANGE = {
-    # how long and how often; not --eval_episodes, for the best of all evaluations is kept
+    # how long and how often; not --eval_episodes, for all evaluations are of the same seeds
     "iterations", "save_every", "eval_every",
     # later draws and updates
     "alpha", "tau", "beta", "replay_ratio", "batch_size", "ppo_epochs", "lr",
@@ -28,53 +28,36 @@ MAY_CHANGE = {
     "micro_batch_size", "engine_memory", "resume",
 }  # fmt: skip
 
-# What a number must be: in words, as a condition, and its settings. NaN is in no range.
-RANGES: list[tuple[str, Callable[[float], bool], str]] = [
-    ("above 0", lambda x: 0 < x < math.inf,
-     "capacity batch_size epsilon tau iterations rollout_batch_size ppo_epochs lr ratio_clip "
-     "advantage_clip micro_batch_size temperature max_new_tokens eval_every eval_episodes"),
-    ("0 or more", lambda x: 0 <= x < math.inf,
-     "max_turns format_penalty replay_ratio kl_loss_coef kl_reward_coef entropy_coef top_k "
-     "save_every"),
-    ("between 0 and 1", lambda x: 0 <= x <= 1, "alpha beta"),
-    ("above 0 and at most 1", lambda x: 0 < x <= 1, "top_p engine_memory"),
-    ("0 or above 1", lambda x: x == 0 or 1 < x < math.inf, "dual_clip"),
-    (f"from 0 to {EVAL_SEEDS - 1}", lambda x: 0 <= x < EVAL_SEEDS, "seed"),
-]  # fmt: skip
-# What a setting must be together with others: its name, in words, and as a condition
-RULES: list[tuple[str, str, Callable[[Config], object]]] = [
+# What settings must be: names, in words, and as a condition on value and settings. NaN fails all.
+RULES: list[tuple[str, str, Callable[[Any, Config], object]]] = [
+    ("capacity batch_size epsilon tau iterations rollout_batch_size ppo_epochs lr ratio_clip "
+     "advantage_clip micro_batch_size temperature max_new_tokens eval_every eval_episodes",
+     "above 0", lambda x, c: 0 < x < math.inf),
+    ("max_turns format_penalty replay_ratio kl_loss_coef kl_reward_coef entropy_coef save_every",
+     "0 or more", lambda x, c: 0 <= x < math.inf),
+    ("alpha beta engine_memory", "between 0 and 1", lambda x, c: 0 <= x <= 1),
+    ("dual_clip", "0 or above 1", lambda x, c: x == 0 or 1 < x < math.inf),
+    ("seed", f"from 0 to {EVAL_SEEDS - 1}", lambda x, c: 0 <= x < EVAL_SEEDS),
     ("preset", "tiny or small: the task is not in the paper",
-     lambda c: c.preset != "paper" or c.env in PAPER),
+     lambda x, c: x != "paper" or c.env in PAPER),
     ("model", "tiny, or a checkpoint of a tiny model, with --preset tiny (--preset small and paper "
-     "take pretrained models)", lambda c: c.resume or is_tiny(c.model) == (c.preset == "tiny")),
+     "take pretrained models)", lambda x, c: c.resume or is_tiny(x) == (c.preset == "tiny")),
     ("data", "empty with --preset tiny, whose models read generated questions only",
-     lambda c: c.preset != "tiny" or not c.data),
-    ("out", "a folder that does not exist yet", lambda c: c.resume or not os.path.exists(c.out)),
-    ("replay_ratio", "0 with --method on_policy",
-     lambda c: c.method != "on_policy" or c.replay_ratio == 0),
-    ("decay", "none with --method per", lambda c: c.method != "per" or c.decay == "none"),
+     lambda x, c: c.preset != "tiny" or not x),
+    ("out", "a folder that does not exist yet", lambda x, c: c.resume or not os.path.exists(x)),
+    ("replay_ratio", "0 with --method on_policy", lambda x, c: c.method != "on_policy" or x == 0),
+    ("decay", "none with --method per", lambda x, c: c.method != "per" or x == "none"),
     ("capacity", "at least the episodes of an iteration and of an update",
-     lambda c: not c.replay_ratio or c.capacity >= max(c.batch_size, c.rollout_batch_size)),
+     lambda x, c: not c.replay_ratio or x >= max(c.batch_size, c.rollout_batch_size)),
 ]  # fmt: skip
-# Flags without effect: their names, with what, and as a condition
-NO_EFFECT: list[tuple[str, str, Callable[[Config], object]]] = [
+# Flags without effect: their names, with what, and as a condition on name and settings
+NO_EFFECT: list[tuple[str, str, Callable[[str, Config], object]]] = [
     ("batch_size capacity eviction alpha epsilon base_priority decay tau beta", "--replay_ratio 0",
-     lambda c: c.replay_ratio == 0),
-    ("tau", "--decay none", lambda c: c.decay == "none"),
-    ("epsilon base_priority", "--alpha 0", lambda c: c.alpha == 0),
-    *((name, "this --env", lambda c, name=name: name not in ENVS[c.env].settings)
-      for name in ("slippery", "data", "search_url")),
+     lambda name, c: c.replay_ratio == 0),
+    ("tau", "--decay none", lambda name, c: c.decay == "none"),
+    ("epsilon base_priority", "--alpha 0", lambda name, c: c.alpha == 0),
+    ("slippery data search_url", "this --env", lambda name, c: name not in ENVS[c.env].settings),
 ]  # fmt: skip
-
-# The groups of --help: the first setting of each, and its title
-GROUPS = {
-    "env": "task",
-    "method": "method and replay",
-    "iterations": "optimization",
-    "temperature": "sampling",
-    "backend": "backends",
-    "seed": "the run",
-}
 
 
 def is_tiny(model: str) -> bool:
@@ -87,16 +70,13 @@ def is_tiny(model: str) -> bool:
 def problems(config: Config, given: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield settings whose value is not allowed, and flags of those `given` that have no effect,
     each with the reason."""
-    for allowed, holds, names in RANGES:
+    for names, allowed, holds in RULES:
         for name in names.split():
-            if not holds(getattr(config, name)):
+            if not holds(getattr(config, name), config):
                 yield name, f"must be {allowed}"
-    for name, allowed, is_met in RULES:
-        if not is_met(config):
-            yield name, f"must be {allowed}"
     for names, others, applies in NO_EFFECT:
         for name in given:
-            if name in names.split() and applies(config):
+            if name in names.split() and applies(name, config):
                 yield name, f"has no effect with {others}"
 
 
@@ -112,34 +92,31 @@ def make_parser(shown: Config) -> argparse.ArgumentParser:
     )
     parser.add_argument("-h", "--help", action="store_true", help="show this text and exit")
     for field in dataclasses.fields(Config):
-        if field.name in GROUPS:
-            group = parser.add_argument_group(GROUPS[field.name])
-
         choices = ENVS if field.name == "env" else get_args(field.type)
         options: dict[str, Any] = {"type": type(field.default)}
         options |= {"choices": choices} if choices else {"metavar": ""}
         if field.type is bool:
             options = {"action": argparse.BooleanOptionalAction}
         text = f"{field.metadata['help']} [{getattr(shown, field.name)}]".replace("%", "%%")
-        group.add_argument(f"--{field.name}", help=text, **options)
+        parser.add_argument(f"--{field.name}", help=text, **options)
     return parser
 
 
 def resumed_run(flags: dict[str, Any]) -> Config:
-    """Return the settings of an earlier run, with the flags over them. Raises ValueError if there
-    is no such run, or if a flag may not change."""
+    """Return the settings of an earlier run, with the flags over them. Raises OSError, ValueError
+    or TypeError if there is no such run, ValueError if a flag may not change."""
     folder = flags["resume"]
-    try:
-        stored = json.loads(Path(folder, "config.json").read_bytes())
-        earlier = Config(**stored)
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(
-            f"--resume is {folder}, but must be the folder of a run of this version: {error}"
-        ) from error
+    stored = json.loads(Path(folder, "config.json").read_bytes())
     for name, value in flags.items():
         if name not in MAY_CHANGE and value != stored[name]:
             raise ValueError(f"--{name} is {value}, but must be {stored[name]} as in {folder}")
-    return dataclasses.replace(earlier, **flags)
+    return Config(**stored | flags)
+
+
+def new_run(flags: dict[str, Any]) -> Config:
+    """Return the settings of a preset and a method, with the flags over them."""
+    named = Config(**flags)
+    return Config(**defaults(named.preset, named.env, named.method) | flags)
 
 
 def parse_args(argv: list[str] | None = None) -> Config:
@@ -152,11 +129,7 @@ def parse_args(argv: list[str] | None = None) -> Config:
         if flags[name] == []:  # so argparse reads `--tau=--`
             parser.error(f"--{name} is --, but must have a value")
     try:
-        if "resume" in flags:
-            config = resumed_run(flags)
-        else:
-            named = Config(**flags)
-            config = Config(**defaults(named.preset, named.env, named.method) | flags)
+        config = resumed_run(flags) if "resume" in flags else new_run(flags)
         if wants_help:
             make_parser(config).print_help()
             parser.exit()

@@ -25,8 +25,6 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +35,7 @@ import torch
 from tqdm import tqdm
 
 from envs import ENVS
-from envs.base import EVAL_SEEDS, TextEnv
+from envs.base import EVAL_SEEDS
 from freshper import diagnostics
 from freshper.buffer import Replay, ReplayBuffer
 from freshper.config import Config
@@ -65,7 +63,7 @@ SLOW = 4.0  # times as long as the fastest ten iterations
 class Report:
     """A context manager around a run. When it closes, everything is on disk.
 
-    It makes or takes the run's folder and locks it. Raises ValueError if that fails."""
+    It makes or takes the run's folder and locks it. Raises OSError if that fails."""
 
     say = staticmethod(tqdm.write)  # print a line above the progress bar
 
@@ -76,32 +74,30 @@ class Report:
         self.folder = folder_of(config)
         self.done = 0  # completed iterations
         self.rows: list[Row] = []  # of metrics.csv
-        self.replayed = 0  # bytes of replay.csv
         self.features: dict = {}  # of held-out images, by key
+
+        self.folder.mkdir(parents=True, exist_ok=bool(config.resume))
+        # The system holds the lock, so that a crash leaves none behind.
+        self.lock = os.open(self.folder, os.O_RDONLY)
         try:
-            str(self.folder).encode()  # fails here, before training, if files cannot have this name
-            self.folder.mkdir(parents=True, exist_ok=bool(config.resume))
-            # The system holds the lock, so that a crash leaves none behind.
-            self.lock = os.open(self.folder, os.O_RDONLY)
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not config.resume:
-                self.write_config()
-        except OSError as error:
-            busy = isinstance(error, BlockingIOError)
-            reason = "another process is writing to it" if busy else error
-            allowed = f"one to write to: {reason}"
-            raise ValueError(f"the run's folder is {self.folder}, but must be {allowed}") from error
+        except BlockingIOError as error:
+            raise OSError(f"another process is writing to {self.folder}") from error
+        if not config.resume:
+            self.write_config()
 
     def __enter__(self) -> "Report":
-        self.baselines = baselines(self.envs[0], self.config.eval_episodes)
-        self.baseline_text = ", ".join(
-            f"{name} policy {value:.2f}" for name, value in self.baselines.items()
-        )
+        config = self.config
         model = self.policy.model
-        self.say(title(self.config))
+        seeds = [EVAL_SEEDS + k for k in range(config.eval_episodes)]
+        self.baselines = means([self.envs[0].baselines(seed) for seed in seeds])
+        success = [f"{name} policy {value:.2f}" for name, value in self.baselines.items()]
+        self.baseline_text = ", ".join(success)
+
+        self.say(title(config))
         self.say(f"{type(model).__name__}, {model.num_parameters():,} parameters")
-        threads = f"threads {torch.get_num_threads()}"
-        self.say(f"backend {self.config.backend} on {self.config.device}, {threads}")
+        threads = torch.get_num_threads()
+        self.say(f"backend {config.backend} on {config.device}, threads {threads}")
         if self.envs[0].rows:
             self.say(self.envs[0].data_summary())
         self.say(f"success on held-out seeds: {self.baseline_text}")
@@ -110,9 +106,7 @@ class Report:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error:
             self.say(f"stopped after iteration {self.done}: {error}")
-        if isinstance(error, torch.OutOfMemoryError):
-            self.say("lower --micro_batch_size, --rollout_batch_size or --max_tokens")
-        last = [success for done, success in self.evaluations().items() if done][-3:]
+        last = self.evaluations()[1:][-3:]
         if last:
             mean = f"{np.mean(last):.2f} ({self.baseline_text})"
             self.say(f"held-out success, mean of the last {len(last)} evaluations: {mean}")
@@ -124,21 +118,22 @@ class Report:
                 self.say(f"plots could not be written to {self.folder}: {failure}")
         os.close(self.lock)
 
-        self.say(f"written to {self.folder}: {', '.join(sorted(os.listdir(self.folder)))}")
+        self.say(f"written to {self.folder}")
         if self.done < self.config.iterations:
             self.say(f"continue with: python train.py --resume {self.folder}")
 
-    def evaluations(self) -> dict[int, float]:
-        """Return held-out success by completed iterations."""
-        return {row["iteration"]: row["eval_success"] for row in self.rows if "eval_success" in row}
+    def evaluations(self) -> list[float]:
+        """Return held-out success of all evaluations. The first one is before training."""
+        return [row["eval_success"] for row in self.rows if "eval_success" in row]
 
     # -- a checkpoint's part of the report
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rows": self.rows, "replayed": self.replayed, "features": self.features}
+        return {"rows": self.rows, "features": self.features}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        self.rows = state["rows"]
+        self.features = state["features"]
         self.done = self.rows[-1]["iteration"]
 
     # -- an iteration
@@ -146,15 +141,11 @@ class Report:
     def iterations(self, engine: Engine) -> Iterator[int]:
         """Yield the numbers of the iterations to come, with a progress bar. The policy is evaluated
         before the first."""
-        path = self.folder / "replay.csv"
-        if self.replayed and path.exists():
-            # It has the rows of the checkpoint, no more: a killed run may have written others.
-            os.truncate(path, min(self.replayed, path.stat().st_size))
-        else:
-            path.unlink(missing_ok=True)
+        if (self.folder / "replay.csv").exists():
+            self.drop_rows_to_come()
         if not self.rows:
             first = {"iteration": 0, "step": 0, "episodes": 0, "wall_s": 0.0}
-            self.write(first | self.evaluate_if_due(0, engine))
+            self.rows.append(first | self.evaluate_if_due(0, engine))
         self.write_metrics()
 
         self.began = time.perf_counter() - self.rows[-1]["wall_s"]
@@ -163,6 +154,15 @@ class Report:
         for iteration in self.bar:
             self.began_iteration = time.perf_counter()
             yield iteration
+
+    def drop_rows_to_come(self) -> None:
+        """Keep the rows of replay.csv of completed iterations. A run that was killed after its last
+        checkpoint has written others."""
+        completed = {f"{iteration}," for iteration in range(1, self.done + 1)}
+        with open(self.folder / "replay.csv", errors="replace") as file:
+            header = file.readline()
+            kept = [row for row in file if row[: row.find(",") + 1] in completed]
+        self.write_file("replay.csv", header + "".join(kept))
 
     def row(
         self,
@@ -209,10 +209,9 @@ class Report:
             **update.drift,
         }
         with open(self.folder / "replay.csv", "a") as file:
-            if not file.tell():
-                file.write(",".join(rows) + "\n")
-            np.savetxt(file, np.column_stack(list(rows.values())), "%.6g", ",")
-            self.replayed = file.tell()
+            header = "" if file.tell() else ",".join(rows)
+            table = np.column_stack(list(rows.values()))
+            np.savetxt(file, table, "%.6g", ",", header=header, comments="")
 
         as_drawn = diagnostics.estimate(rows | {"probability": ones})
         return {
@@ -236,27 +235,29 @@ class Report:
 
     def write(self, row: Row) -> None:
         """Write the row of an iteration to metrics.csv, and say what a user should know of it."""
+        row["wall_s"] = time.perf_counter() - self.began
         self.rows.append(row)
-        self.done = done = row["iteration"]
-        if done:
-            row["wall_s"] = time.perf_counter() - self.began
-            *_, held_out = self.evaluations().values()
-            self.bar.set_postfix(success=row["train_success"], held_out=held_out)
+        self.done = row["iteration"]
         self.write_metrics()
+        self.bar.set_postfix(success=row["train_success"], held_out=self.evaluations()[-1])
 
-        if done == 1 and row["invalid"] == 1:
+        if self.done == 1 and row["invalid"] == 1:
             cut = f"{row['cut']:.0%} were cut by --max_new_tokens"
             self.say(f"no reply of the first batch could be read, {cut}")
+        if self.done % 10 == 0:
+            self.look_back()
+
+    def look_back(self) -> None:
+        """Say if the last ten iterations learned from stale episodes, or were slow."""
         ess = np.mean([row.get("ess_token", np.nan) for row in self.rows[-10:]])
-        if done % 10 == 0 and ess < LEAST_ESS:
+        if ess < LEAST_ESS:
             mean = f"ESS / n of replayed tokens is {ess:.2f}, mean of ten iterations"
             self.say(f"{mean}; lower --lr or --replay_ratio")
-        *before, seconds = np.diff([0.0, *(row["wall_s"] for row in self.rows[::10])])
-        if done % 10 == 0 and seconds > SLOW * min(before[1:], default=seconds):
-            remedy = (
-                f"stop with Ctrl-C, then OMP_NUM_THREADS=1 python train.py --resume {self.folder}"
-            )
-            self.say(f"ten iterations took {seconds:.0f} s: if other programs run, {remedy}")
+        *before, seconds = np.diff([row["wall_s"] for row in self.rows[::10]])
+        if seconds > SLOW * min(before, default=seconds):
+            command = f"OMP_NUM_THREADS=1 python train.py --resume {self.folder}"
+            remedy = f"if other programs run, stop with Ctrl-C, then {command}"
+            self.say(f"ten iterations took {seconds:.0f} s: {remedy}")
 
     # -- files
 
@@ -287,25 +288,28 @@ class Report:
         metrics = diagnostics.read(self.folder, "metrics.csv")
         episodes = metrics["episodes"]
         training = {"label": "training, each iteration", "alpha": 0.4}
-        held_out = {"label": "held-out seeds", "marker": "o"}
+        held_out = {"label": "held-out seeds", "marker": "o", "linestyle": ""}
         lines = [
             (episodes, metrics["train_success"], training),
             (episodes, metrics["eval_success"], held_out),
         ]
-        path = self.folder / "curve.png"
-        plot(path, title(self.config), "success", lines, self.baselines)
+        for name, value in self.baselines.items():
+            style = {"color": "black", "linestyle": ":", "label": f"{name} policy: {value:.3f}"}
+            lines.append((episodes, np.full(len(episodes), value), style))
+        plot(self.folder / "curve.png", title(self.config), "success", lines)
+
         if (self.folder / "replay.csv").exists():
-            rows = diagnostics.read(self.folder)
-            diagnostics.plot(self.folder, diagnostics.by_age(rows))
+            replayed = diagnostics.read(self.folder)
+            diagnostics.plot(self.folder, diagnostics.by_age(replayed))
 
 
 def folder_of(config: Config) -> Path:
-    """Return --resume, --out, or the first out/<env>-<method>-<seed>[-n] that is new."""
-    name = config.resume or config.out or f"out/{config.env}-{config.method}-{config.seed}"
-    path, number = Path(name), 1
-    while path.exists() and not (config.resume or config.out):
+    """Return --resume, or --out, or out/<env>-<method>-<seed>, numbered if it is not new."""
+    first = config.resume or config.out or f"out/{config.env}-{config.method}-{config.seed}"
+    path, number = Path(first), 1
+    while path.exists() and not config.resume:
         number += 1
-        path = Path(f"{name}-{number}")
+        path = Path(f"{first}-{number}")
     return path
 
 
@@ -355,33 +359,18 @@ def summarize(episodes: list[Episode]) -> Row:
     return summary
 
 
-def baselines(env: TextEnv, episodes: int) -> Row:
-    """Return mean success on the held-out seeds: of the `random` policy, and of the `optimal` one
-    if it is known."""
-    return means([env.baselines(EVAL_SEEDS + k) for k in range(episodes)])
-
-
 # -- pages
 
 
-def plot(
-    path: Path, title: str, ylabel: str, lines: list[tuple], baselines: dict[str, float]
-) -> None:
-    """Draw lines against episodes, and the baselines across. The legend is below.
-
-    A line has x [n], y [n], NaN if not measured, and a style for `Axes.plot`."""
+def plot(path: Path, title: str, ylabel: str, lines: list[tuple]) -> None:
+    """Draw lines against episodes. The legend is below. A line has x [n], y [n] and a style for
+    `Axes.plot`."""
     figure = matplotlib.figure.Figure(figsize=(8, 6), layout="constrained")
     axes = figure.subplots()
     axes.set(xlabel="episodes", ylabel=ylabel)
     axes.set_title(title, parse_math=False)  # the name of a file may hold a "$"
-
     for episodes, values, style in lines:
-        measured = ~np.isnan(values)
-        axes.plot(episodes[measured], values[measured], **style)
-    for name, value in baselines.items():
-        style = "--" if name == "optimal" else ":"
-        axes.axhline(value, color="black", linestyle=style, label=f"{name} policy: {value:.3f}")
-
+        axes.plot(episodes, values, **style)
     figure.legend(loc="outside lower center", frameon=False)
     figure.savefig(path, dpi=120)
 
@@ -389,17 +378,14 @@ def plot(
 PAGE = """<!doctype html><html lang=en><meta charset=utf-8>
 <meta name=viewport content="width=device-width, initial-scale=1"><style>
 body {font: 16px/1.4 system-ui, sans-serif; max-width: 60em; margin: auto; padding: 0 1em}
-table {border-collapse: collapse; width: 100%}
-td {border-top: 1px solid #ccc; padding: .6em; vertical-align: top}
-td:first-child {width: 40%}
 img {width: 128px; image-rendering: pixelated}
-pre {white-space: pre-wrap; margin: 0}
-ruby {white-space: pre-wrap; background: #fff3d6; padding: 0 3px; line-height: 2.2}
+pre {white-space: pre-wrap; margin: 0 0 .5em}
+.sampled {background: #fff3d6}
 .won {color: #0072b2}
 .lost {color: #d55e00}
 </style><title>{{ title }}</title><h1>{{ title }}</h1>
-<p>Held-out episodes, one row per turn. Left: what the policy read. Right: the tokens that it
-sampled. Above each token stands its log-prob, which is 0 for a token that was certain.
+<p>Held-out episodes: the images of all turns in their order, and the conversation. The policy
+sampled what is shaded, and read the rest.
 {% if "frozenlake" in title and "preset tiny" in title %}
 <p>The fifth row is no part of the lake. It shows the four cells beside the player: left, below,
 right and above (dark or #: outside the lake). The shaded edges in an image mark its rows and
@@ -407,54 +393,29 @@ columns.
 {% endif %}
 {% for episode in episodes %}
 <h2 class={{ "won" if episode.success else "lost" }}>seed {{ episode.seed }}:
-{{ "success" if episode.success else "no success" }}, return {{ "%g" % episode.reward }}</h2><table>
-{% for turn in turns_of(episode) %}
-<tr><td>
-{% for image in turn.images %}
+{{ "success" if episode.success else "no success" }}, return {{ "%g" % episode.reward }}</h2>
+{% for image in images_of(episode) %}
 <img src="data:image/png;base64,{{ image }}">
 {% endfor %}
-<pre>{{ turn.prompt }}</pre><td>
-{% for token, logprob in turn.reply %}
-<ruby>{{ decode([token]) }}<rt>{{ "{:z.2f}".format(logprob) }}</rt></ruby>
-{%- endfor %}
-<p>reward {{ "%g" % episode.turn_rewards[loop.index0] }}
+{% for text in texts_of(episode) %}
+<pre class={{ loop.cycle("read", "sampled") }}>{{ text }}</pre>
 {% endfor %}
-</table>
 {% endfor %}
 """
 
 
 def episodes_page(episodes: list[Episode], policy: Policy, title: str) -> str:
-    """Return a static page of the first eight episodes, turn by turn.
+    """Return a static page of the first eight episodes."""
 
-    It shows what the policy read and, beside it, the sampled reply with the engine's log-prob above
-    each token."""
+    def images_of(episode: Episode) -> list[str]:
+        return [base64.b64encode(compressed(image).png).decode() for image in episode.images]
+
+    def texts_of(episode: Episode) -> list[str]:
+        # The parts that were read and those that were sampled take turns.
+        ends = np.flatnonzero(np.diff(episode.action_mask)) + 1
+        parts = np.split(episode.tokens, ends)
+        return [policy.tokenizer.decode(part, skip_special_tokens=True) for part in parts]
+
     template = jinja2.Template(PAGE, autoescape=True, trim_blocks=True)
-    turns = partial(turns_of, policy)
-    decode = policy.tokenizer.decode
-    return template.render(title=title, episodes=episodes[:8], turns_of=turns, decode=decode)
-
-
-def turns_of(policy: Policy, episode: Episode) -> Iterator[dict[str, Any]]:
-    """Yield the turns of an episode: images (PNG in base 64) and text that the policy read, and its
-    reply as pairs of a token and its log-prob."""
-    decode = partial(policy.tokenizer.decode, skip_special_tokens=True)
-    images = iter(episode.images)
-    for start, end in pairwise([0, *(episode.turn_ends() + 1)]):
-        tokens = episode.tokens[start:end]
-        sampled = episode.action_mask[start:end]
-        logprobs = episode.behavior_logprobs[start:end]
-
-        # An image stands where its placeholders begin.
-        is_image = tokens == policy.image_token_id
-        begins = is_image & np.diff(is_image, prepend=False)
-        shown = [compressed(next(images)).png for _ in range(begins.sum())]
-
-        # The chat template puts the names of the roles around the text.
-        roles = policy.template(len(shown), first=start == 0)
-        before, after = map(decode, map(policy.encode, roles))
-        yield {
-            "images": [base64.b64encode(png).decode() for png in shown],
-            "prompt": decode(tokens[~sampled]).removeprefix(before).removesuffix(after),
-            "reply": zip(tokens[sampled], logprobs[sampled]),
-        }
+    functions = {"images_of": images_of, "texts_of": texts_of}
+    return template.render(title=title, episodes=episodes[:8], **functions)

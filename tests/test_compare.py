@@ -3,9 +3,11 @@
 import csv
 import json
 import shutil
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -43,7 +45,7 @@ def test_real_runs_side_by_side(out):
     text = (out / "table.md").read_text()
     assert "±" not in text
     table = [row.split(" | ") for row in text.splitlines()[2:]]
-    assert [row[0] for row in table] == ["| On-policy", "| FreshPER, lr 1e30, batch size 8"]
+    assert [row[0] for row in table] == ["| On-policy", "| FreshPER --lr 1e30 --batch_size 8"]
     assert [row[6] for row in table] == ["0 of 1", "1 of 1"]
     assert table[0][5] == "2"  # updates
     assert int(table[1][5]) < 6
@@ -57,15 +59,20 @@ def test_real_runs_side_by_side(out):
     assert (out / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_finished_runs_are_not_repeated(out, monkeypatch, capsys):
-    before = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.csv")}
+def test_a_finished_run_is_not_repeated(out, monkeypatch, capsys):
+    """The one that diverged goes on, and diverges again."""
+    table = (out / "table.md").read_text()
+    finished = compare.folder_of(out, "on_policy", 3) / "metrics.csv"
+    before = finished.stat().st_mtime_ns
     call(monkeypatch, out, *ARMS)
-    assert {path: path.stat().st_mtime_ns for path in out.rglob("metrics.csv")} == before
-    assert (out / "table.md").read_text() in capsys.readouterr().out
+    assert finished.stat().st_mtime_ns == before
+    on_policy, diverged = (out / "table.md").read_text().splitlines()[2:]
+    assert on_policy in table and " | 1 of 1 | " in diverged
+    assert on_policy in capsys.readouterr().out
 
 
 REFUSED = {
-    "--lr is 0.5, but must be 0.001 as in": ["--lr", "0.5"],
+    "on_policy-seed3 is a run with other settings, use another --out": ["--lr", "0.5"],
     "must be one of success with --env frozenlake": ["--metric", "score"],
     "File exists: 'compare.py'": ["--out", "compare.py"],
 }
@@ -84,14 +91,9 @@ def test_wrong_arguments_are_refused(out, monkeypatch, capsys, sentence):
     assert sentence in refusal(monkeypatch, capsys, out, *REFUSED[sentence])
 
 
-HEADER = "iteration,step,episodes,wall_s,invalid,eval_success"
-# What a file of a finished run holds instead.
+# What a file of a finished run holds instead
 DAMAGED = {
-    "nothing": ("metrics.csv", ""),
-    "bytes": ("metrics.csv", "\0\xff" * 50),
-    "half a row": ("metrics.csv", HEADER + "\n0,1\n1,2,3,4,5,6\n"),
-    "other columns": ("metrics.csv", "iteration,step\n0,0\n2,2\n"),
-    "no evaluation": ("metrics.csv", HEADER + "\n0,0,0,0,,\n2,2,8,1,0,\n"),
+    "half a row": ("metrics.csv", "iteration,step,eval_success\n0,1\n1,2,3\n"),
     "no settings": ("config.json", "[]"),
 }
 
@@ -106,31 +108,44 @@ def test_a_damaged_run_is_named(out, tmp_path, monkeypatch, capsys, kind):
     assert f"compare.py: error: {folder} is no run of this version, remove it: " in sentence
 
 
-def test_a_folder_of_something_else_is_named(out, tmp_path, monkeypatch, capsys):
-    (compare.folder_of(tmp_path, "on_policy", 3) / "photos").mkdir(parents=True)
-    assert "is no run of this version, remove it" in refusal(monkeypatch, capsys, tmp_path)
-    copy = shutil.copytree(out, tmp_path / "out")
-    (copy / "table.md").unlink()
-    (copy / "table.md").mkdir()
-    assert "Is a directory" in refusal(monkeypatch, capsys, copy)
+def test_a_run_that_fails_ends_the_comparison(tmp_path, monkeypatch, capsys):
+    sentence = refusal(monkeypatch, capsys, tmp_path / "out", "--max_tokens", "20")
+    log = tmp_path / "out/on_policy-seed3.log"
+    assert f"compare.py: error: a run ended with status 1: see {log}" in sentence
+    assert "--max_tokens is 20, but must be at least" in log.read_text()
 
 
-def test_an_interrupted_run_goes_on_and_a_failed_one_ends_the_comparison(tmp_path, monkeypatch):
-    commands = []
+def process(*flags):
+    command = [sys.executable, compare.__file__, "--arm", "on_policy", "--seeds", "3", *flags]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
-    def fail(command, **_):
-        commands.append(command[1:])
-        return Mock(returncode=1, communicate=lambda: ("stopped: no disk", None))
 
-    monkeypatch.setattr(subprocess, "Popen", fail)
-    settings = vars(parse_args(["--method", "per"]))
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    (tmp_path / "metrics.csv").write_text(HEADER + "\n0,0,0,0,,0.2\n1,3,8,1,0,0.3\n")
-    with pytest.raises(RuntimeError, match="no disk"):
-        compare.train(tmp_path, ["--preset", "tiny"])
-    ((program, *flags),) = commands
-    assert Path(program).is_file() and Path(program).name == "train.py"
-    assert flags == [f"--resume={tmp_path}"]
+def test_ctrl_c_saves_the_runs_and_the_same_command_goes_on(tmp_path):
+    long = [*SHORT[:-1], "30", "--out", str(tmp_path)]
+    begun = process(*long)
+    run = tmp_path / "on_policy-seed3"
+    while not (run / "metrics.csv").exists() or len(read(run, "metrics.csv")["step"]) < 3:
+        time.sleep(0.1)
+        assert begun.poll() is None
+    begun.send_signal(signal.SIGINT)
+    _, said = begun.communicate()
+    assert (begun.returncode, said) == (130, "interrupted; the same command goes on\n")
+    assert (run / "checkpoint/manifest.json").exists()
+    assert read(run, "metrics.csv")["iteration"][-1] < 30
+
+    again = process(*long)
+    said, _ = again.communicate()
+    assert again.returncode == 0 and "| On-policy |" in said
+    assert f"resuming from {run}/checkpoint, after iteration" in Path(f"{run}.log").read_text()
+
+
+def test_ctrl_c_in_the_imports_leaves_no_traceback():
+    begun = process()
+    while "numpy" not in Path(f"/proc/{begun.pid}/maps").read_text():
+        time.sleep(0.01)
+    begun.send_signal(signal.SIGINT)
+    assert begun.communicate() == ("", "")
+    assert begun.returncode == -signal.SIGINT
 
 
 @pytest.mark.parametrize("metric, expected", [("success", (0.1, 0.3)), ("score", (-150, -50))])
@@ -142,31 +157,13 @@ def test_a_stopped_run_gets_the_lowest_value_for_what_it_missed(tmp_path, metric
     rows = [f"{k},{k},{k},{k},0,{0.1 * k},{-50 * k}" for k in range(1, 4)]
     header = "iteration,step,episodes,wall_s,invalid,eval_success,eval_score"
     (tmp_path / "metrics.csv").write_text("\n".join([header, "0,0,0,0,,0.9,9", *rows]) + "\n")
-    (tmp_path / "stopped.txt").write_text("not finite")
     summary = compare.summary(tmp_path, metric)
     assert (summary["last"], summary["peak"]) == pytest.approx(expected)
     assert summary["diverged"] == 1
-
-    (tmp_path / "stopped.txt").unlink()
-    for unreadable, diverged in (("0", 0), ("0.6", 1)):
-        cells = [row.replace(",0,", f",{unreadable},", 1) for row in rows]
-        (tmp_path / "metrics.csv").write_text("\n".join([header, "0,0,0,0,,0.9,9", *cells]) + "\n")
-        assert compare.summary(tmp_path, metric)["diverged"] == diverged
-
-
-def test_a_stopped_run_falls_to_0_in_the_figure(tmp_path, monkeypatch):
-    """As in the table. The other run ends at 0.4."""
-    whole = {"episodes": np.arange(4.0), "eval_success": np.array([0.1, 0.2, 0.3, 0.4])}
-    stopped = {"episodes": np.arange(2.0), "eval_success": np.array([0.1, 0.8])}
-    tables = [whole, stopped]
-    monkeypatch.setattr(compare, "read_run", lambda folder: (None, tables[int(folder.name[-1])]))
-    figures = []
-    savefig = "matplotlib.figure.Figure.savefig"
-    monkeypatch.setattr(savefig, lambda figure, *_, **__: figures.append(figure))
-    results = {"per": [{"seed": 0}, {"seed": 1}]}
-    compare.figure(tmp_path, results, "success", "title", {})
-    (line,) = [line for line in figures[0].axes[0].lines if line.get_label() == "Standard PER"]
-    assert line.get_ydata() == pytest.approx([0.1, 0.5, 0.15, 0.2])
+    episodes, values = compare.curve(tmp_path, metric)
+    assert episodes.tolist() == [0, 64, 128, 192, 256, 320]
+    first = 0.9 if metric == "success" else 9
+    assert values[[0, -2, -1]].tolist() == [first, *2 * [0 if metric == "success" else -150]]
 
 
 def test_intervals_of_the_table():
@@ -203,8 +200,7 @@ def test_arms_whose_seeds_are_all_equal_have_an_interval_of_no_width():
 @pytest.mark.parametrize("name", compare.EXHIBITS)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_arm_of_every_exhibit_is_a_valid_command_with_a_name_of_its_own(preset, name):
-    taus = [f"freshper --tau {tau}" for tau in compare.TAUS[preset]]
-    arms = [*compare.EXHIBITS[name], *(taus if name == "tau" else [])]
+    arms = compare.EXHIBITS[name]
     assert len({compare.label(arm) for arm in arms}) == len(arms) > 1
     assert len({compare.folder_of(Path(), arm, 0) for arm in arms}) == len(arms)
     for env in TINY:

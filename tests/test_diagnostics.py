@@ -63,11 +63,13 @@ def test_the_bound_holds_in_every_sample_and_no_ratio_overflows(log_ratio, seed)
     assert shifted["kl"] == pytest.approx(plain["kl"], abs=1e-9)
 
 
-def test_the_clipped_share_is_of_tokens_under_a_uniform_draw():
+def test_age_and_clipped_share_are_those_of_a_uniform_draw():
     """By hand: trajectories of 2 and 5 tokens, drawn with p = 1/2 and 1/4, count 2 and 4 times."""
-    rows = rows_of([0.0, 0.0], probability=np.array([0.5, 0.25]))
+    rows = rows_of([0.0, 0.0], probability=np.array([0.5, 0.25]), age=np.array([1.0, 4.0]))
     rows |= {"tokens": np.array([2.0, 5.0]), "clipped": np.array([1.0, 2.0])}
-    assert estimate(rows)["clipped"] == pytest.approx((2 * 1 + 4 * 2) / (2 * 2 + 4 * 5))
+    estimates = estimate(rows)
+    assert estimates["clipped"] == pytest.approx((2 * 1 + 4 * 2) / (2 * 2 + 4 * 5))
+    assert estimates["age"] == pytest.approx((2 * 1 + 4 * 4) / 6)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -87,12 +89,6 @@ def test_the_drift_rate_does_not_depend_on_which_ages_are_drawn(seed):
         assert tau == pytest.approx(100, rel=0.08)
         assert offset == pytest.approx(0, abs=0.03)
         assert r2 > 0.97
-
-
-def test_a_bin_has_the_age_of_a_uniform_draw():
-    """By hand: ages 1 and 4, drawn with p = 1/2 and 1/4, count 2 and 4 times."""
-    rows = rows_of([0.0, 0.0], probability=np.array([0.5, 0.25]), age=np.array([1.0, 4.0]))
-    assert estimate(rows)["age"] == pytest.approx((2 * 1 + 4 * 4) / 6)
 
 
 def test_bins_are_by_age_and_the_drift_rate_is_a_least_squares_line():

@@ -207,7 +207,7 @@ def test_options_together(tmp_path, monkeypatch):
     --alpha 0.3 --epsilon 0.01 --base_priority advantage --decay polynomial --tau 7 --beta 0.4
     --baseline recompute --replay_ratio 1 --ppo_epochs 2 --ratio_clip 0.1 --dual_clip 2
     --advantage_clip 0.2 --kl_loss_coef 0.05 --kl_reward_coef 0.1 --entropy_coef 0.01
-    --micro_batch_size 2 --temperature 0.8 --top_k 0 --top_p 1 --max_tokens 400"""
+    --micro_batch_size 2 --temperature 0.8 --max_tokens 400"""
     loss = Mock(wraps=policy_loss)
     monkeypatch.setattr("freshper.trainer.policy_loss", loss)
     sampling = Mock(wraps=Sampling)
@@ -217,7 +217,7 @@ def test_options_together(tmp_path, monkeypatch):
     assert table["step"].tolist() == [0, 3, 6]
     assert table["buffer_size"][1:].tolist() == [4, 6]
     assert (table["mismatch"][1:] < 1e-4).all()
-    assert sampling.call_args.args == (0.8, 0, 1.0)
+    assert sampling.call_args.args == (0.8,)
     terms = [
         loss.call_args.kwargs[k] for k in ("ratio_clip", "dual_clip", "entropy_coef", "kl_coef")
     ]
@@ -297,20 +297,13 @@ def test_numbers_that_stop_being_finite_and_a_full_gpu_end_the_run(
     (line,) = [line for line in out.splitlines() if line.startswith("stopped")]
     assert sentence in line
     assert ("episode seed" in line) is (status == 3)
-    assert ("lower --micro_batch_size" in out) is (status == 1)
 
 
 # What is wrong with a model folder: a file, its new content (None: it is deleted; a pair: what is
 # replaced, by what), and a part of the sentence.
 MODELS = {
     "no chat template": ("chat_template.jinja", None, "tokenizer.chat_template is not set"),
-    "a broken template": ("chat_template.jinja", b"{% for", "unexpected 'end of template'"),
     "a template without the text": ("chat_template.jinja", b"hello", "a user's text exactly once"),
-    "sizes of another model": (
-        "config.json",
-        (b'"hidden_size": 64', b'"hidden_size": 128'),
-        "ignore_mismatched_sizes",
-    ),
     "missing weights": (
         "model.safetensors",
         (b"model.norm", b"model.gone"),
@@ -322,7 +315,6 @@ MODELS = {
         (b'"qwen2"', b'"llama"'),
         "lack, or have no place for, model.layers.0.",
     ),
-    "truncated weights": ("model.safetensors", bytes(99), "Error while deserializing header"),
     "another family": (
         "config.json",
         (b'"qwen2"', b'"gpt2"'),
@@ -338,7 +330,6 @@ MODELS = {
         (b'"use_sliding_window": false', b'"use_sliding_window": true, "sliding_window": 32'),
         "--max_tokens is 512, but must be at most 32",
     ),
-    "settings that are a list": ("config.json", b'[{"freshper_tiny": true}]', ""),
     "half a tokenizer": ("tokenizer.json", (b'"version"', b'"versio'), ""),
 }
 
@@ -357,8 +348,7 @@ def refusal(capsys, text):
 def test_a_model_folder_that_cannot_be_used(kind, model_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     name, content, reason = MODELS[kind]
-    family = "vision" if name == "preprocessor_config.json" else "text"
-    shutil.copytree(model_folder[family], "model")
+    shutil.copytree(model_folder["text"], "model")
     file = Path("model") / name
     if kind == "pickled weights":  # good ones, in the format that can carry code
         torch.save(load_file(file), "model/pytorch_model.bin")
@@ -369,8 +359,7 @@ def test_a_model_folder_that_cannot_be_used(kind, model_folder, tmp_path, monkey
     else:
         file.write_bytes(content)
 
-    env = "frozenlake_vlm" if family == "vision" else "frozenlake"
-    sentence = refusal(capsys, f"--model model --env {env}")
+    sentence = refusal(capsys, "--model model")
     assert sentence.startswith("--model is model, but must be a chat model that can be loaded: ")
     assert reason.lower() in sentence.lower()
 
@@ -378,9 +367,5 @@ def test_a_model_folder_that_cannot_be_used(kind, model_folder, tmp_path, monkey
 def test_a_model_that_does_not_fit_the_task(model_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = model_folder["text"]
-    vision = f"{model_folder['vision']} --env frozenlake_vlm"
     sentence = f"--model is {text}, which reads text only, but --env frozenlake_vlm shows images"
     assert refusal(capsys, f"--model {text} --env frozenlake_vlm") == sentence
-    for model in (text, vision):
-        sentence = refusal(capsys, f"--model {model} --max_tokens 20")
-        assert sentence.startswith("--max_tokens is 20, but must be larger for the first turn of")

@@ -159,7 +159,7 @@ def test_text_on_two_ranks_resumed_until_vllm_is_killed(models, tmp_path):
     wait_for_rows(process, out, 2)
     os.killpg(rank(0, process), signal.SIGINT)
     _, output = finish(process, out)
-    assert "stopped after iteration" in output and "interrupted by SIGINT" in output
+    assert "stopped after iteration" in output and "interrupted" in output
     assert "stopping after this iteration, with a checkpoint" in output
     trained_and_agreed(out)
     Path(f"{out}.log").unlink()
