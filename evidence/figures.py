@@ -130,13 +130,16 @@ def late(data: Data, figure: Figure) -> None:
         curve(above, 100 * SHARES, effect, "freshper", linestyle=style, label=name)
     above.axhline(0.0, color="black", linewidth=1)
     above.set(
+        ylabel="success",
         ylim=(-0.03, 0.26),
         xlabel="% of the episodes",
         title="decay pays late: FreshPER minus no decay",
     )
     above.legend(loc="upper left")
 
-    below.set(xlim=(-0.5, 0.3), title="after equally many updates: minus on-policy training")
+    below.set(
+        xlim=(-0.5, 0.3), title="after equally many updates, minus on-policy", xlabel="success"
+    )
     forest(below, after_updates(data), COLORS)
     below.set_ylim(-10.4, 0.7)
     below.legend(loc="lower left")
@@ -167,7 +170,7 @@ def tau(data: Data, figure: Figure) -> None:
         columns = ("age", "kl_reverse", "ess", "kl")
         age, reverse, ess, kl = (np.array([run[name][:count] for run in runs]) for name in columns)
         curve(kl_axes, age[0], contrast([reverse.T], [1.0]), arm, label=label)
-        curve(ess_axes, age[0], contrast([ess.T], [1.0]), arm)
+        curve(ess_axes, age[0], contrast([ess.T], [1.0]), arm, label=label)
         ess_axes.plot(age[0], np.exp(-kl).mean(0), ":", color=COLORS[arm])
     kl_axes.plot([2, 200], [0.02, 2], "k:", label="c · age")
     ess_axes.plot([], [], "k:", label="exp(-KL)")
@@ -193,6 +196,7 @@ def pays(data: Data, figure: Figure) -> None:
             curve(axes, COSTS, time, arm, label=name, linestyle="-" if reached else "--")
         axes.axhline(1.0, color=COLORS["freshper"], linewidth=2, label="FreshPER")
         axes.set(title=f"{NAMES[task]}, to {success:g}", xscale="log", ylim=(0, 3.6))
+    panels[0, 0].legend(loc="upper left")
     panels[1, 1].legend(loc="upper left")
     figure.supxlabel("seconds that an episode of a slower environment costs more", size=10)
     figure.supylabel("time to a success, FreshPER = 1", size=10)

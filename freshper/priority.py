@@ -61,6 +61,8 @@ def base_priorities(
 
     action_tokens = np.array([episode.action_mask.sum() for episode in episodes])
     totals = norm.collected_advantages(episodes).double().sum(-1).numpy()
+    if kind != "advantage":
+        raise ValueError(f"no base priority is called {kind}")
     return advantage_priority(totals / action_tokens, epsilon)
 
 
