@@ -37,9 +37,9 @@ def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
 
     Raises ValueError with one sentence that names source, row and field, if there is no such
     source, a file cannot be read, a field is refused by `from_row`, or the rows are too few."""
-    path = Path(source).expanduser()
-    files = [path] if path.is_file() else sorted(path.glob("*.*"))
     try:
+        path = Path(source).expanduser()
+        files = [path] if path.is_file() else sorted(path.glob("*.*"))
         splits = read_files(files) if files else read_hub(source)
     # Their readers raise errors of a dozen libraries.
     except Exception as error:

@@ -43,11 +43,11 @@ FORM = (
 
 def normalize(text: str) -> str:
     """Return a text in the form that SQuAD compares: lower case, no punctuation, no articles,
-    single spaces. Where that leaves nothing ("A", "%"), it is only put into lower case. A number
-    with .0, which pandas makes of a whole one, loses it."""
+    single spaces. Where that leaves nothing, articles stay ("A."), or punctuation, too ("%"). A
+    number with .0, which pandas makes of a whole one, loses it."""
     lower = text.strip().lower().removesuffix(".0")
     bare = lower.translate(str.maketrans("", "", string.punctuation))
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split()) or lower
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split()) or bare.strip() or lower
 
 
 def exact_match(answer: str, golden_answers: list[str]) -> bool:

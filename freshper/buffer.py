@@ -35,6 +35,7 @@ class Replay(NamedTuple):
     indices: np.ndarray  # int64 [B]: slots, for update_base_priorities
     probabilities: np.ndarray  # float64 [B]: P(i), eq. 2
     ages: np.ndarray  # int64 [B]: Delta_i = t - t_i
+    arrivals: np.ndarray  # int64 [B]: how many episodes had been added before each of them
 
 
 class ReplayBuffer:
@@ -44,7 +45,7 @@ class ReplayBuffer:
         buffer.add(episodes, reward_priority(returns, epsilon=0.1), step)
         buffer.refresh(step)                    # without it nothing ages
         drawn = buffer.sample(128, step)        # episodes, P(i), ages
-        buffer.update_base_priorities(drawn.indices, new_priorities)
+        buffer.update_base_priorities(drawn.indices, new_priorities, drawn.arrivals)
 
     Steps never go back. `add` writes `step` into each episode, and PNGs in place of its images.
 
@@ -73,7 +74,6 @@ class ReplayBuffer:
         self.base_priorities = np.zeros(capacity)
         self.collected_at = np.zeros(capacity, int)  # t_i
         self.arrival = np.zeros(capacity, int)  # number of episodes added before
-        self.drawn = np.full(capacity, -1)  # arrival of the episode that was last drawn from there
 
         self.added = 0  # episodes so far
         self.now = 0  # t of the last refresh or addition
@@ -142,22 +142,23 @@ class ReplayBuffer:
         episodes = [self.episodes[slot] for slot in indices]
         probabilities = self.tree[indices] / self.tree.total()
         ages = max(step, self.now) - self.collected_at[indices]
-        self.drawn[indices] = self.arrival[indices]
-        return Replay(episodes, indices, probabilities, ages)
+        return Replay(episodes, indices, probabilities, ages, self.arrival[indices])
 
-    def update_base_priorities(self, indices: np.ndarray, priorities: np.ndarray) -> None:
+    def update_base_priorities(
+        self, indices: np.ndarray, priorities: np.ndarray, arrivals: np.ndarray | None = None
+    ) -> None:
         """Set new base priorities [n] of drawn episodes (section 3.5, "Priority Update").
 
-        Those that another episode has replaced since are left out. Unchanged ones keep their tree
-        values."""
+        With the `arrivals` of their draw, those that another episode has replaced since are left
+        out. Unchanged ones keep their tree values."""
         indices, priorities = np.broadcast_arrays(indices, priorities)
         check_priorities(priorities)
         self.pending.result()
         if not np.isin(indices, np.arange(len(self))).all():
             raise ValueError(f"the buffer has {len(self)} episodes, but not all slots {indices}")
-        drawn = self.drawn[indices]
-        there = (drawn == -1) | (drawn == self.arrival[indices])
-        indices, priorities = indices[there], priorities[there]
+        if arrivals is not None:
+            there = arrivals == self.arrival[indices]
+            indices, priorities = indices[there], priorities[there]
         changed = indices[self.base_priorities[indices] != priorities]
         self.base_priorities[indices] = priorities
         self.tree.set(changed, self._leaves(changed))

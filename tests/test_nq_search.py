@@ -64,7 +64,9 @@ The|the|1
 theatre|atre|0
 .|Who?;%;the|0
 the|A|0
-a%|A;%|0
+a%|%|0
+A.|A|1
+(a)|A|1
 Rontgen|Röntgen|0
 It is Paris|Paris|0
 anything||0"""
