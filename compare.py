@@ -46,7 +46,6 @@ from freshper.report import Row, baselines, plot, task
 
 A = " ".join(f"--{name} {value}" for name, value in CONFIG_A.items())
 DEFAULT = " ".join(f"--{name} {value}" for name, value in CONFIG_DEFAULT.items())
-METHOD_NAMES = {"on_policy": "On-policy", "per": "Standard PER", "freshper": "FreshPER"}
 NO_TAU = ("freshper --decay none", "per", "on_policy")
 EXHIBITS = {
     # Table 1, Fig. 3, 4 and 6
@@ -63,12 +62,6 @@ NOT_FINITE = 3  # the exit status of a run that met such numbers
 
 Results = dict[str, list[Row]]  # the rows of results.csv, by arm
 Runs = dict[Path, subprocess.Popen]  # those under way, by their folders
-
-
-def label(arm: str) -> str:
-    """Return the name of an arm in figures and tables, such as "FreshPER --tau 20"."""
-    method, *flags = arm.split()
-    return " ".join([METHOD_NAMES[method], *flags])
 
 
 def folder_of(out: Path, arm: str, seed: int) -> Path:
@@ -216,7 +209,7 @@ def table(results: Results) -> str:
     intervals."""
     first, *_ = results
     text = "| arm | last 3 evaluations, per seed | mean "
-    text += f"| - {label(first)} | peak | updates | diverged | seconds |\n"
+    text += f"| - {first} | peak | updates | diverged | seconds |\n"
     text += "|---" * 8 + "|\n"
     for arm, runs in results.items():
         last = column(runs, "last")
@@ -228,7 +221,7 @@ def table(results: Results) -> str:
             low, high = welch_interval(last, column(results[first], "last"))
             difference = f"{low:+.3f} to {high:+.3f}"
         cells = [
-            label(arm),
+            arm,
             " ".join(f"{value:.3f}" for value in last),
             f"{last.mean():.3f}{half}",
             difference,
@@ -251,7 +244,7 @@ def figure(args: argparse.Namespace, results: Results) -> None:
         for episodes, values in curves:
             lines.append((episodes, values, {"color": color, "alpha": 0.3, "linewidth": 1}))
         mean = np.mean([values for _, values in curves], axis=0)
-        style = {"color": color, "linewidth": 2.2, "label": label(arm)}
+        style = {"color": color, "linewidth": 2.2, "label": arm}
         lines.append((episodes, mean, style))
 
     config, *_ = read_run(folder_of(args.out, arm, args.seeds[0]))

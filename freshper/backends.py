@@ -125,9 +125,16 @@ def load_model(config: Config, saved: Saved | None) -> Policy:
     # Plain torch keeps float32 parameters and computes in --dtype. DeepSpeed keeps its own copy.
     mixed = config.trainer == "torch" and config.dtype == "bfloat16"
     dtype = torch.float32 if mixed else getattr(torch, config.dtype)
-    fields = {"freeze_vision": config.preset == "tiny", "mixed": mixed, "today": today}
     try:
-        policy = load_policy(name, config.device, dtype, config.max_tokens, **fields)
+        policy = load_policy(
+            name,
+            config.device,
+            dtype,
+            config.max_tokens,
+            freeze_vision=config.preset == "tiny",
+            mixed=mixed,
+            today=today,
+        )
     # transformers and a folder of another program may raise anything.
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
