@@ -40,8 +40,9 @@ def phase(name: str, errors: type[Exception]) -> Iterator[None]:
 
 
 class Ending(contextlib.ExitStack):
-    """A context around a run that says with which `status` the program ends: 0 done, 1 a backend, a
-    disk or a server failed, 2 bad input, 3 numbers that are not finite, 130 Ctrl-C, 143 SIGTERM.
+    """A context around a run, or a comparison, that says with which `status` the `program` ends: 0
+    done, 1 a backend, a disk or a server failed, 2 bad input, or a run of a comparison failed, 3
+    numbers that are not finite, 130 Ctrl-C, 143 SIGTERM.
 
     Ctrl-C and SIGTERM raise KeyboardInterrupt. While a run is `training`, the first one is noted in
     `signal`, and the run ends after its iteration."""

@@ -365,16 +365,16 @@ def summarize(episodes: list[Episode]) -> Row:
 # -- pages
 
 
-def plot(path: Path, title: str, ylabel: str, lines: list[tuple], baselines: Row) -> None:
-    """Draw lines against episodes, and baselines as horizontal ones. The legend is below. A line
-    has x [n], y [n] and a style for `Axes.plot`."""
+def plot(path: Path, title: str, ylabel: str, lines: list[tuple], levels: Row) -> None:
+    """Draw lines against episodes, and the levels of policies, by name, as horizontal ones. The
+    legend is below. A line has x [n], y [n] and a style for `Axes.plot`."""
     figure = matplotlib.figure.Figure(figsize=(8, 6), layout="constrained")
     axes = figure.subplots()
     axes.set(xlabel="episodes", ylabel=ylabel)
     axes.set_title(title, parse_math=False)  # the name of a file may hold a "$"
     for episodes, values, style in lines:
         axes.plot(episodes, values, **style)
-    for name, value in baselines.items():
+    for name, value in levels.items():
         axes.axhline(value, color="black", linestyle=":", label=f"{name} policy: {value:.3f}")
     figure.legend(loc="outside lower center", frameon=False)
     figure.savefig(path, dpi=120)

@@ -8,12 +8,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from scipy import stats
 
 import compare
+from envs import ENVS
+from envs.base import EVAL_SEEDS
 from freshper.config import PRESETS, TINY
 from freshper.diagnostics import read
 from freshper.flags import parse_args
@@ -60,8 +63,11 @@ def test_real_runs_side_by_side(out):
 
 
 def test_a_finished_run_is_not_repeated(out, monkeypatch, capsys):
-    """The one that diverged goes on, and diverges again."""
+    """The one that diverged goes on, and diverges again. The figure shows the random and the
+    optimal policy."""
     table = (out / "table.md").read_text()
+    drawn = Mock()
+    monkeypatch.setattr(compare, "plot", drawn)
     finished = compare.folder_of(out, "on_policy", 3) / "metrics.csv"
     before = finished.stat().st_mtime_ns
     assert call(monkeypatch, out, *ARMS) == 0
@@ -69,6 +75,11 @@ def test_a_finished_run_is_not_repeated(out, monkeypatch, capsys):
     on_policy, diverged = (out / "table.md").read_text().splitlines()[2:]
     assert on_policy in table and " | 1 of 1 | " in diverged
     assert on_policy in capsys.readouterr().out
+    env = ENVS["frozenlake"](max_turns=2)
+    success = [env.baselines(EVAL_SEEDS + k) for k in range(4)]
+    *_, levels = drawn.call_args.args
+    for name in ("random", "optimal"):
+        assert levels[name] == np.mean([of_seed[name] for of_seed in success])
 
 
 REFUSED = {
