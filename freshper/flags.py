@@ -88,21 +88,21 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def resumed_run(flags: dict[str, Any]) -> Config:
-    """Return the settings of an earlier run, with the flags over them. Raises OSError, ValueError
-    or TypeError if there is no such run, ValueError if a flag may not change."""
+def with_flags(flags: dict[str, Any]) -> Config:
+    """Return the settings of a preset and a method, or with --resume those of an earlier run, with
+    the flags over them. Raises OSError, ValueError or TypeError if there is no such run, ValueError
+    if a flag may not change."""
+    if "resume" not in flags:
+        named = Config(**flags)
+        settings = defaults(named.preset, named.env, named.method)
+        return Config(**settings | flags)
+
     folder = flags["resume"]
-    stored = json.loads(Path(folder, "config.json").read_bytes())
+    settings = json.loads(Path(folder, "config.json").read_bytes())
     for name, value in flags.items():
-        if name not in MAY_CHANGE and value != stored[name]:
-            raise ValueError(f"--{name} is {value}, but must be {stored[name]} as in {folder}")
-    return Config(**stored | flags)
-
-
-def new_run(flags: dict[str, Any]) -> Config:
-    """Return the settings of a preset and a method, with the flags over them."""
-    named = Config(**flags)
-    return Config(**defaults(named.preset, named.env, named.method) | flags)
+        if name not in MAY_CHANGE and value != settings[name]:
+            raise ValueError(f"--{name} is {value}, but must be {settings[name]} as in {folder}")
+    return Config(**settings | flags)
 
 
 def check(config: Config, flags: dict[str, Any]) -> None:
@@ -128,7 +128,7 @@ def parse_args(argv: list[str] | None = None) -> Config:
         for name in flags:
             if flags[name] == []:  # so argparse reads `--tau=--`
                 raise ValueError(f"--{name} is --, but must have a value")
-        config = resumed_run(flags) if "resume" in flags else new_run(flags)
+        config = with_flags(flags)
         if wants_help:
             parser.set_defaults(**vars(config))
             parser.print_help()
