@@ -30,22 +30,22 @@ import subprocess
 import sys
 import time
 import warnings
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 
 import numpy as np
 from scipy import stats
 
 from envs import ENVS
-from freshper.config import CONFIG_A, CONFIG_DEFAULT, PRESETS, Config
+from freshper.backends import make_env
+from freshper.config import CONFIG_A, CONFIG_DEFAULT, Config
 from freshper.diagnostics import Table, read
-from freshper.errors import protect_output
+from freshper.errors import Ending, protect_output
 from freshper.flags import parse_args
-from freshper.report import Row, plot, task
+from freshper.report import Row, baselines, plot, task
 
 A = " ".join(f"--{name} {value}" for name, value in CONFIG_A.items())
 DEFAULT = " ".join(f"--{name} {value}" for name, value in CONFIG_DEFAULT.items())
-METHOD_NAMES = {"on_policy": "On-policy", "per": "Standard PER", "freshper": "FreshPER"}
 NO_TAU = ("freshper --decay none", "per", "on_policy")
 EXHIBITS = {
     # Table 1, Fig. 3, 4 and 6
@@ -59,21 +59,14 @@ EXHIBITS = {
     "config": [f"freshper {A}", f"freshper {DEFAULT}", f"freshper {A} --advantage_clip 20"],
 }
 NOT_FINITE = 3  # the exit status of a run that met such numbers
-PERIOD = 60.0  # seconds between two lines on what is under way
 
 Results = dict[str, list[Row]]  # the rows of results.csv, by arm
 Runs = dict[Path, subprocess.Popen]  # those under way, by their folders
 
 
-def label(arm: str) -> str:
-    """Return the name of an arm in figures and tables, such as "FreshPER --tau 20"."""
-    method, *flags = arm.split()
-    return " ".join([METHOD_NAMES[method], *flags])
-
-
 def folder_of(out: Path, arm: str, seed: int) -> Path:
     """Return the folder of the run of an arm with a seed."""
-    name = re.sub(r"[^A-Za-z0-9_.+]+", "-", arm).strip("-")
+    name = re.sub(r"[^A-Za-z0-9_.+]+", "-", arm)
     return out / f"{name}-seed{seed}"
 
 
@@ -84,29 +77,27 @@ def flags_of(args: argparse.Namespace, arm: str, seed: int) -> list[str]:
     """Return the checked flags of a run, or those that resume it, [] if it has ended. Raises
     ValueError if its folder has a run with other settings."""
     method, *of_arm = arm.split()
-    flags = [f"--preset={args.preset}", *args.flags, *of_arm]
-    flags += [f"--env={args.env}", f"--method={method}", f"--seed={seed}"]
+    flags = [*args.flags, *of_arm, f"--env={args.env}", f"--method={method}", f"--seed={seed}"]
     config = parse_args(flags)
     folder = folder_of(args.out, arm, seed)
     if not folder.exists():
         return [*flags, f"--out={folder}"]
 
-    before, metrics = read_run(folder)
+    before, _, done = read_run(folder)
     if dataclasses.replace(before, out="") != config:
         raise ValueError(f"{folder} is a run with other settings, use another --out")
-    if metrics and metrics["iteration"][-1] == config.iterations:
-        return []
-    return [f"--resume={folder}"]
+    return [f"--resume={folder}"] if done < config.iterations else []
 
 
-def read_run(folder: Path) -> tuple[Config, Table]:
-    """Return settings and metrics of a run, {} if there are none yet. Raises ValueError if they are
+def read_run(folder: Path) -> tuple[Config, Table, int]:
+    """Return settings, metrics and completed iterations of a run. Raises ValueError if they are
     damaged, or those of something else."""
     try:
         config = Config(**json.loads((folder / "config.json").read_text()))
-        if not (folder / "metrics.csv").exists():
-            return config, {}
-        return config, read(folder, "metrics.csv")
+        metrics = {"iteration": np.zeros(1)}
+        if (folder / "metrics.csv").exists():
+            metrics = read(folder, "metrics.csv")
+        return config, metrics, int(metrics["iteration"][-1])
     # A folder of something else may hold anything.
     except Exception as error:
         raise ValueError(f"{folder} is no run of this version, remove it: {error}") from error
@@ -125,47 +116,40 @@ def start(folder: Path, flags: list[str]) -> subprocess.Popen:
         )
 
 
-def ended(runs: Runs, metric: str) -> list[Path]:
-    """Return the runs that have ended, and print their scores.
-
-    Numbers that are not finite end a run, but not the comparison. Raises RuntimeError if one has
-    failed in another way."""
-    folders = [folder for folder, process in runs.items() if process.poll() is not None]
-    for folder in folders:
-        status = runs[folder].returncode
-        if status not in (0, NOT_FINITE):
-            raise RuntimeError(f"a run ended with status {status}: see {folder}.log")
-        print(f"{folder.name}: {metric} {summary(folder, metric)['last']:.3f}", flush=True)
-    return folders
+def drop_ended(runs: Runs) -> None:
+    """Drop the runs that have ended. Numbers that are not finite end a run, but not the comparison.
+    Raises ChildProcessError if one has failed in another way."""
+    for folder, process in [*runs.items()]:
+        status = process.poll()
+        if status in (0, NOT_FINITE):
+            del runs[folder]
+        elif status is not None:
+            raise ChildProcessError(f"a run ended with status {status}: see {folder}.log")
 
 
 def progress(runs: Runs) -> str:
     """Return a line on the runs under way: the iteration of each."""
     parts = []
     for folder in runs:
-        if (folder / "metrics.csv").exists():
-            config, metrics = read_run(folder)
-            done = metrics["iteration"][-1]
-            parts.append(f"{folder.name} {done:.0f} of {config.iterations}")
+        if (folder / "config.json").exists():
+            config, _, done = read_run(folder)
+            parts.append(f"{folder.name} {done} of {config.iterations}")
     return f"iterations: {', '.join(parts)}"
 
 
-def run_all(flags: dict[Path, list[str]], jobs: int, metric: str) -> None:
+def run_all(flags: dict[Path, list[str]], jobs: int) -> None:
     """Train all runs that have flags, by their folders, so many jobs at a time."""
     waiting = [folder for folder in flags if flags[folder]]
     runs: Runs = {}
-    said = time.monotonic()
+    seconds = count(1)
     try:
         while waiting or runs:
-            if waiting and len(runs) < jobs:
+            while waiting and len(runs) < jobs:
                 folder = waiting.pop(0)
                 runs[folder] = start(folder, flags[folder])
-                continue
-            time.sleep(0.5)
-            for folder in ended(runs, metric):
-                del runs[folder]
-            if time.monotonic() > said + PERIOD:
-                said = time.monotonic()
+            time.sleep(1)
+            drop_ended(runs)
+            if next(seconds) % 60 == 0:
                 print(progress(runs), flush=True)
     finally:
         # After an error or a signal, those under way save and end.
@@ -181,7 +165,7 @@ def run_all(flags: dict[Path, list[str]], jobs: int, metric: str) -> None:
 def curve(folder: Path, metric: str) -> tuple[np.ndarray, np.ndarray]:
     """Return collected episodes and value of each evaluation of a run, the first one before
     training. Those that a stopped run has missed count as 0, or as its lowest value below."""
-    config, metrics = read_run(folder)
+    config, metrics, _ = read_run(folder)
     iterations = np.append(np.arange(0, config.iterations, config.eval_every), config.iterations)
     values = metrics[f"eval_{metric}"]
     values = values[~np.isnan(values)]
@@ -192,14 +176,13 @@ def curve(folder: Path, metric: str) -> tuple[np.ndarray, np.ndarray]:
 
 def summary(folder: Path, metric: str) -> Row:
     """Return the columns of results.csv, of the evaluations after training began."""
-    config, metrics = read_run(folder)
+    config, metrics, done = read_run(folder)
     _, (_, *values) = curve(folder, metric)
     return {
         "last": np.mean(values[-3:]),
         "peak": max(values),
         # All runs have ended.
-        "diverged": int(metrics["iteration"][-1] < config.iterations),
-        "episodes": metrics["episodes"][-1],
+        "diverged": int(done < config.iterations),
         "updates": metrics["step"][-1],
         "wall_s": metrics["wall_s"][-1],
     }
@@ -226,7 +209,7 @@ def table(results: Results) -> str:
     intervals."""
     first, *_ = results
     text = "| arm | last 3 evaluations, per seed | mean "
-    text += f"| - {label(first)} | peak | updates | diverged | seconds |\n"
+    text += f"| - {first} | peak | updates | diverged | seconds |\n"
     text += "|---" * 8 + "|\n"
     for arm, runs in results.items():
         last = column(runs, "last")
@@ -238,7 +221,7 @@ def table(results: Results) -> str:
             low, high = welch_interval(last, column(results[first], "last"))
             difference = f"{low:+.3f} to {high:+.3f}"
         cells = [
-            label(arm),
+            arm,
             " ".join(f"{value:.3f}" for value in last),
             f"{last.mean():.3f}{half}",
             difference,
@@ -251,19 +234,25 @@ def table(results: Results) -> str:
     return text
 
 
-def figure(out: Path, results: Results, metric: str, title: str) -> None:
-    """Draw the metric on held-out seeds against episodes in figure.png: the mean over seeds, and
-    each seed as a thin line."""
+def figure(args: argparse.Namespace, results: Results) -> None:
+    """Draw the metric on held-out seeds against episodes in figure.png: the mean over seeds, each
+    seed as a thin line, and the success of the random and the optimal policy."""
     lines = []
     for number, (arm, runs) in enumerate(results.items()):
         color = f"C{number}"
-        curves = [curve(folder_of(out, arm, run["seed"]), metric) for run in runs]
+        curves = [curve(folder_of(args.out, arm, run["seed"]), args.metric) for run in runs]
         for episodes, values in curves:
             lines.append((episodes, values, {"color": color, "alpha": 0.3, "linewidth": 1}))
         mean = np.mean([values for _, values in curves], axis=0)
-        style = {"color": color, "linewidth": 2.2, "label": label(arm)}
+        style = {"color": color, "linewidth": 2.2, "label": arm}
         lines.append((episodes, mean, style))
-    plot(out / "figure.png", title, f"{metric} on held-out seeds", lines)
+
+    config, *_ = read_run(folder_of(args.out, arm, args.seeds[0]))
+    levels = {}
+    if args.metric == "success":
+        levels = baselines(make_env(config), config.eval_episodes)
+    title = f"{task(config)}, preset {config.preset}\nseeds {' '.join(map(str, args.seeds))}"
+    plot(args.out / "figure.png", title, f"{args.metric} on held-out seeds", lines, levels)
 
 
 def write_results(args: argparse.Namespace, results: Results) -> None:
@@ -276,10 +265,7 @@ def write_results(args: argparse.Namespace, results: Results) -> None:
     text = table(results)
     (args.out / "table.md").write_text(text)
     print(text)
-
-    config, _ = read_run(folder_of(args.out, rows[0]["arm"], rows[0]["seed"]))
-    title = f"{task(config)}, preset {args.preset}\nseeds {' '.join(map(str, args.seeds))}"
-    figure(args.out, results, args.metric, title)
+    figure(args, results)
 
 
 # -- the command line
@@ -297,7 +283,6 @@ def parse() -> argparse.Namespace:
     arms.add_argument("--exhibit", default="main", choices=EXHIBITS)
     arms.add_argument("--arm", action="append", help="a method and flags; may be repeated")
     parser.add_argument("--metric", default="success", help="or one of the task's own: score")
-    parser.add_argument("--preset", default="tiny", choices=PRESETS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--out", type=Path, help="default: out/compare-<env>-<exhibit>")
@@ -310,31 +295,28 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def main() -> None:
+def main() -> int:
+    """Return the exit status, one of those of `Ending`."""
     args = parse()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
-    try:
+    with Ending() as ending:
+        ending.program = "compare.py"
         arms = args.arm or EXHIBITS[args.exhibit]
         runs = list(product(arms, args.seeds))
         # Wrong ones are noticed before hours of runs.
         flags = {folder_of(args.out, *run): flags_of(args, *run) for run in runs}
         args.out.mkdir(parents=True, exist_ok=True)
-        print(f"{len(runs)} runs, {args.jobs} at a time, written to {args.out}", flush=True)
-        run_all(flags, args.jobs, args.metric)
+        print(f"{len(runs)} runs, {args.jobs} at a time, written to {args.out}")
+        print("If interrupted, the same command goes on.", flush=True)
+        run_all(flags, args.jobs)
 
         results: Results = {arm: [] for arm in arms}
         for arm, seed in runs:
             row = summary(folder_of(args.out, arm, seed), args.metric)
             results[arm].append({"arm": arm, "seed": seed, **row})
         write_results(args, results)
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on", file=sys.stderr)
-        sys.exit(130)
-    except (ValueError, OSError, RuntimeError, LookupError) as error:
-        sys.exit(f"compare.py: error: {error}")
+    return ending.status
 
 
 if __name__ == "__main__":
     protect_output()
-    main()
+    sys.exit(main())

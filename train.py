@@ -7,16 +7,14 @@ Each line of the algorithm stands with its number. The module behind it says how
 and why we differ.
 """
 
-import signal
 import sys
 from functools import partial
 
 from freshper.config import Config
-from freshper.flags import parse_args
+from freshper.flags import answer_at_once, parse_args
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in the imports leaves no traceback
-    parse_args()  # before torch is imported: --help and a wrong flag answer at once
+    answer_at_once()  # before torch is imported: --help, a wrong flag, Ctrl-C
 
 from envs.base import TextEnv
 from freshper.backends import backends, load
@@ -50,8 +48,9 @@ def train(
     for iteration in report.iterations(engine):  # Algorithm 1, line 1
         # 2: roll out pi_mu in E to collect episodes {e_j} with rewards {r_j}
         seeds = training_seeds(config.seed, iteration, config.rollout_batch_size)
-        lengths = config.max_tokens, config.max_new_tokens
-        episodes = rollout(engine, engine.policy, envs, seeds, *lengths)
+        episodes = rollout(
+            engine, engine.policy, envs, seeds, config.max_tokens, config.max_new_tokens
+        )
 
         # 3: compute behavior log-probs log pi_mu(e_j), before training
         mismatch = trainer.record_behavior_logprobs(episodes)

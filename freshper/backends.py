@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from datetime import date
+from importlib.util import find_spec
 from typing import NamedTuple, cast
 
 import torch
@@ -45,8 +46,12 @@ def load(config: Config) -> Loaded:
     """Load the policy and the environments of a run, and the checkpoint to resume from. Ranks
     other than 0 stay here, and compute their share of the updates.
 
-    Raises ValueError if one of them cannot be used, ImportError if a package of --backend is
-    missing, ConnectionError if no server answers at --search_url."""
+    Raises ValueError if one of them cannot be used, or --backend is not installed, ConnectionError
+    if no server answers at --search_url."""
+    for package in ("vllm", "deepspeed"):
+        if package in config.backend and not find_spec(package):
+            reason = f"{package} is not installed (docs/gpus.md)"
+            raise ValueError(f"--backend is {config.backend}, but {reason}")
     rank = join_ranks(config)
     saved = find_saved(config.resume) if config.resume else None
     if saved and "OMP_NUM_THREADS" not in os.environ:
@@ -120,9 +125,16 @@ def load_model(config: Config, saved: Saved | None) -> Policy:
     # Plain torch keeps float32 parameters and computes in --dtype. DeepSpeed keeps its own copy.
     mixed = config.trainer == "torch" and config.dtype == "bfloat16"
     dtype = torch.float32 if mixed else getattr(torch, config.dtype)
-    fields = {"freeze_vision": config.preset == "tiny", "mixed": mixed, "today": today}
     try:
-        policy = load_policy(name, config.device, dtype, config.max_tokens, **fields)
+        policy = load_policy(
+            name,
+            config.device,
+            dtype,
+            config.max_tokens,
+            freeze_vision=config.preset == "tiny",
+            mixed=mixed,
+            today=today,
+        )
     # transformers and a folder of another program may raise anything.
     except Exception as error:
         reason = " ".join(str(error).split())[:300]

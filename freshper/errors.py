@@ -40,12 +40,14 @@ def phase(name: str, errors: type[Exception]) -> Iterator[None]:
 
 
 class Ending(contextlib.ExitStack):
-    """A context around a run that says with which `status` the program ends: 0 done, 1 a backend, a
-    disk or a server failed, 2 bad input, 3 numbers that are not finite, 130 Ctrl-C, 143 SIGTERM.
+    """A context around a run, or a comparison, that says with which `status` the `program` ends: 0
+    done, 1 a backend, a disk or a server failed, 2 bad input, or a run of a comparison failed, 3
+    numbers that are not finite, 130 Ctrl-C, 143 SIGTERM.
 
     Ctrl-C and SIGTERM raise KeyboardInterrupt. While a run is `training`, the first one is noted in
     `signal`, and the run ends after its iteration."""
 
+    program = "train.py"
     status = 0
     training = False
     signal = 0  # the number of the last one
@@ -73,32 +75,30 @@ class Ending(contextlib.ExitStack):
                 self.status = 128 + self.signal
             case NonFiniteError():
                 self.status = 3
-            case ValueError() | OSError() | ImportError() if not self.training:
-                print(f"train.py: error: {error}", file=sys.stderr)
+            case ValueError() | OSError() if not self.training:
+                print(f"{self.program}: error: {error}", file=sys.stderr)
                 self.status = 2
             case OSError() | torch.OutOfMemoryError():
                 self.status = 1  # the report has printed the error
         return self.status > 0
 
 
-def forgiving(call: Callable) -> Callable:
-    """Return a function that calls another one and ignores errors of the system."""
-
-    def attempt(*arguments: Any) -> Any:
-        with contextlib.suppress(OSError, ValueError):
-            return call(*arguments)
-
-    return attempt
-
-
 def protect_output() -> None:
     """Let no output end this program, if it cannot be written: a broken pipe, a full disk, a closed
     file."""
+
+    def forgiving(call: Callable) -> Callable:
+        def attempt(*arguments: Any) -> Any:
+            with contextlib.suppress(OSError, ValueError):
+                return call(*arguments)
+
+        return attempt
+
     for name in ("stdout", "stderr"):
         # Python sets a stream to None if it was closed from the start.
-        stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115
-        setattr(sys, name, stream)
-        if isinstance(stream, io.TextIOWrapper):
+        stream: Any = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115
+        if isinstance(stream, io.TextIOWrapper):  # not a notebook's
             stream.reconfigure(errors="replace")  # not every terminal has every character
-        for method in ("write", "flush"):
-            setattr(stream, method, forgiving(getattr(stream, method)))
+        stream.write = forgiving(stream.write)
+        stream.flush = forgiving(stream.flush)
+        setattr(sys, name, stream)

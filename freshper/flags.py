@@ -9,7 +9,8 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -67,22 +68,8 @@ def is_tiny(model: str) -> bool:
     return model == "tiny" or (os.path.isfile(path) and '"freshper_tiny": true' in path.read_text())
 
 
-def problems(config: Config, given: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield settings whose value is not allowed, and flags of those `given` that have no effect,
-    each with the reason."""
-    for names, allowed, holds in RULES:
-        for name in names.split():
-            if not holds(getattr(config, name), config):
-                yield name, f"must be {allowed}"
-    for names, others, applies in NO_EFFECT:
-        for name in given:
-            if name in names.split() and applies(name, config):
-                yield name, f"has no effect with {others}"
-
-
-def make_parser(shown: Config) -> argparse.ArgumentParser:
-    """Make a parser of all flags. It returns only those that were given. Its help shows the
-    settings `shown`."""
+def make_parser() -> argparse.ArgumentParser:
+    """Make a parser of all flags. It returns only those that were given."""
     parser = argparse.ArgumentParser(
         description="FreshPER (Algorithm 1). In brackets: what runs with the other flags given.",
         usage=argparse.SUPPRESS,
@@ -92,50 +79,68 @@ def make_parser(shown: Config) -> argparse.ArgumentParser:
     )
     parser.add_argument("-h", "--help", action="store_true", help="show this text and exit")
     for field in dataclasses.fields(Config):
-        choices = ENVS if field.name == "env" else get_args(field.type)
-        options: dict[str, Any] = {"type": type(field.default)}
-        options |= {"choices": choices} if choices else {"metavar": ""}
+        choices = ENVS if field.name == "env" else get_args(field.type) or None
+        options: dict[str, Any] = {"type": type(field.default), "choices": choices}
         if field.type is bool:
             options = {"action": argparse.BooleanOptionalAction}
-        text = f"{field.metadata['help']} [{getattr(shown, field.name)}]".replace("%", "%%")
+        text = f"{field.metadata['help']} [%(default)s]"
         parser.add_argument(f"--{field.name}", help=text, **options)
     return parser
 
 
-def resumed_run(flags: dict[str, Any]) -> Config:
-    """Return the settings of an earlier run, with the flags over them. Raises OSError, ValueError
-    or TypeError if there is no such run, ValueError if a flag may not change."""
+def with_flags(flags: dict[str, Any]) -> Config:
+    """Return the settings of a preset and a method, or with --resume those of an earlier run, with
+    the flags over them. Raises OSError, ValueError or TypeError if there is no such run, ValueError
+    if a flag may not change."""
+    if "resume" not in flags:
+        named = Config(**flags)
+        settings = defaults(named.preset, named.env, named.method)
+        return Config(**settings | flags)
+
     folder = flags["resume"]
-    stored = json.loads(Path(folder, "config.json").read_bytes())
+    settings = json.loads(Path(folder, "config.json").read_bytes())
     for name, value in flags.items():
-        if name not in MAY_CHANGE and value != stored[name]:
-            raise ValueError(f"--{name} is {value}, but must be {stored[name]} as in {folder}")
-    return Config(**stored | flags)
+        if name not in MAY_CHANGE and value != settings[name]:
+            raise ValueError(f"--{name} is {value}, but must be {settings[name]} as in {folder}")
+    return Config(**settings | flags)
 
 
-def new_run(flags: dict[str, Any]) -> Config:
-    """Return the settings of a preset and a method, with the flags over them."""
-    named = Config(**flags)
-    return Config(**defaults(named.preset, named.env, named.method) | flags)
+def check(config: Config, flags: dict[str, Any]) -> None:
+    """Raise ValueError if the value of a setting is not allowed, or a flag has no effect."""
+    for names, allowed, holds in RULES:
+        for name in names.split():
+            value = getattr(config, name)
+            if not holds(value, config):
+                raise ValueError(f"--{name} is {value}, but must be {allowed}")
+    for names, others, applies in NO_EFFECT:
+        for name in names.split():
+            if name in flags and applies(name, config):
+                raise ValueError(f"--{name} is {flags[name]}, but has no effect with {others}")
 
 
 def parse_args(argv: list[str] | None = None) -> Config:
     """Return the checked settings of a command line: those of the preset, the method, the flags. A
     wrong flag prints one sentence and exits with status 2."""
-    parser = make_parser(Config())
+    parser = make_parser()
     flags = vars(parser.parse_args(argv))
     wants_help = flags.pop("help", False)
-    for name in flags:
-        if flags[name] == []:  # so argparse reads `--tau=--`
-            parser.error(f"--{name} is --, but must have a value")
     try:
-        config = resumed_run(flags) if "resume" in flags else new_run(flags)
+        for name in flags:
+            if flags[name] == []:  # so argparse reads `--tau=--`
+                raise ValueError(f"--{name} is --, but must have a value")
+        config = with_flags(flags)
         if wants_help:
-            make_parser(config).print_help()
+            parser.set_defaults(**vars(config))
+            parser.print_help()
             parser.exit()
-        for name, reason in problems(config, flags):
-            parser.error(f"--{name} is {getattr(config, name)}, but {reason}")
+        check(config, flags)
     # config.json of --resume may hold anything.
     except (OSError, ValueError, TypeError, KeyError) as error:
         parser.error(str(error))
     return config
+
+
+def answer_at_once() -> None:
+    """Answer --help and a wrong flag, and let Ctrl-C end the program without a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parse_args()

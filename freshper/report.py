@@ -20,11 +20,13 @@ has evaluations and checkpoints, too.
 """
 
 import base64
+import contextlib
 import fcntl
 import json
 import os
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +37,7 @@ import torch
 from tqdm import tqdm
 
 from envs import ENVS
-from envs.base import EVAL_SEEDS
+from envs.base import EVAL_SEEDS, TextEnv
 from freshper import diagnostics
 from freshper.buffer import Replay, ReplayBuffer
 from freshper.config import Config
@@ -74,6 +76,7 @@ class Report:
         self.folder = folder_of(config)
         self.done = 0  # completed iterations
         self.rows: list[Row] = []  # of metrics.csv
+        self.replay_bytes = 0  # of replay.csv
         self.features: dict = {}  # of held-out images, by key
 
         self.folder.mkdir(parents=True, exist_ok=bool(config.resume))
@@ -89,8 +92,7 @@ class Report:
     def __enter__(self) -> "Report":
         config = self.config
         model = self.policy.model
-        seeds = [EVAL_SEEDS + k for k in range(config.eval_episodes)]
-        self.baselines = means([self.envs[0].baselines(seed) for seed in seeds])
+        self.baselines = baselines(self.envs[0], config.eval_episodes)
         success = [f"{name} policy {value:.2f}" for name, value in self.baselines.items()]
         self.baseline_text = ", ".join(success)
 
@@ -129,10 +131,15 @@ class Report:
     # -- a checkpoint's part of the report
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rows": self.rows, "features": self.features}
+        return {
+            "rows": self.rows,
+            "replay_bytes": self.replay_bytes,
+            "features": self.features,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rows = state["rows"]
+        self.replay_bytes = state["replay_bytes"]
         self.features = state["features"]
         self.done = self.rows[-1]["iteration"]
 
@@ -141,8 +148,9 @@ class Report:
     def iterations(self, engine: Engine) -> Iterator[int]:
         """Yield the numbers of the iterations to come, with a progress bar. The policy is evaluated
         before the first."""
-        if (self.folder / "replay.csv").exists():
-            self.drop_rows_to_come()
+        # A run that was killed after its last checkpoint has written more rows.
+        with contextlib.suppress(FileNotFoundError):
+            os.truncate(self.folder / "replay.csv", self.replay_bytes)
         if not self.rows:
             first = {"iteration": 0, "step": 0, "episodes": 0, "wall_s": 0.0}
             self.rows.append(first | self.evaluate_if_due(0, engine))
@@ -154,15 +162,6 @@ class Report:
         for iteration in self.bar:
             self.began_iteration = time.perf_counter()
             yield iteration
-
-    def drop_rows_to_come(self) -> None:
-        """Keep the rows of replay.csv of completed iterations. A run that was killed after its last
-        checkpoint has written others."""
-        completed = {f"{iteration}," for iteration in range(1, self.done + 1)}
-        with open(self.folder / "replay.csv", errors="replace") as file:
-            header = file.readline()
-            kept = [row for row in file if row[: row.find(",") + 1] in completed]
-        self.write_file("replay.csv", header + "".join(kept))
 
     def row(
         self,
@@ -212,6 +211,7 @@ class Report:
             header = "" if file.tell() else ",".join(rows)
             table = np.column_stack(list(rows.values()))
             np.savetxt(file, table, "%.6g", ",", header=header, comments="")
+            self.replay_bytes = file.tell()
 
         as_drawn = diagnostics.estimate(rows | {"probability": ones})
         return {
@@ -293,10 +293,7 @@ class Report:
             (episodes, metrics["train_success"], training),
             (episodes, metrics["eval_success"], held_out),
         ]
-        for name, value in self.baselines.items():
-            style = {"color": "black", "linestyle": ":", "label": f"{name} policy: {value:.3f}"}
-            lines.append((episodes, np.full(len(episodes), value), style))
-        plot(self.folder / "curve.png", title(self.config), "success", lines)
+        plot(self.folder / "curve.png", title(self.config), "success", lines, self.baselines)
 
         if (self.folder / "replay.csv").exists():
             replayed = diagnostics.read(self.folder)
@@ -335,6 +332,12 @@ def title(config: Config) -> str:
 # -- means
 
 
+def baselines(env: TextEnv, n_episodes: int) -> Row:
+    """Return the mean success of the random policy on the held-out seeds, and of the optimal policy
+    where it is known."""
+    return means([env.baselines(EVAL_SEEDS + k) for k in range(n_episodes)])
+
+
 def means(rows: list[Row]) -> Row:
     """Return the mean of each column over the rows of a table."""
     return {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
@@ -362,15 +365,17 @@ def summarize(episodes: list[Episode]) -> Row:
 # -- pages
 
 
-def plot(path: Path, title: str, ylabel: str, lines: list[tuple]) -> None:
-    """Draw lines against episodes. The legend is below. A line has x [n], y [n] and a style for
-    `Axes.plot`."""
+def plot(path: Path, title: str, ylabel: str, lines: list[tuple], levels: Row) -> None:
+    """Draw lines against episodes, and the levels of policies, by name, as horizontal ones. The
+    legend is below. A line has x [n], y [n] and a style for `Axes.plot`."""
     figure = matplotlib.figure.Figure(figsize=(8, 6), layout="constrained")
     axes = figure.subplots()
     axes.set(xlabel="episodes", ylabel=ylabel)
     axes.set_title(title, parse_math=False)  # the name of a file may hold a "$"
     for episodes, values, style in lines:
         axes.plot(episodes, values, **style)
+    for name, value in levels.items():
+        axes.axhline(value, color="black", linestyle=":", label=f"{name} policy: {value:.3f}")
     figure.legend(loc="outside lower center", frameon=False)
     figure.savefig(path, dpi=120)
 
@@ -384,7 +389,7 @@ pre {white-space: pre-wrap; margin: 0 0 .5em}
 .won {color: #0072b2}
 .lost {color: #d55e00}
 </style><title>{{ title }}</title><h1>{{ title }}</h1>
-<p>Held-out episodes: the images of all turns in their order, and the conversation. The policy
+<p>Held-out episodes: the conversation, with each image before the text of its turn. The policy
 sampled what is shaded, and read the rest.
 {% if "frozenlake" in title and "preset tiny" in title %}
 <p>The fifth row is no part of the lake. It shows the four cells beside the player: left, below,
@@ -394,10 +399,10 @@ columns.
 {% for episode in episodes %}
 <h2 class={{ "won" if episode.success else "lost" }}>seed {{ episode.seed }}:
 {{ "success" if episode.success else "no success" }}, return {{ "%g" % episode.reward }}</h2>
-{% for image in images_of(episode) %}
+{% for images, text in parts_of(episode) %}
+{% for image in images %}
 <img src="data:image/png;base64,{{ image }}">
 {% endfor %}
-{% for text in texts_of(episode) %}
 <pre class={{ loop.cycle("read", "sampled") }}>{{ text }}</pre>
 {% endfor %}
 {% endfor %}
@@ -407,15 +412,17 @@ columns.
 def episodes_page(episodes: list[Episode], policy: Policy, title: str) -> str:
     """Return a static page of the first eight episodes."""
 
-    def images_of(episode: Episode) -> list[str]:
-        return [base64.b64encode(compressed(image).png).decode() for image in episode.images]
-
-    def texts_of(episode: Episode) -> list[str]:
+    def parts_of(episode: Episode) -> Iterator[tuple[list[str], str]]:
         # The parts that were read and those that were sampled take turns.
         ends = np.flatnonzero(np.diff(episode.action_mask)) + 1
-        parts = np.split(episode.tokens, ends)
-        return [policy.tokenizer.decode(part, skip_special_tokens=True) for part in parts]
+        images = iter(episode.images)
+        for part in np.split(episode.tokens, ends):
+            placeholder = part == policy.image_token_id
+            # Of each image the first one follows another token.
+            n_images = int((placeholder[1:] > placeholder[:-1]).sum())
+            files = [compressed(image).png for image in islice(images, n_images)]
+            text = policy.tokenizer.decode(part, skip_special_tokens=True)
+            yield [base64.b64encode(png).decode() for png in files], text
 
     template = jinja2.Template(PAGE, autoescape=True, trim_blocks=True)
-    functions = {"images_of": images_of, "texts_of": texts_of}
-    return template.render(title=title, episodes=episodes[:8], **functions)
+    return template.render(title=title, episodes=episodes[:8], parts_of=parts_of)

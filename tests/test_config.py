@@ -10,7 +10,7 @@ import pytest
 
 from envs import ENVS
 from envs.frozenlake import FrozenLake
-from freshper.backends import join_ranks, make_env
+from freshper.backends import join_ranks, load, make_env
 from freshper.config import CONFIG_A, CONFIG_DEFAULT, PRESETS, Config
 from freshper.engine_hf import Sampling
 from freshper.flags import MAY_CHANGE, parse_args
@@ -205,8 +205,9 @@ def test_an_environment_gets_the_flags_that_it_lists(monkeypatch, capsys):
 
 def test_a_backend_that_cannot_run_here_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)  # as if it were not installed
-    with pytest.raises(ImportError, match="deepspeed"):
-        join_ranks(settings_of("--preset paper"))
+    sentence = r"^--backend is hf\+deepspeed, but deepspeed is not installed \(docs/gpus.md\)$"
+    with pytest.raises(ValueError, match=sentence):
+        load(settings_of("--backend hf+deepspeed"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"^--backend is hf\+torch, but several ranks need deep"):
         join_ranks(settings_of(""))

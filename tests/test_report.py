@@ -121,7 +121,7 @@ def test_what_is_printed(run):
 
 @pytest.mark.parametrize("task", ["frozenlake_vlm", "frozenlake"])
 def test_the_page_shows_what_was_read_and_sampled(task, text_policy, vision_policy):
-    """Play the replies of the page again: every turn must show the text and the image that the
+    """Play the replies of the page again: every turn must show the image and then the text that the
     environment shows then."""
     policy = vision_policy if task == "frozenlake_vlm" else text_policy
     envs = [ENVS[task](max_turns=4) for _ in range(3)]
@@ -129,18 +129,21 @@ def test_the_page_shows_what_was_read_and_sampled(task, text_policy, vision_poli
     page = episodes_page(episodes, policy, "a < title")
     assert page.count("a &lt; title") == 2
 
-    texts = iter(html.unescape(text) for text in re.findall("<pre.*?>(.*?)</pre>", page, re.S))
-    images = iter(re.findall(r"base64,([^\"]+)", page))
+    shown = re.finditer('base64,([^"]+)|<pre.*?>(.*?)</pre>', page, re.S)
+
+    def text():
+        return html.unescape(next(shown)[2])
+
     for seed, episode in enumerate(episodes):
         observation, _ = envs[0].reset(seed=seed)
         for reward in episode.turn_rewards:
-            assert observation.text in next(texts)
             for expected in observation.images:
-                shown = Image.open(io.BytesIO(base64.b64decode(next(images))))
-                np.testing.assert_array_equal(np.array(shown), expected)
-            observation, again, *_ = envs[0].step(next(texts))
+                image = Image.open(io.BytesIO(base64.b64decode(next(shown)[1])))
+                np.testing.assert_array_equal(np.array(image), expected)
+            assert observation.text in text()
+            observation, again, *_ = envs[0].step(text())
             assert again == pytest.approx(reward)
-    assert next(texts, None) is next(images, None) is None
+    assert next(shown, None) is None
 
 
 def test_a_run_that_stops_says_why_and_how_to_go_on(tmp_path, text_policy, monkeypatch):
