@@ -97,6 +97,9 @@ def read_run(folder: Path) -> tuple[Config, Table, int]:
         metrics = {"iteration": np.zeros(1)}
         if (folder / "metrics.csv").exists():
             metrics = read(folder, "metrics.csv")
+            due = metrics["iteration"] % config.eval_every == 0
+            if not due.any() or np.isnan(metrics["eval_success"][due]).any():
+                raise ValueError("metrics.csv lacks an evaluation")
         return config, metrics, int(metrics["iteration"][-1])
     # A folder of something else may hold anything.
     except Exception as error:

@@ -14,12 +14,13 @@ from datetime import date
 from importlib.util import find_spec
 from typing import NamedTuple, cast
 
+import numpy as np
 import torch
 from transformers import GenerationConfig
 from transformers.utils import logging
 
 from envs import ENVS
-from envs.base import EVAL_SEEDS, TextEnv
+from envs.base import EVAL_SEEDS, Observation, TextEnv
 from envs.check import check_environment
 from envs.search import retrieve
 from freshper.checkpoint import Saved, find_saved
@@ -54,10 +55,11 @@ def load(config: Config) -> Loaded:
             raise ValueError(f"--backend is {config.backend}, but {reason}")
     rank = join_ranks(config)
     saved = find_saved(config.resume) if config.resume else None
-    if saved and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(min(saved.threads, torch.get_num_threads()))
-    elif config.preset == "tiny" and config.trainer == "torch":
-        choose_threads()
+    if "OMP_NUM_THREADS" not in os.environ:
+        if saved:
+            torch.set_num_threads(min(saved.threads, torch.get_num_threads()))
+        elif config.preset == "tiny" and config.trainer == "torch":
+            choose_threads()
     keep_freed_memory()
     # transformers lists every weight that does not fit; `load_policy` raises one sentence instead.
     logging.set_verbosity_error()
@@ -70,12 +72,9 @@ def load(config: Config) -> Loaded:
     else:
         check_environment(env)
 
-    policy = load_model(config, saved)
+    policy = load_model(config, saved, len(env.reset(seed=EVAL_SEEDS)[0].images))
     if rank > 0:
         sys.exit(serve(policy, config))
-    if env.reset(seed=EVAL_SEEDS)[0].images and not policy.image_processor:
-        text_only = f"--model is {config.model}, which reads text only"
-        raise ValueError(f"{text_only}, but --env {config.env} shows images")
 
     n = max(config.rollout_batch_size, config.eval_episodes)
     # Those with data share its rows.
@@ -111,14 +110,14 @@ def join_ranks(config: Config) -> int:
     return trainer_deepspeed.join_ranks(config)
 
 
-def load_model(config: Config, saved: Saved | None) -> Policy:
-    """Load the policy of a run, or of its checkpoint. Raises ValueError if that fails, or if model
-    and tokenizer do not belong together."""
+def load_model(config: Config, saved: Saved | None, n_images: int) -> Policy:
+    """Load the policy of a run, or of its checkpoint. Raises ValueError if that fails, or if it
+    cannot read a turn with `n_images`."""
     name = config.model
     today = date.today()
     if saved:
         name = str(saved.folder)
-        today = date.fromisoformat(saved.today)
+        today = saved.today
     elif name == "tiny":
         name = str(tiny_model(config.env))
 
@@ -135,6 +134,10 @@ def load_model(config: Config, saved: Saved | None) -> Policy:
             mixed=mixed,
             today=today,
         )
+        if n_images and not policy.image_processor:
+            raise ValueError(f"it reads text only, but --env {config.env} shows images")
+        image = np.zeros((56, 56, 3), np.uint8)
+        policy.user_turn(Observation("?", (image,) * n_images))
     # transformers and a folder of another program may raise anything.
     except Exception as error:
         reason = " ".join(str(error).split())[:300]

@@ -16,6 +16,7 @@ a GPU's.
 import hashlib
 import json
 import shutil
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,7 +40,7 @@ class Saved(NamedTuple):
     damage: str  # of the newest checkpoint, if this is the one before it
     iteration: int
     settings: dict[str, Any]
-    today: str  # the date of the run's first start, which chat templates may show
+    today: date  # of the run's first start, which chat templates may show
     threads: int  # on which the order of sums depends
 
 
@@ -182,7 +183,10 @@ def read_saved(folder: Path, damage: str) -> Saved:
     for name in {"state.pt", "run.json", *manifest}:
         if found.get(name) != manifest[name]:
             raise ValueError(f"{name} has changed")
-    return Saved(folder, damage, **json.loads((folder / "run.json").read_bytes()))
+    run = json.loads((folder / "run.json").read_bytes())
+    today = date.fromisoformat(run["today"])
+    threads = max(1, int(run["threads"]))
+    return Saved(folder, damage, int(run["iteration"]), dict(run["settings"]), today, threads)
 
 
 def checksums(folder: Path) -> dict[str, str]:

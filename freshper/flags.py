@@ -46,6 +46,7 @@ RULES: list[tuple[str, str, Callable[[Any, Config], object]]] = [
     ("data", "empty with --preset tiny, whose models read generated questions only",
      lambda x, c: c.preset != "tiny" or not x),
     ("out", "a folder that does not exist yet", lambda x, c: c.resume or not os.path.exists(x)),
+    ("out", "a name that a file can have here", lambda x, c: x.isprintable()),
     ("replay_ratio", "0 with --method on_policy", lambda x, c: c.method != "on_policy" or x == 0),
     ("decay", "none with --method per", lambda x, c: c.method != "per" or x == "none"),
     ("capacity", "at least the episodes of an iteration and of an update",
@@ -90,15 +91,21 @@ def make_parser() -> argparse.ArgumentParser:
 
 def with_flags(flags: dict[str, Any]) -> Config:
     """Return the settings of a preset and a method, or with --resume those of an earlier run, with
-    the flags over them. Raises OSError, ValueError or TypeError if there is no such run, ValueError
-    if a flag may not change."""
+    the flags over them. Raises ValueError if there is no such run, or if a flag may not change."""
     if "resume" not in flags:
         named = Config(**flags)
         settings = defaults(named.preset, named.env, named.method)
         return Config(**settings | flags)
 
     folder = flags["resume"]
-    settings = json.loads(Path(folder, "config.json").read_bytes())
+    try:
+        settings = json.loads(Path(folder, "config.json").read_bytes())
+        types = {field.name: type(field.default) for field in dataclasses.fields(Config)}
+        if {name: type(value) for name, value in settings.items()} != types:
+            raise ValueError("its settings are those of another version")
+    # A file from someone else may hold anything.
+    except Exception as error:
+        raise ValueError(f"--resume is {folder}, which has no run: {error}") from error
     for name, value in flags.items():
         if name not in MAY_CHANGE and value != settings[name]:
             raise ValueError(f"--{name} is {value}, but must be {settings[name]} as in {folder}")
@@ -134,8 +141,7 @@ def parse_args(argv: list[str] | None = None) -> Config:
             parser.print_help()
             parser.exit()
         check(config, flags)
-    # config.json of --resume may hold anything.
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except ValueError as error:
         parser.error(str(error))
     return config
 

@@ -59,7 +59,7 @@ logprobs_s update_s replay_s sync_s""".split()
 # Every run whose mean of ten iterations fell below it failed. None that stayed above 0.45 did
 # (docs/log.md).
 LEAST_ESS = 0.3
-SLOW = 4.0  # times as long as the fastest ten iterations
+SLOW = 4.0  # times as long as the fastest iteration
 
 
 class Report:
@@ -253,11 +253,13 @@ class Report:
         if ess < LEAST_ESS:
             mean = f"ESS / n of replayed tokens is {ess:.2f}, mean of ten iterations"
             self.say(f"{mean}; lower --lr or --replay_ratio")
-        *before, seconds = np.diff([row["wall_s"] for row in self.rows[::10]])
-        if seconds > SLOW * min(before, default=seconds):
+        seconds = np.diff([row["wall_s"] for row in self.rows])
+        recent = np.median(seconds[-10:])
+        fastest = seconds.min()
+        if recent > SLOW * fastest:
             command = f"OMP_NUM_THREADS=1 python train.py --resume {self.folder}"
             remedy = f"if other programs run, stop with Ctrl-C, then {command}"
-            self.say(f"ten iterations took {seconds:.0f} s: {remedy}")
+            self.say(f"iterations take {recent:.1f} s, the fastest took {fastest:.1f} s: {remedy}")
 
     # -- files
 

@@ -267,6 +267,10 @@ FORGED = {
     "code of the optimizer": ("optimizer-0.pt", {"python": Malicious()}),
     "no episodes": ("state.pt", {"buffer": {"episodes": {"tokens": (3, "x")}}}),
     "no settings": ("run.json", {"iteration": 4}),
+    "threads that are no number": (
+        "run.json",
+        {"iteration": 4, "settings": {}, "today": "2026-01-01", "threads": "x"},
+    ),
 }
 
 

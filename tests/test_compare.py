@@ -107,6 +107,8 @@ def test_wrong_arguments_are_refused(out, monkeypatch, capsys, sentence):
 # What a file of a finished run holds instead
 DAMAGED = {
     "half a row": ("metrics.csv", "iteration,step,eval_success\n0,1\n1,2,3\n"),
+    "no rows": ("metrics.csv", "iteration,step,eval_success\n"),
+    "no evaluation": ("metrics.csv", "iteration,step,eval_success\n0,0,?\n"),
     "no settings": ("config.json", "[]"),
 }
 

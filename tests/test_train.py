@@ -368,5 +368,5 @@ def test_a_model_folder_that_cannot_be_used(kind, model_folder, tmp_path, monkey
 def test_a_model_that_does_not_fit_the_task(model_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = model_folder["text"]
-    sentence = f"--model is {text}, which reads text only, but --env frozenlake_vlm shows images"
-    assert refusal(capsys, f"--model {text} --env frozenlake_vlm") == sentence
+    sentence = refusal(capsys, f"--model {text} --env frozenlake_vlm")
+    assert sentence.endswith("it reads text only, but --env frozenlake_vlm shows images")
