@@ -211,7 +211,6 @@ def test_questions_from_a_file(task, tmp_path):
             rows[first].add(k)
 
     assert [len(split) for split in rows.values()] == [45, 5]
-    assert not set.intersection(*rows.values())
     # The random policy chooses among the answers of the training rows.
     assert len(env.actions) == 45
 

@@ -65,7 +65,6 @@ def start(out, ranks, *flags, script=("train.py",), nodes="--standalone"):
         process = subprocess.Popen(
             [*command, *script, *flags],
             cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdout=log,
             stderr=log,
             start_new_session=True,
