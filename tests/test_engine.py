@@ -18,6 +18,7 @@ from conftest import (
     stock_logprobs,
 )
 from scipy import stats
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     LogitsProcessorList,
     TemperatureLogitsWarper,
@@ -233,28 +234,26 @@ def test_the_gradient_is_that_of_the_stock_pass_whatever_the_micro_batches(
 
     clip = reference.config.advantage_clip
     norm = ReturnNorm("recompute", reference.config.kl_reward_coef)
-    advantages = norm.advantages(episodes).clamp(-clip, clip)
-    batch = collate(episodes)._replace(advantages=advantages, weights=torch.tensor(weights).float())
-    total = 0.0
-    for row, e in enumerate(episodes):
-        one = batch.rows([row])
+    batch = collate(episodes)
+    logprobs = []
+    entropies = []
+    for e in episodes:
+        logprobs.append(stock_logprobs(reference.policy, e))
         logits = stock_logits(reference.policy, e)
-        entropies = torch.distributions.Categorical(logits=logits).entropy().roll(1)
-        loss, _ = policy_loss(
-            stock_logprobs(reference.policy, e)[None],
-            one.behavior_logprobs,
-            one.advantages,
-            one.action_mask,
-            one.weights,
-            entropies=entropies[None],
-            entropy_coef=terms.get("entropy_coef", 0.0),
-            ref_logprobs=one.ref_logprobs,
-            kl_coef=terms.get("kl_loss_coef", 0.0),
-            batch_size=8,
-            scale=int(batch.action_mask.sum()) / 8,
-        )
-        loss.backward()
-        total += loss.item()
+        entropies.append(torch.distributions.Categorical(logits=logits).entropy().roll(1))
+    loss, _ = policy_loss(
+        pad_sequence(logprobs, batch_first=True),
+        batch.behavior_logprobs,
+        norm.advantages(batch).clamp(-clip, clip),
+        batch.action_mask,
+        torch.from_numpy(weights).float(),
+        entropies=pad_sequence(entropies, batch_first=True),
+        entropy_coef=terms.get("entropy_coef", 0.0),
+        ref_logprobs=batch.ref_logprobs,
+        kl_coef=terms.get("kl_loss_coef", 0.0),
+        scale=int(batch.action_mask.sum()) / 8,
+    )
+    loss.backward()
     expected = gradient(reference.policy.model)
     assert expected.abs().max() > 1e-3
 
@@ -262,7 +261,7 @@ def test_the_gradient_is_that_of_the_stock_pass_whatever_the_micro_batches(
         trainer = trainer_for(text_policy, micro_batch_size=size, **terms)
         assert all(len(rows) <= size for rows, _ in trainer.shard(batch))
         stats = trainer.update(episodes, weights=weights).stats
-        assert stats["loss"] == pytest.approx(total, rel=1e-4)
+        assert stats["loss"] == pytest.approx(loss.item(), rel=1e-4)
         assert stats["grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-4)
         torch.testing.assert_close(gradient(trainer.policy.model), expected, rtol=1e-3, atol=1e-5)
         assert 0.0 < stats["clip_fraction"] < 1.0
