@@ -52,9 +52,6 @@ class DeviceTensor(torch.Tensor):
     def tolist(self):
         return self.cpu().tolist()
 
-    def __repr__(self, **_):
-        return f"{NAME}:{self.host}"
-
     def __reduce_ex__(self, protocol):
         self.host.untyped_storage().is_pretended = True  # for `location_of`
         return self.host.detach().__reduce_ex__(protocol)

@@ -307,19 +307,18 @@ def test_what_the_engine_sampled_otherwise_is_logged(text_policy):
     """An engine that is off by known amounts."""
     trainer = trainer_for(text_policy)
     episodes = speakable_episodes(text_policy, 5)
-    right = trainer.logprobs(collate(episodes)).numpy()
-    off = []
-    rng = np.random.default_rng(0)
-    for e, row in zip(episodes, right, strict=True):
-        off.append(rng.normal(0, 0.7, len(e.tokens)) * e.action_mask)
-        e.behavior_logprobs = np.float32(row[: len(e.tokens)] - off[-1])
+    batch = collate(episodes)
+    right = trainer.logprobs(batch)
+    off = 0.7 * torch.randn(right.shape, generator=torch.Generator().manual_seed(0))
+    for e, row in zip(episodes, right - off * batch.action_mask, strict=True):
+        e.behavior_logprobs = row[: len(e.tokens)].numpy()
     stats = trainer.record_behavior_logprobs(episodes)
 
-    of_actions = np.concatenate([d[e.action_mask] for d, e in zip(off, episodes, strict=True)])
+    of_actions = off[batch.action_mask].numpy()
     assert stats["mismatch"] == pytest.approx(np.abs(of_actions).mean(), rel=1e-4)
     low, high = np.exp(np.quantile(of_actions, [0.01, 0.99]))
     assert (stats["mismatch_p01"], stats["mismatch_p99"]) == pytest.approx((low, high), rel=1e-3)
-    for e, row in zip(episodes, right, strict=True):
+    for e, row in zip(episodes, right.numpy(), strict=True):
         np.testing.assert_array_equal(e.behavior_logprobs, row[: len(e.tokens)])
 
 

@@ -125,13 +125,6 @@ def test_vectors_of_gymnasium(name):
     envs.close()
 
 
-def test_the_module_of_a_task_is_imported_when_it_is_used():
-    program = """import sys; from envs import ENVS; ENVS["cliffwalking"].settings
-print(*sorted(name for name in sys.modules if name.startswith("envs.")))"""
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert shown.stdout.split() == ["envs.base", "envs.cliffwalking", "envs.grid_world"]
-
-
 @every_environment
 def test_it_keeps_what_is_asked_of_one_s_own(name):
     """A seed reproduces its episode, among others. Seeds differ, except those of CliffWalking."""

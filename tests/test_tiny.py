@@ -49,10 +49,12 @@ def caption_accuracy(policy, name, n=64):
     with torch.no_grad():
         predicted = policy.model.lm_head(policy.batch_hidden(batch)).argmax(-1)  # [B, T]
 
-    ends = torch.tensor([episode.turn_ends()[0] for episode in episodes])  # [B]: of the reply
-    after_reply = torch.arange(batch.tokens.shape[1]) > ends[:, None]  # [B, T]
-    in_caption = batch.action_mask & after_reply
-    return (predicted[:, :-1] == batch.tokens[:, 1:])[in_caption[:, 1:]].float().mean()
+    right = []
+    for row, episode in enumerate(episodes):
+        end_of_reply = episode.turn_ends()[0]
+        caption = np.flatnonzero(episode.action_mask[end_of_reply + 1 :]) + end_of_reply + 1
+        right += (predicted[row, caption - 1] == batch.tokens[row, caption]).tolist()
+    return np.mean(right)
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in tiny.SHIPPED.iterdir()))
