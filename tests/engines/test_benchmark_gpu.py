@@ -20,12 +20,6 @@ def results(out, *flags):
 @pytest.mark.parametrize("part", ["0.5B, vLLM, ZeRO-3", "tiny, text"])
 def test_the_table_of_a_part(part, tmp_path):
     text = results(tmp_path, "--only", part)
-    tokens = re.search(
-        r"^tokens: (\S+) collected, (\S+) sampled, (\S+) replayed", text, re.MULTILINE
-    )
-    collected, sampled, replayed = (int(n.replace(",", "")) for n in tokens.groups())
-    assert 0 < sampled < collected < replayed  # two replay updates of as many episodes
-    assert re.search(r"replay .* s .*% .* tokens/s", text)
     assert 0 < float(re.search(r"FLOP/s, (\S+)% of a matrix product's", text)[1]) < 100
     assert float(re.search(r"mismatch (\S+)", text)[1]) < 1e-5
     if part.startswith("tiny"):
