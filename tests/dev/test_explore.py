@@ -10,13 +10,13 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+import train
 from docs import explore
 from freshper.is_weights import importance_weights
 from freshper.priority import exponential_decay, priorities, reward_priority
@@ -140,9 +140,9 @@ def test_data_cannot_end_the_script_and_the_page_loads_nothing(tmp_path, monkeyp
 
 def test_columns_of_a_run(tmp_path):
     """While the weights stand still the drift is 0."""
-    command = "train.py --env frozenlake --lr 1e-12 --iterations 2 --rollout_batch_size 8"
-    command += f" --batch_size 8 --eval_episodes 4 --out {tmp_path / 'run'}"
-    subprocess.run([sys.executable, *command.split()], cwd=explore.PAGE.parents[1], check=True)
+    flags = "--env frozenlake --lr 1e-12 --iterations 2 --rollout_batch_size 8 --batch_size 8"
+    flags += f" --eval_episodes 4 --out {tmp_path / 'run'}"
+    assert train.main(flags.split()) == 0
     columns = explore.columns(tmp_path / "run")
     assert columns["age"] == [6, 6, 3, 3]
     assert max(columns["drift"]) < 1e-6
