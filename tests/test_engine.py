@@ -321,8 +321,7 @@ def test_what_the_engine_sampled_otherwise_is_logged(text_policy):
         np.testing.assert_array_equal(e.behavior_logprobs, row[: len(e.tokens)])
 
 
-@pytest.mark.parametrize("phase", ["record", "update"])
-def test_numbers_that_are_not_finite_name_an_episode_and_touch_no_weight(text_policy, phase):
+def test_numbers_that_are_not_finite_name_an_episode_and_touch_no_weight(text_policy):
     trainer = trainer_for(text_policy)
     episodes = speakable_episodes(text_policy, 4)
     trainer.record_behavior_logprobs(episodes)
@@ -330,9 +329,9 @@ def test_numbers_that_are_not_finite_name_an_episode_and_touch_no_weight(text_po
     with torch.no_grad():
         trainer.policy.model.model.embed_tokens.weight[250] = torch.nan
     before = [p.clone() for p in trainer.policy.model.parameters()]
-    call = trainer.record_behavior_logprobs if phase == "record" else trainer.update
-    with pytest.raises(NonFiniteError, match=r"not finite.* episode seeds? \[?2\b"):
-        call(episodes)
+    for call in (trainer.record_behavior_logprobs, trainer.update):
+        with pytest.raises(NonFiniteError, match=r"not finite.* episode seeds? \[?2\b"):
+            call(episodes)
     assert trainer.step == 0
     for p, old in zip(trainer.policy.model.parameters(), before, strict=True):
         assert torch.equal(p.nan_to_num(), old.nan_to_num())
