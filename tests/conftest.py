@@ -11,6 +11,7 @@ from pathlib import Path
 # For this process, and for those that tests start.
 SHIM = Path(__file__).parent / "engines/torchvision_shim"
 runpy.run_path(str(SHIM / "sitecustomize.py"))
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SHIM), os.environ.get("PYTHONPATH")]))
 
 import hypothesis
@@ -26,7 +27,6 @@ from freshper.episode import Episode
 from freshper.rollout import rollout
 from freshper.tiny import build_policy
 
-torch.set_num_threads(1)
 # The same examples on every machine.
 hypothesis.settings.register_profile("repeatable", derandomize=True)
 hypothesis.settings.load_profile("repeatable")
@@ -164,11 +164,11 @@ def serving(retriever, port=0):
 QUESTION = "who got the first nobel prize in physics"
 
 
-@pytest.fixture(params=[["Wilhelm Conrad Röntgen", "The"], "Wilhelm Conrad Röntgen"])
-def questions(tmp_path, request):
-    """Twenty questions with Search-R1's fields, with a list of answers or a single one."""
+@pytest.fixture
+def questions(tmp_path):
+    """Twenty questions with Search-R1's fields."""
     rows = []
     for k in range(20):
         question = f"{QUESTION} {k}?"
-        rows.append({"id": k, "question": question, "golden_answers": request.param})
+        rows.append({"id": k, "question": question, "golden_answers": ["Wilhelm Conrad Röntgen"]})
     return write_rows(tmp_path / "train.jsonl", rows)

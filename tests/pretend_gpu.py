@@ -15,6 +15,7 @@ import functools
 import torch
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import (
     _DummyBackendModule,
     _setup_privateuseone_for_python_backend,
@@ -51,9 +52,6 @@ class DeviceTensor(torch.Tensor):
     def tolist(self):
         return self.cpu().tolist()
 
-    def __repr__(self, **_):
-        return f"{NAME}:{self.host}"
-
     def __reduce_ex__(self, protocol):
         self.host.untyped_storage().is_pretended = True  # for `location_of`
         return self.host.detach().__reduce_ex__(protocol)
@@ -76,23 +74,6 @@ def is_pretended(x):
     return isinstance(x, DeviceTensor)
 
 
-def leaves_of(values):
-    """Return arguments with those of lists in place of the lists."""
-    leaves = []
-    for value in values:
-        leaves += value if isinstance(value, list | tuple) else [value]
-    return leaves
-
-
-def with_tensors(change, values):
-    """Return arguments or results with `change(tensor)` in place of each tensor."""
-    if isinstance(values, torch.Tensor):
-        return change(values)
-    if isinstance(values, list | tuple):
-        return type(values)(with_tensors(change, value) for value in values)
-    return values
-
-
 @functools.cache
 def rules_of(operator):
     """Return whether an operator copies between devices, indexes, takes CPU numbers, and the names
@@ -107,10 +88,9 @@ def rules_of(operator):
 def compute(operator, args, kwargs):
     """Check the devices of an operator's arguments, compute it on the CPU, and put the results on
     the device that CUDA would put them on."""
-    leaves = leaves_of([*args, *kwargs.values()])
-    pretended = [leaf for leaf in leaves if is_pretended(leaf)]
+    pretended = [leaf for leaf in tree_leaves((args, kwargs)) if is_pretended(leaf)]
     if pretended:
-        check_devices(operator, args, kwargs, leaves)
+        check_devices(operator, args, kwargs)
 
     to_device = bool(pretended)
     if kwargs.get("device") is not None:
@@ -118,8 +98,7 @@ def compute(operator, args, kwargs):
     elif operator.overloadpacket is aten.copy_:
         to_device = is_pretended(args[0])
 
-    host_args = with_tensors(host_of, args)
-    host_kwargs = {name: with_tensors(host_of, value) for name, value in kwargs.items()}
+    host_args, host_kwargs = tree_map_only(DeviceTensor, lambda x: x.host, (args, kwargs))
     if to_device and "device" in kwargs:
         host_kwargs["device"] = torch.device("cpu")
     results = operator(*host_args, **host_kwargs)
@@ -132,18 +111,15 @@ def compute(operator, args, kwargs):
     def place(result):
         return arguments[id(result)] if id(result) in arguments else DeviceTensor(result)
 
-    return with_tensors(place, results)
+    return tree_map_only(torch.Tensor, place, results)
 
 
-def host_of(tensor):
-    return tensor.host if is_pretended(tensor) else tensor
-
-
-def check_devices(operator, args, kwargs, leaves):
+def check_devices(operator, args, kwargs):
     """Raise RuntimeError if CUDA would, because one of the arguments is on the CPU."""
     copies, indexes, takes_numbers, written = rules_of(operator)
     if copies:
         return
+    leaves = tree_leaves((args, kwargs))
     if indexes:
         leaves = [args[0], *args[2:3]]
         if not is_pretended(args[0]):

@@ -146,34 +146,18 @@ PIECES = r"""9;1,;<answer>;</answer>;<think>;\boxed{;\boxed{1};{;$;**;1 ;a ;= ;1
 2 3;٧;<answer>1;\text{;\frac{1};√{;√;π;(;((1)/;- ;9**;9/;°""".split(";")
 
 
-def seconds(task, texts):
-    """Return the processor time in which a task reads texts, the best of three."""
-    times = []
-    for _ in range(3):
-        began = time.process_time()
-        for text in texts:
-            assert reward(task, "72", text) <= 0
-            assert read_sentence(text, "1 9") == ""
-        times.append(time.process_time() - began)
-    return min(times)
-
-
 @pytest.mark.parametrize("task", TASKS)
-def test_huge_replies_are_read_in_linear_time_and_earn_nothing(task):
-    """Eight times the text takes about eight times as long: 64 times if it were quadratic. What is
-    short enough to be parsed takes about as long as the long text: for ever if 9**9**9 were
-    computed. The bounds lie between the two, far from both."""
+def test_huge_replies_are_read_at_once_and_earn_nothing(task):
+    """In quadratic time each would take minutes, and 9**9**9 for ever."""
     for piece in PIECES:
-        times = []
-        for n in (4000, 32_000):
-            text = piece * (n // len(piece))
-            tagged = f"<answer>{text}</answer>"
-            replies = [text, tagged, f"has {text}.", f"\\boxed{{{text}}}"]
-            times.append(seconds(task, replies))
-
-        longest = [f"<answer>{text[:MAX_ANSWER]}</answer>", f"has {text[:90]}= 1."]
-        assert times[1] < 24 * times[0], piece
-        assert seconds(task, longest) < 20 * times[1], piece
+        text = piece * (200_000 // len(piece))
+        replies = [text, f"<answer>{text}</answer>", f"has {text}.", f"\\boxed{{{text}}}"]
+        replies += [f"<answer>{text[:MAX_ANSWER]}</answer>", f"has {text[:90]}= 1."]
+        began = time.process_time()
+        for reply in replies:
+            assert reward(task, "72", reply) <= 0
+            assert read_sentence(reply, "1 9") == ""
+        assert time.process_time() - began < 2.0, piece
 
 
 @settings(max_examples=150, deadline=None)

@@ -135,15 +135,24 @@ def test_an_episode_that_was_replaced_since_it_was_drawn_keeps_its_successor_s_p
         lambda b: b.sample(2),
         lambda b: b.ages(),
         lambda b: b.state_dict(),
+        lambda b: b.refresh(6),
         lambda b: b.refresh_async(6),
     ],
 )
 def test_everything_waits_for_a_pending_refresh_and_passes_its_error_on(use):
+    """So a pending refresh never undoes a later one."""
     buffer = ReplayBuffer(8, 0.6, None)
     buffer.add(episodes(3), np.ones(3), step=0)
-    released = threading.Event()
-    buffer.decay = lambda age: released.wait(10) and fast_decay(age)
+    started, released = threading.Event(), threading.Event()
+
+    def slow_decay(age):
+        started.set()
+        return released.wait(10) and fast_decay(age)
+
+    buffer.decay = slow_decay
     refresh = buffer.refresh_async(4)
+    assert started.wait(10)
+    buffer.decay = fast_decay
     user = threading.Thread(target=use, args=(buffer,))
     user.start()
     user.join(0.05)
@@ -158,28 +167,6 @@ def test_everything_waits_for_a_pending_refresh_and_passes_its_error_on(use):
     assert isinstance(buffer.refresh_async(9).exception(10), ZeroDivisionError)
     with pytest.raises(ZeroDivisionError):
         use(buffer)
-
-
-def test_a_pending_refresh_never_undoes_a_later_one():
-    buffer = ReplayBuffer(8, 1.0, None)
-    buffer.add(episodes(3), np.ones(3), step=0)
-    started, released = threading.Event(), threading.Event()
-
-    def slow_decay(age):
-        started.set()
-        return released.wait(10) and fast_decay(age)
-
-    buffer.decay = slow_decay
-    refresh = buffer.refresh_async(4)
-    assert started.wait(10)
-    buffer.decay = fast_decay
-    user = threading.Thread(target=buffer.refresh, args=(30,))
-    user.start()
-    user.join(0.05)
-    released.set()
-    user.join(10)
-    refresh.result(10)
-    np.testing.assert_allclose(leaves(buffer), np.exp(-10))
 
 
 def test_bad_arguments_are_refused():

@@ -1,7 +1,6 @@
 """Questions from files: every ending gives the same rows, splits share none, bad input is named,
 and rows that do not fit the model are left out."""
 
-import gzip
 import io
 import json
 import re
@@ -13,9 +12,7 @@ from conftest import write_rows
 from PIL import Image
 
 from envs import ENVS
-from envs.base import EVAL_SEEDS
-from envs.data import asked, field_of, load_rows, text_of
-from envs.gsm8k import GSM8K
+from envs.data import asked, load_rows, text_of
 from envs.question_answering import Question
 from freshper.backends import make_env, rows_that_fit
 from freshper.config import Config
@@ -70,27 +67,20 @@ def test_what_asks_the_same_stays_on_one_side(tmp_path):
         assert len(sides["held_out"]) == n
 
 
-def test_a_question_of_both_splits_is_not_trained_on(tmp_path):
-    write_rows(tmp_path / "train.jsonl", ROWS[:20])
-    write_rows(tmp_path / "test.jsonl", ROWS[15:30])
-    rows = load_rows(str(tmp_path), from_row)
-    assert pairs(rows["train"]) == pairs(ROWS[:15])
-    assert pairs(rows["held_out"]) == pairs(ROWS[15:30])
-
-
 @pytest.mark.parametrize("held_out", ["validation", "test"])
 def test_a_folder_has_its_own_splits_and_parts_are_joined(tmp_path, held_out):
-    """Its name is no pattern, which another folder would match."""
+    """Its name is no pattern, which another folder would match. A question of both splits is not
+    trained on."""
     write_rows(tmp_path / "x1/train.jsonl", ROWS[30:])
     folder = tmp_path / "x[1]"
     for k in range(2):
         write_rows(folder / f"train-0000{k}-of-00002.parquet", ROWS[10 * k : 10 * k + 10])
     if held_out == "validation":
         write_rows(folder / "test.parquet", [{"question": "not used"}])
-    write_rows(folder / f"{held_out}.parquet", ROWS[20:30])
+    write_rows(folder / f"{held_out}.parquet", ROWS[15:30])
     rows = load_rows(str(folder), from_row)
-    assert pairs(rows["train"]) == pairs(ROWS[:20])
-    assert pairs(rows["held_out"]) == pairs(ROWS[20:30])
+    assert pairs(rows["train"]) == pairs(ROWS[:15])
+    assert pairs(rows["held_out"]) == pairs(ROWS[15:30])
 
 
 def test_a_column_of_several_types_keeps_its_values(tmp_path):
@@ -99,28 +89,14 @@ def test_a_column_of_several_types_keeps_its_values(tmp_path):
     assert sorted(map(repr, read["train"] + read["held_out"])) == sorted(map(repr, rows))
 
 
-def test_case_of_names_zero_and_line_separators(tmp_path):
-    written = [{"Problem": f"a\u2028{k}", "Answer": k} for k in range(3)]
-    source = write_rows(tmp_path / "aime.jsonl", written)
-    rows = load_rows(source, lambda row: {name: field_of(row, name) for name in row})
-    read = sorted(rows["held_out"] + rows["train"], key=lambda row: row["answer"])
-    assert read == [{"problem": f"a\u2028{k}", "answer": k} for k in range(3)]
-    assert [row["answer"] for row in rows["held_out"]] == [0]  # zero is not empty
-
-
 MISSING = "the field {} is missing or empty"
-NO_OBJECT = "row 1: 'NoneType' object has no attribute 'items'"
 BAD = {  # file: content, a part of the sentence
     "empty.jsonl": ("", "too few different rows to train and to hold out: [0, 0]"),
     "text.parquet": ("hello", "cannot be read: ArrowInvalid"),
-    "text.jsonl": ("hello", "cannot be read: JSONDecodeError"),
-    "packed.jsonl.gz": (gzip.compress(b"null"), "cannot be read: UnicodeDecodeError"),
     "deep.json": ("[" * 100_000, "cannot be read: RecursionError"),
-    "null.jsonl": ("null\n" + json.dumps(ROWS[0]), NO_OBJECT),
-    "null.json": ("\n [null]", NO_OBJECT),
+    "null.jsonl": ("null\n" + json.dumps(ROWS[0]), "row 1: 'NoneType' object has no attribute"),
     "blank.jsonl": ([*ROWS[:3], ROWS[0] | {"question": " \n"}], "row 4: " + MISSING[:9]),
     "odd/test.jsonl": ([{"question": "1"}], f"held_out row 1: {MISSING.format('answer')}"),
-    "other/questions.jsonl": (ROWS, "too few different rows to train and to hold out: [0, 0]"),
     "chat.jsonl": ([{"question": [{"role": "user"}]}], "question is [{'role': 'user'}], but"),
     "one.jsonl": (ROWS[:1] * 5, "too few different rows to train and to hold out: [0, 5]"),
     "nowhere.jsonl": (None, "there is no such file or folder of files"),
@@ -131,11 +107,10 @@ BAD = {  # file: content, a part of the sentence
 def test_bad_input_is_named_in_one_sentence(name, tmp_path):
     content, sentence = BAD[name]
     write_rows(tmp_path / "odd/train.jsonl", ROWS)
-    write_rows(tmp_path / "other/more.jsonl", ROWS)
     if isinstance(content, list):
         write_rows(tmp_path / name, content)
     elif content is not None:
-        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        (tmp_path / name).write_text(content)
     source = str(tmp_path / name.partition("/")[0])
     with pytest.raises(ValueError, match=rf"^.*{re.escape(source)}.*{re.escape(sentence)}.*$"):
         load_rows(source, from_row)
@@ -147,17 +122,6 @@ def test_a_hub_id_may_name_a_configuration(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *words: asked.append(words) or hub)
     load_rows("owner/own:main", from_row)
     assert asked == [("owner/own", "main")]
-
-
-@pytest.mark.parametrize(("split", "first"), [("train", 42), ("held_out", EVAL_SEEDS + 42)])
-def test_successive_seeds_go_through_all_rows_of_their_split(split, first):
-    env = GSM8K()
-    env.rows = {split: list(range(30))}
-    asked = []
-    for seed in range(first, first + 30):
-        env.start(seed)
-        asked.append(env.question)
-    assert sorted(asked) == env.rows[split]
 
 
 def long_question(k):

@@ -14,7 +14,7 @@ from gymnasium.utils.env_checker import check_env
 from envs import ENVS
 from envs.base import Observation, TextEnv, outside_think, parse_action
 from envs.check import check_environment, is_result
-from freshper.tiny import build_policy, warm_start
+from freshper.tiny import build_policy
 
 CASES = {**ENVS, "frozenlake, slippery": partial(ENVS["frozenlake"], slippery=True)}
 every_environment = pytest.mark.parametrize("name", list(CASES))
@@ -96,15 +96,7 @@ HOSTILE = r"""<answer> </answer> <think> </think> <search> </search> <informatio
 HOSTILE += ["\x00", "\n", " ", "\u202e", "\ud800", "a" * 300]
 # What a turn costs besides, by the paper's appendix D and the authors' code.
 TURN_REWARD = {"sokoban_simple": -0.1, "sokoban_hard": -0.1, "cliffwalking": -1.0}
-UNREADABLE = [
-    "",
-    " \n",
-    "\x00\ud800",
-    "<answer>",
-    "<answer></answer>",
-    "<think><answer>1</answer>",
-    "x" * 100_000,
-]
+UNREADABLE = ["", "<answer></answer>", "x" * 100_000]
 
 
 @every_environment
@@ -123,21 +115,14 @@ def test_gymnasium_accepts_it(name):
 
 
 @pytest.mark.parametrize("name", ["nq_search", "frozenlake_vlm"])
-@pytest.mark.parametrize(("mode", "options"), [("sync", {}), ("async", {"shared_memory": False})])
-def test_vectors_of_gymnasium(name, mode, options):
-    envs = gymnasium.make_vec(f"freshper/{name}-v0", 2, mode, vector_kwargs=options)
+def test_vectors_of_gymnasium(name):
+    options = {"shared_memory": False}
+    envs = gymnasium.make_vec(f"freshper/{name}-v0", 2, "async", vector_kwargs=options)
     envs.action_space.sample()
     assert len(envs.reset(seed=0)[0]) == 2
     _, rewards, *_ = envs.step(envs.action_space.sample())
     assert rewards.shape == (2,)
     envs.close()
-
-
-def test_the_module_of_a_task_is_imported_when_it_is_used():
-    program = """import sys; from envs import ENVS; ENVS["cliffwalking"].settings
-print(*sorted(name for name in sys.modules if name.startswith("envs.")))"""
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert shown.stdout.split() == ["envs.base", "envs.cliffwalking", "envs.grid_world"]
 
 
 @every_environment
@@ -158,34 +143,32 @@ def test_the_random_policy_has_its_own_stream(monkeypatch):
 
 
 @every_environment
-def test_unreadable_replies_cost_their_turn_and_the_penalty_and_change_nothing(name):
-    for reply in UNREADABLE:
-        env = CASES[name](format_penalty=0.5, max_turns=3)
-        before, _ = env.reset(seed=1)
-        for turn in range(1, 4):
-            observation, reward, terminated, truncated, info = env.step(reply)
-            assert reward == pytest.approx(TURN_REWARD.get(name, 0.0) - 0.5)
-            if "score" in env.metrics:  # the paper's number, without our penalty
-                assert info["metrics"]["score"] == pytest.approx(TURN_REWARD[name] * turn)
-            assert not (terminated or info["success"] or info["valid"])
-            assert truncated == (turn == 3)
-            assert repr(observation) == repr(before)
+def test_arbitrary_replies_never_raise_and_unreadable_ones_cost_turn_and_penalty_alone(name):
+    env = CASES[name](format_penalty=0.5, max_turns=3)
+    rng = np.random.default_rng(0)
+    replies = UNREADABLE.copy()
+    for _ in range(300):
+        pieces = rng.choice(len(HOSTILE), rng.integers(0, 6))
+        replies.append("".join(HOSTILE[k] for k in pieces))
 
-
-@every_environment
-def test_arbitrary_replies_never_raise_and_are_never_rewarded_by_chance(name):
-    rng, env = np.random.default_rng(0), CASES[name](style="full")
-    env.reset(seed=0)
     unreadable = 0
-    for k in range(300):
-        reply = "".join(HOSTILE[i] for i in rng.choice(len(HOSTILE), rng.integers(0, 6)))
+    turn_reward = TURN_REWARD.get(name, 0.0)
+    before, _ = env.reset(seed=1)
+    for k, reply in enumerate(replies):
         observation, reward, terminated, truncated, info = env.step(reply)
         assert is_result((observation, reward, terminated, truncated, info))
         assert set(info["metrics"]) == set(env.metrics)
-        assert reward < 0 or info["valid"]
-        unreadable += not info["valid"]
+        if not info["valid"]:
+            unreadable += 1
+            assert reward == pytest.approx(turn_reward - 0.5)
+            assert not (terminated or info["success"])
+            assert repr(observation) == repr(before)
+        if k == 2 and "score" in env.metrics:  # the paper's number, without our penalty
+            assert info["metrics"]["score"] == pytest.approx(3 * turn_reward)
+
+        before = observation
         if terminated or truncated:
-            env.reset(seed=k)
+            before, _ = env.reset(seed=k)
     assert unreadable > 100
 
 
@@ -232,11 +215,9 @@ def raises_for_the_unreadable(env, reply):
 
 BROKEN = [
     ({"actions": ()}, "actions is empty"),
-    ({"words": " to"}, "words is ' to', but must be a tuple"),
     ({"metrics": ("turns",)}, "metrics has the name 'turns'"),
     ({"observe": lambda _: Observation("", (np.zeros((9, 9, 3)),))}, "observe() is Observation("),
     ({"observe": unseeded}, "reset(seed=0) began two different episodes"),
-    ({"step": returns(won=1)}, "step() is (Observation("),
     ({"step": returns(float("nan"))}, "step() is (Observation("),
     ({"step": returns(ended=False)}, "step() did not end the episode in turn 2"),
     ({"step": returns(success=False, valid=False)}, "step() could not read '<answer>"),
@@ -248,13 +229,6 @@ BROKEN = [
 def test_what_is_wrong_with_an_environment_is_one_sentence(change, sentence):
     with pytest.raises(ValueError, match=re.escape(f"Own.{sentence}")):
         check_environment(type("Own", (Guess,), change)())
-
-
-def test_words_that_no_token_spells_are_refused_before_the_warm_start():
-    actions = (*"abcdefghijklmnopqrstuvwxyz" * 4, "Süd")
-    task = type("Own", (Guess,), {"actions": actions, "caption": lambda _: "1"})
-    with pytest.raises(ValueError, match=r"Süd.* ASCII"):
-        warm_start(build_policy(task()), task)
 
 
 def test_actions_of_one_character_can_be_sampled():

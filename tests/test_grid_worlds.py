@@ -1,7 +1,6 @@
 """FrozenLake and CliffWalking beside Gymnasium's own, Sokoban beside its rules written once more,
 and the texts, images and captions of all three."""
 
-from collections import Counter
 from functools import cache
 
 import gymnasium
@@ -199,7 +198,8 @@ class Moves(dict):
 @pytest.mark.parametrize("name", list(SIZES))
 def test_sokoban_follows_the_rules(name):
     """State and text of random episodes follow the reference, and rewards count its symbols."""
-    env, rng, events = ENVS[name](max_turns=60, style="full"), np.random.default_rng(0), Counter()
+    env, rng = ENVS[name](max_turns=60, style="full"), np.random.default_rng(0)
+    changes = set()
     for seed in range(60):
         env.reset(seed=seed)
         rows, score, over = rows_of(env), 0.0, False
@@ -212,19 +212,15 @@ def test_sokoban_follows_the_rules(name):
             assert rows_of(env) == after == tuple(shown)
             assert info["success"] == terminated == solved(after)
 
-            in_place_before = "".join(rows).count("√")
-            in_place = "".join(after).count("√")
-            assert reward == pytest.approx(-0.1 + in_place - in_place_before + 10 * solved(after))
+            put = "".join(after).count("√") - "".join(rows).count("√")
+            assert reward == pytest.approx(-0.1 + put + 10 * solved(after))
             score += reward
             assert info["metrics"]["score"] == pytest.approx(score)
-            events["on"] += in_place > in_place_before
-            events["off"] += in_place < in_place_before
-            events["blocked"] += rows == after
+            changes.add(put)
             rows, over = after, terminated or truncated
 
-    assert min(events["on"], events["blocked"]) > 3
     # With one box, a box in place is the end of the episode.
-    assert events["off"] > 0 or name == "sokoban_simple"
+    assert changes == ({0, 1} if name == "sokoban_simple" else {0, 1, -1})
 
 
 @pytest.mark.parametrize(("name", "n"), [("sokoban_simple", 100), ("sokoban_hard", 6)])

@@ -12,11 +12,6 @@ from envs import nq_search, search, synthetic_wiki
 from envs.base import EVAL_SEEDS, WARM_START_SEEDS
 from envs.nq_search import NQSearch, exact_match, parse_action
 
-PASSAGES = [
-    "Wilhelm Röntgen\nThe first Nobel Prize in Physics.",
-    "Physics\nA science.",
-    "Nobel Prize\nA prize.",
-]
 NO_SERVER = "http://127.0.0.1:9/retrieve"
 START = {"train": 0, "held-out": EVAL_SEEDS}  # the first seed of each group
 
@@ -79,15 +74,17 @@ def test_exact_match():
 
 
 @pytest.mark.parametrize(
-    ("answer", "text"), [(1969.0, "1969"), (7, "7"), (2.5, "2.5"), (Decimal("1969.0"), "1969")]
+    ("answers", "text"),
+    [([1969.0], "1969"), (2.5, "2.5"), ([Decimal("7.0")], "7"), ("Rome", "Rome")],
 )
-def test_a_golden_number_is_the_text_that_a_person_writes(answer, text):
-    row = {"question": 5.0, "golden_answers": [answer]}
+def test_a_golden_answer_is_the_text_that_a_person_writes(answers, text):
+    """In a list or alone."""
+    row = {"question": 5.0, "golden_answers": answers}
     assert NQSearch.from_row(row) == ("5", [text], "", ())
 
 
-NO_TEXT = [[], ["  "], "['Paris']", '{"value": "Paris"}', {"value": "Paris"}, [None]]
-NO_TEXT += [["Paris", {"text": "Paris"}], [["Paris"]], [True], [float("nan")]]
+NO_TEXT = [[], ["  "], "['Paris']", {"value": "Paris"}, ["Paris", {"text": "Paris"}], [True]]
+NO_TEXT += [[float("nan")]]
 
 
 @pytest.mark.parametrize("answers", NO_TEXT, ids=str)

@@ -6,11 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-from PIL import Image
-
-from envs import ENVS
-
 ROOT = Path(__file__).parent.parent
 
 
@@ -32,14 +27,6 @@ def test_an_episode_from_start_to_goal_and_on_to_the_next_seed():
     form = r"> (?:The end:\n)?(Your .*? read\. )?Reward: (\S+)\.\nTurn"
     assert re.findall(form, shown) == rewards
     assert "\nsuccess after 14 turns, return -14.15\n\nEpisode of seed 5" in shown
-
-
-def test_images_are_saved_where_the_command_says():
-    shown = run("frozenlake_vlm", "--seed", "3")
-    path = Path(re.search(r"image: (.*)", shown)[1])
-    observation, _ = ENVS["frozenlake_vlm"](style="full").reset(seed=3)
-    assert np.array_equal(Image.open(path), observation.images[0])
-    path.unlink()
 
 
 def test_a_sentence_is_a_reply_where_the_question_asks_for_one():

@@ -11,7 +11,7 @@ import torch
 from gymnasium.utils.env_checker import check_env
 
 from envs import ENVS
-from envs.base import EVAL_SEEDS, WARM_START_SEEDS, play_out
+from envs.base import EVAL_SEEDS, WARM_START_SEEDS
 from envs.check import check_environment
 from freshper import tiny
 from freshper.config import defaults
@@ -20,11 +20,7 @@ from freshper.episode import collate
 from freshper.models import load_policy
 from freshper.report import summarize
 from freshper.rollout import rollout
-from freshper.tiny import (
-    tiny_model,
-    transcripts,
-    warm_start,
-)
+from freshper.tiny import tiny_model, transcripts, warm_start
 
 # Share of tokens of held-out captions that shipped models predict. RL teaches gsm8k's to read its
 # problems.
@@ -53,17 +49,18 @@ def caption_accuracy(policy, name, n=64):
     with torch.no_grad():
         predicted = policy.model.lm_head(policy.batch_hidden(batch)).argmax(-1)  # [B, T]
 
-    ends = torch.tensor([episode.turn_ends()[0] for episode in episodes])  # [B]: of the reply
-    after_reply = torch.arange(batch.tokens.shape[1]) > ends[:, None]  # [B, T]
-    in_caption = batch.action_mask & after_reply
-    return (predicted[:, :-1] == batch.tokens[:, 1:])[in_caption[:, 1:]].float().mean()
+    right = []
+    for row, episode in enumerate(episodes):
+        end_of_reply = episode.turn_ends()[0]
+        caption = np.flatnonzero(episode.action_mask[end_of_reply + 1 :]) + end_of_reply + 1
+        right += (predicted[row, caption - 1] == batch.tokens[row, caption]).tolist()
+    return np.mean(right)
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in tiny.SHIPPED.iterdir()))
 def test_the_shipped_weights_read_and_play_like_the_random_policy(name):
     n = 100
     preset = defaults("tiny", name, "freshper")
-    rng = np.random.default_rng(0)
     policy = load_policy(str(tiny_model(name)), "cpu", torch.float32)
     engine = HFEngine(policy, Sampling(), 0)
     envs = [ENVS[name](max_turns=preset.get("max_turns", 0)) for _ in range(n)]
@@ -76,10 +73,6 @@ def test_the_shipped_weights_read_and_play_like_the_random_policy(name):
     random = np.mean([envs[0].baselines(seed)["random"] for seed in seeds])
     p = max(random, 1 / n)  # CliffWalking's is 0
     assert abs(played["success"] - random) <= 4 * (2 * p * (1 - p) / n) ** 0.5  # standard errors
-    if "score" in envs[0].metrics:
-        infos = [play_out(envs[0], seed, lambda: envs[0].random_reply(rng))[2] for seed in seeds]
-        scores = [info["metrics"]["score"] for info in infos]
-        assert abs(played["score"] - np.mean(scores)) <= 4 * np.std(scores) * (2 / n) ** 0.5
     assert caption_accuracy(policy, name) > CAPTIONS[name]
 
 
@@ -96,8 +89,6 @@ def test_one_s_own_environment(tmp_path, monkeypatch):
     env = digits()
     check_environment(env)
     check_env(env, skip_render_check=True)
-    random = np.mean([env.baselines(seed)["random"] for seed in range(1000)])
-    assert random == pytest.approx(1 - 0.9**4, abs=0.06)
 
     monkeypatch.setattr(digits, "warm_start", ((50, 2),))
     folder = tiny_model("digits")

@@ -8,7 +8,7 @@ import shutil
 import pytest
 from conftest import QUESTION, serving
 from kill_loop import contents
-from test_nq_search import NO_SERVER, PASSAGES
+from test_nq_search import NO_SERVER
 
 import train
 from envs import nq_search, search
@@ -16,6 +16,12 @@ from envs.base import EVAL_SEEDS
 from envs.nq_search import NQSearch
 from envs.search import LocalEncoder, Retriever
 from freshper.engine_hf import HFEngine
+
+PASSAGES = [
+    "Wilhelm Röntgen\nThe first Nobel Prize in Physics.",
+    "Physics\nA science.",
+    "Nobel Prize\nA prize.",
+]
 
 
 def serve(port=0):
@@ -40,15 +46,9 @@ def test_an_episode_with_data_and_a_server(questions, url):
     assert f"<information>\n{passages}\n</information>\n" in observation.text
     assert (results, info["valid"]) == ([0.0, False, False], True)
 
-    observation, *results, info = env.step("Röntgen")
-    assert (results, info["valid"]) == ([-0.15, False, False], False)
-    assert PASSAGES[0] in observation.text
-
     _, *results, info = env.step("<Answer>wilhelm conrad röntgen.</Answer>")
     assert (results, info["success"]) == ([1.0, True, False], True)
     assert info["metrics"] == {"searches": 1.0}
-    asks_nobody = NQSearch(data=questions, search_url=NO_SERVER).baselines(EVAL_SEEDS)
-    assert asks_nobody == {"random": 0.0, "optimal": 1.0}
 
 
 SHORT = """--env nq_search --preset small --iterations 3 --save_every 1 --eval_every 3
@@ -74,7 +74,6 @@ def run(questions, model_folder, tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("questions", ["Rome"], indirect=True)
 def test_a_run_stops_with_its_server_and_goes_on_with_it(run, tmp_path, monkeypatch, capsys):
     calls = []
     generate = HFEngine.generate
@@ -103,7 +102,6 @@ def test_a_run_stops_with_its_server_and_goes_on_with_it(run, tmp_path, monkeypa
     assert contents(stopped) == contents(tmp_path / "plain")
 
 
-@pytest.mark.parametrize("questions", ["Rome"], indirect=True)
 def test_a_run_without_a_server_does_not_begin(run, tmp_path, capsys):
     for address in (NO_SERVER, "http://[", "http://127.0.0.1:99999999/", "http://"):
         assert run(address, "run") == 2

@@ -227,7 +227,6 @@ def test_build_and_serve_from_the_command_line(tmp_path):
 
 
 REFUSED = {  # arguments: a part of the error
-    "--index bad.faiss": "not recognized",
     "--index c.jsonl --build": "File exists: 'c.jsonl'",
     "--corpus bad.jsonl": "contents",
     "--encoder models--intfloat--e5-base/snapshots/f5": "2",
@@ -239,7 +238,6 @@ def test_what_cannot_be_served_is_refused(model_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "c.jsonl", CORPUS)
     write_rows(tmp_path / "bad.jsonl", [{"contents": "fine"}, {"text": "x"}])
-    Path("bad.faiss").write_bytes(b"no index at all")
     shutil.copytree(model_folder["text"], "half")
     weights = load_file("half/model.safetensors")
     del weights["model.layers.0.mlp.up_proj.weight"]

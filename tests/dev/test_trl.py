@@ -25,13 +25,15 @@ def test_trl_replays_what_it_stored(tmp_path):
             differences.append(difference.abs().max().item())
             return super()._compute_loss(model, inputs)
 
-    settings = {
-        "output_dir": str(tmp_path),
-        "per_device_train_batch_size": 8,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-    }
-    trainer = trl_grpo.make_trainer(Watching, max_steps=4, learning_rate=0.0, **settings)
+    trainer = trl_grpo.make_trainer(
+        Watching,
+        max_steps=4,
+        learning_rate=0.0,
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=8,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
     trainer.train()
 
     assert replays == [False, True, False, True]

@@ -167,7 +167,6 @@ def run(case, out, resume):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     # Three tokens of the tiny vocabulary: a text batch is cut into chunks.
     freshper.trainer.LOGITS_AT_ONCE = 1000
     # The ranks go on to the next case.

@@ -1,6 +1,5 @@
 """Parts of benchmarks/gpu.py run on a CPU, with tiny models."""
 
-import os
 import re
 import subprocess
 import sys
@@ -13,8 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 def results(out, *flags):
     command = [sys.executable, "benchmarks/gpu.py", str(out), "--small", *flags]
-    variables = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return (out / "results.txt").read_text()
 
@@ -22,12 +20,6 @@ def results(out, *flags):
 @pytest.mark.parametrize("part", ["0.5B, vLLM, ZeRO-3", "tiny, text"])
 def test_the_table_of_a_part(part, tmp_path):
     text = results(tmp_path, "--only", part)
-    tokens = re.search(
-        r"^tokens: (\S+) collected, (\S+) sampled, (\S+) replayed", text, re.MULTILINE
-    )
-    collected, sampled, replayed = (int(n.replace(",", "")) for n in tokens.groups())
-    assert 0 < sampled < collected < replayed  # two replay updates of as many episodes
-    assert re.search(r"replay .* s .*% .* tokens/s", text)
     assert 0 < float(re.search(r"FLOP/s, (\S+)% of a matrix product's", text)[1]) < 100
     assert float(re.search(r"mismatch (\S+)", text)[1]) < 1e-5
     if part.startswith("tiny"):

@@ -10,7 +10,7 @@ from conftest import serving
 from pretrained import minilm
 from transformers import AutoTokenizer, BertModel
 
-from envs.search import Retriever, TransformerEncoder, build_index, retrieve
+from envs.search import Retriever, TransformerEncoder, retrieve
 
 TEXTS = ["a text", "the largest planet of them all, with a spot", "x", "mars " * 600]
 
@@ -40,10 +40,3 @@ def test_several_clients_at_once_get_the_best_passages():
     with serving(retriever) as url, ThreadPoolExecutor(8) as pool:
         results = list(pool.map(lambda passage: retrieve(url, [passage], 1)[0], passages))
     assert results == [[passage] for passage in passages]
-
-
-def test_an_index_is_not_served_with_other_prefixes():
-    passages = [f"Town {k}\n{k} streets. " + "Its bridge has arches. " * 30 for k in range(20)]
-    index = build_index(passages, TransformerEncoder(str(minilm()), prefixes=True))
-    with pytest.raises(ValueError, match="another corpus or encoder"):
-        Retriever(passages, TransformerEncoder(str(minilm()), prefixes=False), index)

