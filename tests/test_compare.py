@@ -137,7 +137,7 @@ def process(*flags):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_ctrl_c_saves_the_runs_and_the_same_command_goes_on(tmp_path):
+def test_ctrl_c_saves_the_runs_and_the_same_command_goes_on(tmp_path, monkeypatch, capsys):
     long = [*SHORT[:-1], "12", "--out", str(tmp_path)]
     begun = process(*long)
     run = tmp_path / "on_policy-seed3"
@@ -150,9 +150,9 @@ def test_ctrl_c_saves_the_runs_and_the_same_command_goes_on(tmp_path):
     assert (run / "checkpoint/manifest.json").exists()
     assert read(run, "metrics.csv")["iteration"][-1] < 12
 
-    again = process(*long)
-    said, _ = again.communicate()
-    assert again.returncode == 0 and "| on_policy |" in said
+    monkeypatch.setattr("sys.argv", ["compare.py", "--arm", "on_policy", "--seeds", "3", *long])
+    assert compare.main() == 0
+    assert "| on_policy |" in capsys.readouterr().out
     assert f"resuming from {run}/checkpoint, after iteration" in Path(f"{run}.log").read_text()
 
 
