@@ -24,15 +24,15 @@ MAY_CHANGE = {
     "iterations", "save_every", "eval_every",
     # later draws and updates
     "alpha", "tau", "beta", "replay_ratio", "batch_size", "ppo_epochs", "lr",
-    "dual_clip", "advantage_clip", "entropy_coef",
+    "ratio_clip", "dual_clip", "advantage_clip", "entropy_coef",
     # where
     "micro_batch_size", "engine_memory", "resume",
 }  # fmt: skip
 
 # What settings must be: names, in words, and as a condition on value and settings. NaN fails all.
 RULES: list[tuple[str, str, Callable[[Any, Config], object]]] = [
-    ("capacity batch_size epsilon tau iterations rollout_batch_size ppo_epochs lr advantage_clip "
-     "micro_batch_size temperature max_new_tokens eval_every eval_episodes",
+    ("capacity batch_size epsilon tau iterations rollout_batch_size ppo_epochs lr ratio_clip "
+     "advantage_clip micro_batch_size temperature max_new_tokens eval_every eval_episodes",
      "above 0", lambda x, c: 0 < x < math.inf),
     ("max_turns format_penalty replay_ratio kl_loss_coef kl_reward_coef entropy_coef save_every",
      "0 or more", lambda x, c: 0 <= x < math.inf),

@@ -174,7 +174,7 @@ def policy_loss(
     action_mask: Tensor,
     weights: Tensor | None = None,
     *,
-    ratio_clip: float = 0.2,  # section 4.1
+    ratio_clip: float = 0.2,
     dual_clip: float = 0.0,
     entropies: Tensor | None = None,
     entropy_coef: float = 0.0,

@@ -198,6 +198,7 @@ class TorchTrainer:
                 micro_batch.advantages,
                 micro_batch.action_mask,
                 micro_batch.weights,
+                ratio_clip=config.ratio_clip,
                 dual_clip=config.dual_clip,
                 entropies=entropies,
                 entropy_coef=config.entropy_coef,
