@@ -244,7 +244,9 @@ def test_two_launchers_make_the_run_of_one_also_if_one_dies(models, tmp_path):
     wait_for_rows(first, out, 2)
     for pid in session(second):
         os.kill(pid, signal.SIGKILL)
-    assert " on 3 ranks of DeepSpeed failed: RuntimeError: " in ends_in_one_sentence(first, out)
+    # They train or save when it dies.
+    sentence = ends_in_one_sentence(first, out)
+    assert re.search("DeepSpeed failed: RuntimeError: | was not written to .*/two: ", sentence)
 
     for launcher in start_both(out, "--resume", str(out)):
         status, output = finish(launcher, out)
