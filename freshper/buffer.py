@@ -154,7 +154,7 @@ class ReplayBuffer:
         indices, priorities = np.broadcast_arrays(indices, priorities)
         check_priorities(priorities)
         self.pending.result()
-        if not np.isin(indices, np.arange(len(self))).all():
+        if np.min(indices, initial=0) < 0 or np.max(indices, initial=-1) >= len(self):
             raise ValueError(f"the buffer has {len(self)} episodes, but not all slots {indices}")
         if arrivals is not None:
             there = arrivals == self.arrival[indices]
