@@ -124,6 +124,7 @@ class Checkpoints:
             self.report.write_config()
         # safetensors, torch and the system each have errors of their own for a full disk.
         except Exception as error:
+            shutil.rmtree(new, ignore_errors=True)
             # torch.save hides the error of the disk behind its own.
             reason = error.__context__ or error
             checkpoint = f"the checkpoint after iteration {self.report.done}"

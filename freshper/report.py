@@ -20,7 +20,6 @@ has evaluations and checkpoints, too.
 """
 
 import base64
-import contextlib
 import fcntl
 import json
 import os
@@ -148,9 +147,12 @@ class Report:
     def iterations(self, engine: Engine) -> Iterator[int]:
         """Yield the numbers of the iterations to come, with a progress bar. The policy is evaluated
         before the first."""
-        # A run that was killed after its last checkpoint has written more rows.
-        with contextlib.suppress(FileNotFoundError):
-            os.truncate(self.folder / "replay.csv", self.replay_bytes)
+        path = self.folder / "replay.csv"
+        if path.exists():
+            # A run that was killed after its last checkpoint has written more rows. A file that has
+            # become shorter was begun after the checkpoint.
+            grown = path.stat().st_size >= self.replay_bytes
+            os.truncate(path, self.replay_bytes if grown else 0)
         if not self.rows:
             first = {"iteration": 0, "step": 0, "episodes": 0, "wall_s": 0.0}
             self.rows.append(first | self.evaluate_if_due(0, engine))
