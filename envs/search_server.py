@@ -17,6 +17,7 @@ The 21 million passages of Search-R1's Wikipedia need 64 GB of memory, and 20 GB
 """
 
 import argparse
+import os
 
 import faiss
 import uvicorn
@@ -89,11 +90,13 @@ def main(argv: list[str] | None = None) -> None:
     if args.build:
         # A file that exists, or cannot be written, is refused before hours of encoding.
         open(args.index, "xb").close()
-        faiss.write_index(build_index(corpus, encoder), args.index)
+        try:
+            faiss.write_index(build_index(corpus, encoder), args.index)
+        except BaseException:  # Ctrl-C, too
+            os.remove(args.index)
+            raise
         return
     app = application(Retriever(corpus, encoder, faiss.read_index(args.index)))
-    address = f"http://{args.host}:{args.port}/retrieve"
-    print(f"{len(corpus)} documents at {address}", flush=True)
     uvicorn.run(app, host=args.host, port=args.port, access_log=False)
 
 

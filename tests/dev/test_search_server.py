@@ -15,6 +15,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import faiss
 import numpy as np
@@ -245,6 +246,11 @@ def test_what_cannot_be_served_is_refused(model_folder, tmp_path, monkeypatch):
 
     files = ["--corpus", "c.jsonl", "--index", "c.faiss"]
     search_server.main(["--build", *files])
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(search_server, "build_index", Mock(side_effect=KeyboardInterrupt))
+        search_server.main(["--build", *files[:-1], "unfinished.faiss"])
+    assert not Path("unfinished.faiss").exists()
+
     before = Path("c.jsonl").read_bytes()
     for arguments, sentence in REFUSED.items():
         with pytest.raises((Exception, SystemExit), match=re.escape(sentence)):
