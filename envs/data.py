@@ -151,8 +151,7 @@ def text_of(row: dict, name: str) -> str:
 
 def as_text(value: Any, name: str) -> str:
     """Return a text, or a number as a person writes it: 1969.0, which pandas makes of 1969 in a
-    column with gaps, is 1969. Raises ValueError for anything else. `datasets` makes dates of a JSON
-    column in which every text looks like one. A Parquet file keeps the text."""
+    column with gaps, is 1969. Raises ValueError for anything else."""
     if type(value) in (float, Decimal) and math.isfinite(value):
         return f"{float(value):.15g}"
     if type(value) not in (str, int) or not str(value).strip():

@@ -45,7 +45,7 @@ def normalize(text: str) -> str:
     """Return a text in the form that SQuAD compares: lower case, no punctuation, no articles,
     single spaces. Where that leaves nothing, articles stay ("A."), or punctuation, too ("%"). A
     number with .0, which pandas makes of a whole one, loses it."""
-    lower = text.strip().lower().removesuffix(".0")
+    lower = re.sub(r"^(\d+)\.0$", r"\1", text.strip().lower())
     bare = lower.translate(str.maketrans("", "", string.punctuation))
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split()) or bare.strip() or lower
 

@@ -80,7 +80,7 @@ class Policy:
         if not tokens <= rows:
             raise ValueError("its tokenizer belongs to another model, which has more tokens")
         listed = self.model.generation_config.suppress_tokens or ()
-        suppressed = (rows - tokens).union(special, listed)
+        suppressed = (rows - tokens).union(special, rows.intersection(listed))
         self.suppressed_ids = sorted(suppressed - {self.eos_id})
 
         self.special_tokens = [added[i].content for i in special]

@@ -51,6 +51,7 @@ an apple a day|apple day|1
 O'Neill|ONeill|1
 1,000|1000|1
 1969|1969.0|1
+USB 2|USB 2.0|0
 2.0|20|0
 new⏎\tyork|The New York|1
 a|A|1
