@@ -5,9 +5,9 @@ Data: the fields `image`, `problem` and `solution` (`<answer> 145° </answer>`) 
 `leonardPKU/GEOQA_R1V_Train_8K`. If `image` is a path, it counts from the working directory.
 
 A reply's answer is the letter of a choice, a value (envs/answer_parsing.py), or both, as "B) 60°".
-It is right if it shares the letter, the text or the value with the gold answer and contradicts none
-of them. The data set has answers of all these forms. A sentence around the letter or the value is
-not read, because it may say anything about them.
+It is right if it shares the letter or the value with the gold answer and contradicts neither. The
+data set has answers of all these forms. A sentence around the letter or the value is not read,
+because it may say anything about them.
 
 Without data: a triangle or a quadrilateral on a grid of 4 x 4 squares. A question asks for the
 length of the red side, the angle at the red dot, or the area: 10,163 problems for training and
@@ -18,7 +18,6 @@ import io
 import math
 import re
 from collections.abc import Iterator
-from fractions import Fraction
 from itertools import combinations, product
 from typing import NamedTuple
 
@@ -42,6 +41,7 @@ FILL = "#aad2fa"
 EDGE = "#102060"
 RED = "#e01828"
 CHOICE = r"\(?([A-F])(?:[).:]+ *(.*))?"  # letter and what is behind it
+WORD = r"[A-Z]|(?<![\\a-z])[a-z]{3}"  # no unit and no command of LaTeX
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # others may start programs
 MAX_SIDE = 896  # pixels; larger images are scaled down, to at most 1024 tokens of Qwen2.5-VL
 
@@ -57,8 +57,7 @@ class Figure(NamedTuple):
 
 class Answer(NamedTuple):
     letter: str  # of a choice, or ""
-    text: str = ""  # without the letter
-    value: Measure | None = None  # of the text, if it is a number
+    measure: Measure | None = None  # what is behind the letter
 
 
 class GeoQA(QuestionAnswering):
@@ -107,50 +106,30 @@ class GeoQA(QuestionAnswering):
 
     @staticmethod
     def read(answer: str) -> Answer | None:
-        """Return an answer as the letter of a choice, the text without it, and the value of that
-        text. None: it has neither a letter nor a digit. A letter is a choice if it stands alone
-        (B, (B), B.) or before a value ("B) 60°"). Before words it may belong to a sentence."""
+        """Return an answer as the letter of a choice and what is behind it. None: it has neither a
+        letter nor a digit. A letter is a choice if it stands alone (B, (B), B.) or before a value
+        ("B) 60°"). Before words it may belong to a sentence."""
         text = bare(answer)
         if not re.search(r"\w", text):
             return None
 
         choice = re.fullmatch(CHOICE, text)
-        letter, behind = choice.groups("") if choice else ("", text)
-        value = read_measure(behind)
-        if behind and not value:
-            return Answer("", text)
-        return Answer(letter, behind, value)
+        if choice and not choice[2]:
+            return Answer(choice[1])
+        if choice and not re.search(WORD, choice[2]):
+            return Answer(choice[1], read_measure(choice[2]))
+        return Answer("", read_measure(text))
 
     @staticmethod
     def right(answer: Answer, gold: Answer) -> bool:
-        """Return whether answer and gold share a letter, a text or a value, and differ in none."""
-        letters = {answer.letter, gold.letter} - {""}
-        if len(letters) > 1:
+        """Return whether answer and gold share a letter or a value, and differ in none. A unit that
+        one of them lacks is not compared."""
+        if len({answer.letter, gold.letter} - {""}) > 1:
             return False
-        if answer.text and gold.text:
-            return answer.text == gold.text or same(answer.value, gold.value)
+        if answer.measure and gold.measure:
+            units = {answer.measure.unit, gold.measure.unit} - {""}
+            return answer.measure.value == gold.measure.value and len(units) < 2
         return answer.letter == gold.letter
-
-
-def same(measure: Measure | None, gold: Measure | None) -> bool:
-    """Return whether two values with their units are equal. A unit that one of them lacks is not
-    compared. Integers, decimals and fractions are compared exactly, so 3.3 is not 10/3. Only the
-    value of an expression with a root or π may be rounded: to two decimals or more, as 3.46 for
-    2√3."""
-    if not measure or not gold:
-        return False
-    if len({measure.unit, gold.unit} - {""}) > 1:
-        return False
-
-    # An expression with a root or π has a float as its value, all others have a fraction.
-    kinds = {type(measure.value), type(gold.value)}
-    if kinds == {Fraction}:
-        return measure.value == gold.value
-    if kinds == {float}:
-        return math.isclose(measure.value, gold.value, rel_tol=1e-12)
-
-    decimals = max(measure.decimals, gold.decimals)
-    return decimals >= 2 and abs(measure.value - gold.value) <= 0.5 * 10**-decimals
 
 
 def polygons() -> Iterator[Polygon]:

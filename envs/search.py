@@ -20,14 +20,10 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-# Encoders: texts per forward pass of a transformer. Weights of a hashed word in a passage's title
-# (its first line) and of a trigram, where any other word counts 1.
-BATCH = 64
+# Weights of a hashed word in a passage's title (its first line) and of a trigram, where any other
+# word counts 1
 TITLE = 4.0
 TRIGRAM = 0.25
-
-CHECKED = 8  # passages that an index must find
-SAME = 0.9995  # cosine of one passage's vectors in float32 and bfloat16; other prefixes have less
 
 # Client: its attempts, the seconds that the whole answer of one may take, and the seconds before
 # the second attempt (twice as many before the third).
@@ -73,48 +69,23 @@ class LocalEncoder:
 
 
 class TransformerEncoder:
-    """Average the last hidden states over a text's own tokens and normalise, as E5 and all-MiniLM
-    do. E5 needs its `prefixes` before queries and passages. Raises ValueError if weights are
-    missing."""
+    """Encode with a model of sentence-transformers, such as E5 or all-MiniLM. E5 needs its
+    `prefixes` before queries and passages."""
 
     def __init__(self, name: str, prefixes: bool):
-        # These are imported here, because the local encoder needs neither.
-        import torch
-        from transformers import AutoModel, AutoTokenizer
+        # The local encoder does without.
+        from sentence_transformers import SentenceTransformer
 
-        self.model, loaded = AutoModel.from_pretrained(
-            name, use_safetensors=True, output_loading_info=True
-        )
-        self.tokenizer = AutoTokenizer.from_pretrained(name)
-        # transformers would make random ones. The pooler is not used.
-        lacking = [key for key in loaded["missing_keys"] if not key.startswith("pooler.")]
-        if lacking:
-            raise ValueError(f"--encoder is {name}, but must have the weights {min(lacking)}")
-
-        self.model.to("cuda" if torch.cuda.is_available() else "cpu")
-        self.model.requires_grad_(False)
+        self.model = SentenceTransformer(name)
         self.prefixes = prefixes
-        self.dimension = self.model.config.hidden_size
-        # The rest of a text is cut off.
-        self.tokenizer.model_max_length = min(512, self.model.config.max_position_embeddings)
+        self.dimension = self.encode(["?"]).shape[1]
 
     def encode(self, texts: list[str], passages: bool = False) -> np.ndarray:
         """Return unit vectors of queries or of passages, float32 [n, dimension]."""
         if self.prefixes:
             prefix = "passage: " if passages else "query: "
             texts = [prefix + text for text in texts]
-
-        sums = []
-        for start in range(0, len(texts), BATCH):
-            batch = texts[start : start + BATCH]
-            tokens = self.tokenizer(batch, padding=True, truncation=True, return_tensors="pt")
-            tokens = tokens.to(self.model.device)
-            hidden = self.model(**tokens).last_hidden_state  # [n, T, dimension]
-            mask = tokens["attention_mask"][..., None]  # [n, T, 1], 0 at padding
-            # The sum has the direction of the mean.
-            sums.append((hidden.float() * mask).sum(1).cpu().numpy())
-
-        return unit_vectors(np.concatenate(sums))
+        return self.model.encode(texts, normalize_embeddings=True)
 
 
 def unit_vectors(vectors: np.ndarray) -> np.ndarray:
@@ -151,22 +122,13 @@ def build_index(corpus: list[str], encoder: Encoder) -> Any:
 
 class Retriever:
     """Search passages with a FAISS index, which is built if it is None. Raises ValueError if the
-    index is not of these passages, in this order, and of this encoder with its prefixes."""
+    index has another number of passages, or vectors of another dimension."""
 
     def __init__(self, corpus: list[str], encoder: Encoder, index: Any = None):
         self.corpus = np.array(corpus, dtype=object)
         self.encoder = encoder
         self.index = index or build_index(corpus, encoder)
-
-        fits = (self.index.ntotal, self.index.d) == (len(corpus), encoder.dimension)
-        if fits:
-            # It must find most of a few passages at their positions, with the encoder's vectors:
-            # others may be equal, and an index may be approximate.
-            rows = np.linspace(0, len(corpus) - 1, CHECKED, dtype=int)
-            vectors = encoder.encode(self.corpus[rows].tolist(), passages=True)
-            scores, found = self.index.search(vectors, 1)
-            fits = np.mean((found[:, 0] == rows) & (scores[:, 0] > SAME)) > 0.5
-        if not fits:
+        if (self.index.ntotal, self.index.d) != (len(corpus), encoder.dimension):
             sentence = f"the index of {self.index.ntotal} passages is of another corpus or encoder"
             raise ValueError(f"{sentence}: build it again")
 

@@ -24,10 +24,11 @@ def test_vectors_are_normalised_means_over_a_text_s_own_tokens(prefixes):
     encoder = TransformerEncoder(str(folder), prefixes=any(prefixes))
 
     for passages, prefix in zip((False, True), prefixes, strict=True):
-        # A batch holds 64 texts.
-        vectors = encoder.encode(["a text"] * 63 + TEXTS, passages)[63:]
+        # A batch holds 32 texts.
+        vectors = encoder.encode(["a text"] * 31 + TEXTS, passages)[31:]
         for vector, text in zip(vectors, TEXTS, strict=True):
-            tokens = tokenizer(prefix + text, truncation=True, max_length=512, return_tensors="pt")
+            # The package's own limit, which its maker has trained with.
+            tokens = tokenizer(prefix + text, truncation=True, max_length=256, return_tensors="pt")
             with torch.no_grad():
                 mean = model(**tokens).last_hidden_state[0].mean(0)
             np.testing.assert_allclose(vector, (mean / mean.norm()).numpy(), atol=1e-5)
