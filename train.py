@@ -7,14 +7,18 @@ Each line of the algorithm stands with its number. The module behind it says how
 and why we differ.
 """
 
+import signal
 import sys
 from functools import partial
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in the imports leaves no traceback
+
 from freshper.config import Config
-from freshper.flags import answer_at_once, parse_args
+from freshper.flags import parse_args
 
 if __name__ == "__main__":
-    answer_at_once()  # before torch is imported: --help, a wrong flag, Ctrl-C
+    parse_args()  # answers --help and a wrong flag before torch is imported
 
 from envs.base import TextEnv
 from freshper.backends import backends, load

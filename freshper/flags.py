@@ -9,7 +9,6 @@ import dataclasses
 import json
 import math
 import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -144,9 +143,3 @@ def parse_args(argv: list[str] | None = None) -> Config:
     except ValueError as error:
         parser.error(str(error))
     return config
-
-
-def answer_at_once() -> None:
-    """Answer --help and a wrong flag, and let Ctrl-C end the program without a traceback."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    parse_args()

@@ -14,6 +14,7 @@ easy to get wrong:
 
 import functools
 import math
+import re
 from dataclasses import dataclass, field
 from datetime import date
 from typing import Any
@@ -85,7 +86,7 @@ class Policy:
 
         self.special_tokens = [added[i].content for i in special]
         for token in self.special_tokens:
-            if "think" in token.lower():
+            if re.search("think|reason", token.lower()):
                 raise ValueError(f"it thinks with {token}, a special token, which is never sampled")
 
         self.image_token_id = getattr(self.model.config, "image_token_id", -1)

@@ -2,6 +2,7 @@
 chat template, of special tokens, and of text that spells one."""
 
 import json
+import re
 from functools import partial
 
 import numpy as np
@@ -207,10 +208,11 @@ def test_the_environment_reads_what_follows_a_thought_that_the_template_opened(
 
 
 def test_a_tokenizer_that_does_not_fit_is_refused(text_policy):
-    tokenizer = build_tokenizer(())
-    tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]"]})
-    with pytest.raises(ValueError, match=r"it thinks with \[THINK\], a special token"):
-        Policy(text_policy.model, tokenizer)
+    for token in ("[THINK]", "<|reasoning|>"):
+        tokenizer = build_tokenizer(())
+        tokenizer.add_special_tokens({"additional_special_tokens": [token]})
+        with pytest.raises(ValueError, match=re.escape(f"it thinks with {token}, a special token")):
+            Policy(text_policy.model, tokenizer)
     with pytest.raises(ValueError, match="its tokenizer belongs to another model"):
         Policy(text_policy.model, build_tokenizer(tuple(f"word{k}" for k in range(20))))
 
