@@ -186,6 +186,16 @@ def compared(data: Data, formulas: dict[str, str]) -> str:
     return table(("success", *formulas), [*zip(*columns, strict=True)])
 
 
+def success(data: Data) -> str:
+    """Return the final success of the random policy and of the arms, by task."""
+    rows = []
+    for task in TASKS:
+        numbers = [data.values(task, "freshper", "random").mean()]
+        numbers += [data.values(task, arm).mean() for arm in ARMS]
+        rows.append([NAMES[task], *(f"{number:.2f}" for number in numbers)])
+    return table(("final success", "random", *ARMS.values()), rows)
+
+
 def second_stage(data: Data) -> str:
     """Return the effects by the first five seeds, five more, and all ten. Confirmed: the second
     stage alone has the same sign, and an interval without 0."""
@@ -291,6 +301,7 @@ def main() -> None:
     data = Data()
     sections = {
         "Claims and questions": claims(data),
+        "Success": success(data),
         "FreshPER minus its rivals": compared(data, MINUS),
         "The two-by-two": compared(data, CELL_EFFECTS),
         "The second stage": second_stage(data),
