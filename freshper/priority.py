@@ -58,11 +58,11 @@ def base_priorities(
     if kind == "reward":
         returns = np.array([episode.reward for episode in episodes])
         return reward_priority(returns, epsilon)
+    if kind != "advantage":
+        raise ValueError(f"no base priority is called {kind}")
 
     action_tokens = np.array([episode.action_mask.sum() for episode in episodes])
     totals = norm.collected_advantages(episodes).double().sum(-1).numpy()
-    if kind != "advantage":
-        raise ValueError(f"no base priority is called {kind}")
     return advantage_priority(totals / action_tokens, epsilon)
 
 
