@@ -97,9 +97,12 @@ def read_run(folder: Path) -> tuple[Config, Table, int]:
         metrics = {"iteration": np.zeros(1)}
         if (folder / "metrics.csv").exists():
             metrics = read(folder, "metrics.csv")
-            due = metrics["iteration"] % config.eval_every == 0
-            if not due.any() or np.isnan(metrics["eval_success"][due]).any():
-                raise ValueError("metrics.csv lacks an evaluation")
+            iterations = metrics["iteration"]
+            due = iterations % config.eval_every == 0
+            whole = [metrics["step"], metrics["wall_s"], metrics["eval_success"][due]]
+            in_order = np.array_equal(iterations, np.arange(len(iterations)))
+            if not (in_order and due.any() and np.isfinite(np.concatenate(whole)).all()):
+                raise ValueError("metrics.csv lacks rows or numbers")
         return config, metrics, int(metrics["iteration"][-1])
     # A folder of something else may hold anything.
     except Exception as error:

@@ -29,6 +29,7 @@ import pyarrow.parquet
 from envs.base import TextEnv, held_out
 
 SPLITS = ("train", "validation", "test")
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 
 def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
@@ -40,7 +41,7 @@ def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
     try:
         path = Path(source).expanduser()
         files = [path] if path.is_file() else sorted(path.glob("*.*"))
-        splits = read_files(files) if files else read_hub(source)
+        splits = read_files(files) if path.exists() else read_hub(source)
     # Their readers raise errors of a dozen libraries.
     except Exception as error:
         reason = textwrap.shorten(f"{type(error).__name__} {error}", 300)
@@ -80,7 +81,8 @@ def read_files(files: list[Path]) -> dict[str, list]:
     splits: dict[str, list] = {split: [] for split in SPLITS}
     for file in files:
         for split, rows in splits.items():
-            if file.name.startswith(split):
+            # Not those of a backup: train.jsonl.bak
+            if file.name.startswith(split) and file.suffix in SUFFIXES:
                 rows += read_file(file)
     return {split: rows for split, rows in splits.items() if rows}
 
@@ -100,13 +102,15 @@ def read_file(path: Path) -> list:
 
 def read_hub(source: str) -> dict[str, list]:
     """Return the rows of a data set of the hub by split."""
-    if source.count("/") != 1:
+    name, *configuration = source.split(":")
+    # `datasets` would take the name of a folder for a pattern.
+    if name.count("/") != 1 or Path(name).exists():
         raise ValueError("there is no such file or folder of files, nor is it a hub's owner/name")
 
     # The import takes a second, and files and generated questions do without.
     import datasets
 
-    loaded = datasets.load_dataset(*source.split(":"))
+    loaded = datasets.load_dataset(name, *configuration)
     # So images stay encoded files.
     return {split: rows.with_format("arrow")[:].to_pylist() for split, rows in loaded.items()}
 
@@ -153,7 +157,7 @@ def as_text(value: Any, name: str) -> str:
     """Return a text, or a number as a person writes it: 1969.0, which pandas makes of 1969 in a
     column with gaps, is 1969. Raises ValueError for anything else."""
     if type(value) in (float, Decimal) and math.isfinite(value):
-        return f"{float(value):.15g}"
+        return np.format_float_positional(float(value), trim="-")
     if type(value) not in (str, int) or not str(value).strip():
         raise ValueError(f"the field {name} is {value!r:.80}, but must be a text or a number")
     return str(value)

@@ -39,7 +39,7 @@ TOPK = 3  # if a request does not say
 
 
 class Request(BaseModel):
-    queries: list[str] = Field(max_length=2048)
+    queries: list[str] = Field(max_length=4096)
     topk: int | None = Field(None, ge=0, le=100)
     return_scores: bool = False
 

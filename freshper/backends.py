@@ -137,7 +137,9 @@ def load_model(config: Config, saved: Saved | None, n_images: int) -> Policy:
         if n_images and not policy.image_processor:
             raise ValueError(f"it reads text only, but --env {config.env} shows images")
         image = np.zeros((56, 56, 3), np.uint8)
-        policy.user_turn(Observation("?", (image,) * n_images))
+        turn = Observation("?", (image,) * n_images)
+        policy.user_turn(turn)
+        policy.bridge(turn, closed=True)
     # transformers and a folder of another program may raise anything.
     except Exception as error:
         reason = " ".join(str(error).split())[:300]

@@ -15,6 +15,7 @@ a GPU's.
 
 import hashlib
 import json
+import os
 import shutil
 from datetime import date
 from pathlib import Path
@@ -117,7 +118,7 @@ class Checkpoints:
             remove(new)
             new.mkdir()
             self.fill(new)
-            if newest.exists():
+            if os.path.lexists(newest):
                 remove(before)
                 newest.rename(before)
             new.rename(newest)

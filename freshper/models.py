@@ -86,8 +86,8 @@ class Policy:
 
         self.special_tokens = [added[i].content for i in special]
         for token in self.special_tokens:
-            if re.search("think|reason", token.lower()):
-                raise ValueError(f"it thinks with {token}, a special token, which is never sampled")
+            if re.search("think|thought|reason|answer", token.lower()):
+                raise ValueError(f"it needs {token}, a special token, which is never sampled")
 
         self.image_token_id = getattr(self.model.config, "image_token_id", -1)
         if self.image_processor:

@@ -394,6 +394,12 @@ def test_a_checkpoint_that_is_a_link_is_replaced_and_its_target_stays(tmp_path):
         assert done(tmp_path) == k
     assert (target / "state.pt").exists()
 
+    for path in (tmp_path / "checkpoint", tmp_path / "checkpoint-before"):
+        shutil.rmtree(path)
+    (tmp_path / "checkpoint").symlink_to("nowhere")
+    save(tmp_path, 5)
+    assert done(tmp_path) == 5
+
 
 @pytest.mark.parametrize("kilobytes", [4, 700])
 def test_a_disk_that_runs_full(copy, capsys, kilobytes):

@@ -110,6 +110,8 @@ DAMAGED = {
     "no rows": ("metrics.csv", "iteration,step,eval_success\n"),
     "no evaluation": ("metrics.csv", "iteration,step,eval_success\n0,0,?\n"),
     "no settings": ("config.json", "[]"),
+    "a row twice": ("metrics.csv", "iteration,step,wall_s,eval_success\n0,0,0,0\n0,0,0,0\n"),
+    "a word": ("metrics.csv", "iteration,step,wall_s,eval_success\n0,0,x,0\n"),
 }
 
 

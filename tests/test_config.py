@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -120,6 +121,14 @@ def test_what_follows_from_the_settings(tmp_path, monkeypatch):
     per = settings_of("--method per --iterations 11")
     assert [per.beta_at(i) for i in (0, 5, 10)] == pytest.approx([0.4, 0.7, 1.0])
     assert config.beta_at(0) == config.beta_at(199) == 0.0
+
+
+def test_a_folder_s_name_must_be_utf_8_for_other_libraries(monkeypatch, capsys):
+    """In a locale of one byte a letter, Python writes ü as one byte, and safetensors as two."""
+    monkeypatch.setattr(os, "fsencode", lambda name: name.encode("latin-1"))
+    with pytest.raises(SystemExit):
+        settings_of("--out out/lü")
+    assert "--out is out/lü, but must be a name that a file can have" in capsys.readouterr().err
 
 
 # A range, a rule, no effect, a wrong choice: flags, and how their sentence begins.

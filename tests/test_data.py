@@ -73,6 +73,7 @@ def test_a_folder_has_its_own_splits_and_parts_are_joined(tmp_path, held_out):
     trained on."""
     write_rows(tmp_path / "x1/train.jsonl", ROWS[30:])
     folder = tmp_path / "x[1]"
+    write_rows(folder / "train.jsonl.bak", ROWS)
     for k in range(2):
         write_rows(folder / f"train-0000{k}-of-00002.parquet", ROWS[10 * k : 10 * k + 10])
     if held_out == "validation":
@@ -100,6 +101,7 @@ BAD = {  # file: content, a part of the sentence
     "chat.jsonl": ([{"question": [{"role": "user"}]}], "question is [{'role': 'user'}], but"),
     "one.jsonl": (ROWS[:1] * 5, "too few different rows to train and to hold out: [0, 5]"),
     "nowhere.jsonl": (None, "there is no such file or folder of files"),
+    "deeper/sub/train.jsonl": (ROWS, "too few different rows to train and to hold out: [0, 0]"),
 }
 
 

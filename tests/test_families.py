@@ -177,6 +177,8 @@ THINKING = {
     "with an option": "{% if enable_thinking is not defined %}<think>{% endif %}",
     "in the first turn alone": "{% if messages|length == 1 %}<think>{% endif %}",
     "with another word": "<reasoning>",
+    "with first words": "<think>\nOkay, ",
+    "none, but a tag": "<assistant>\n",
 }
 
 
@@ -193,7 +195,7 @@ def test_the_environment_reads_what_follows_a_thought_that_the_template_opened(
     monkeypatch.setattr(FrozenLake, "step", lambda env, text: seen.append(text) or step(env, text))
 
     close = "</reasoning>" if kind == "with another word" else "</think>"
-    opened = [True, kind != "in the first turn alone"]
+    opened = [kind != "none, but a tag", kind not in ("none, but a tag", "in the first turn alone")]
     draft = "I try <answer>Left</answer>"
     for text, end, readable in (
         (f"{draft}{close}<answer>Up</answer>", [policy.eos_id], True),
@@ -204,14 +206,14 @@ def test_the_environment_reads_what_follows_a_thought_that_the_template_opened(
         (episode,) = rollout(script, policy, [FrozenLake(max_turns=2)], [0], 3000, 40)
         read = text.replace(close, "</think>") + ("" if end else "…")
         assert seen[-2:] == [f"<think>{read}" if thinks else read for thinks in opened]
-        assert episode.invalid == (0 if readable else sum(opened))
+        assert episode.invalid == (0 if readable or not any(opened) else sum(opened))
 
 
 def test_a_tokenizer_that_does_not_fit_is_refused(text_policy):
-    for token in ("[THINK]", "<|reasoning|>"):
+    for token in ("[THINK]", "<|reasoning|>", "<thought>", "<answer>"):
         tokenizer = build_tokenizer(())
         tokenizer.add_special_tokens({"additional_special_tokens": [token]})
-        with pytest.raises(ValueError, match=re.escape(f"it thinks with {token}, a special token")):
+        with pytest.raises(ValueError, match=re.escape(f"it needs {token}, a special token")):
             Policy(text_policy.model, tokenizer)
     with pytest.raises(ValueError, match="its tokenizer belongs to another model"):
         Policy(text_policy.model, build_tokenizer(tuple(f"word{k}" for k in range(20))))

@@ -76,7 +76,13 @@ def test_exact_match():
 
 @pytest.mark.parametrize(
     ("answers", "text"),
-    [([1969.0], "1969"), (2.5, "2.5"), ([Decimal("7.0")], "7"), ("Rome", "Rome")],
+    [
+        ([1969.0], "1969"),
+        (2.5, "2.5"),
+        ([Decimal("7.0")], "7"),
+        (1e16, "1" + "0" * 16),
+        ("Rome", "Rome"),
+    ],
 )
 def test_a_golden_answer_is_the_text_that_a_person_writes(answers, text):
     """In a list or alone."""
