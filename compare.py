@@ -58,6 +58,8 @@ EXHIBITS = {
     # Table 3, and Config A with the clip of Default
     "config": [f"freshper {A}", f"freshper {DEFAULT}", f"freshper {A} --advantage_clip 20"],
 }
+# As in the figures of RESULTS.md
+COLORS = {"on_policy": "#4285F4", "per": "#FBBC04", "freshper": "#EA4335"}
 NOT_FINITE = 3  # the exit status of a run that met such numbers
 
 Results = dict[str, list[Row]]  # the rows of results.csv, by arm
@@ -245,7 +247,7 @@ def figure(args: argparse.Namespace, results: Results) -> None:
     seed as a thin line, and the success of the random and the optimal policy."""
     lines = []
     for number, (arm, runs) in enumerate(results.items()):
-        color = f"C{number}"
+        color = COLORS.get(arm, f"C{number}")
         curves = [curve(folder_of(args.out, arm, run["seed"]), args.metric) for run in runs]
         for episodes, values in curves:
             lines.append((episodes, values, {"color": color, "alpha": 0.3, "linewidth": 1}))

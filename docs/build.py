@@ -30,8 +30,8 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 TABLE = DOCS / "paper_to_code.md"
 # The order of reading, as in the README.
-PAPER = """train freshper/episode freshper/priority sumtree freshper/buffer freshper/is_weights
-freshper/reinforce freshper/rollout freshper/engine_hf freshper/trainer freshper/models
+PAPER = """train freshper/rollout freshper/trainer freshper/episode freshper/priority
+freshper/buffer sumtree freshper/is_weights freshper/reinforce freshper/engine_hf freshper/models
 freshper/diagnostics"""
 IDEA = [ROOT / f"{name}.py" for name in PAPER.split()]
 MACHINE = [path for path in sorted(ROOT.glob("freshper/*.py")) if path not in IDEA]
@@ -145,7 +145,7 @@ def read_module(path: Path) -> Module:
                 del code[n]
 
     for node in tree.body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
+        if isinstance(node, ast.Import | ast.ImportFrom) or "TYPE_CHECKING:" in ast.unparse(node):
             module.imports.update(range(node.lineno, node.end_lineno + 1))
     for n, line in enumerate(lines):
         number = LINE.search(line)

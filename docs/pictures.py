@@ -13,9 +13,10 @@ import numpy as np
 
 from freshper.priority import exponential_decay, reward_priority
 
-# Colors that people who are color-blind can tell apart (Okabe and Ito), as in explore.html.
-SUCCESS = "#0072b2"
-FAILURE = "#d55e00"
+# Those of FreshPER and "no decay" in evidence/figures.py
+SUCCESS = "#EA4335"
+FAILURE = "#444444"
+WITHOUT = "#9C6500"
 # Of the tiny presets.
 TAU = 20.0
 EPSILON = 0.1
@@ -26,12 +27,12 @@ ages = np.linspace(0.0, 80.0, 200)
 
 plt.rcParams.update({"font.size": 21, "axes.spines.top": False, "axes.spines.right": False})
 figure, axes = plt.subplots(figsize=(12, 6.4), layout="constrained")
-axes.axhline(success, color="gray", ls="--", lw=3)
+axes.axhline(success, color=WITHOUT, ls="--", lw=3)
 axes.semilogy(ages, success * exponential_decay(ages, TAU), color=SUCCESS, lw=6)
 axes.axhline(failure, color=FAILURE, lw=6)
 axes.plot(crossing, failure, "o", color="black", ms=15, zorder=3)
 
-axes.text(80, 1.2 * success, "without decay", color="gray", ha="right")
+axes.text(80, 1.2 * success, "without decay", color=WITHOUT, ha="right")
 axes.text(17, 0.62, "an old success", color=SUCCESS, weight="bold", size=25)
 axes.text(1, 1.15 * failure, "a fresh failure", color=FAILURE, weight="bold", size=25)
 axes.text(crossing + 1.5, 0.125, f"age {crossing:.0f}", weight="bold")

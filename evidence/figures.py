@@ -107,13 +107,17 @@ def two_by_two(data: Data, figure: Figure) -> None:
         label = "\nFreshPER" if (y, x) == (0, 1) else ""
         above.text(x, y, f"{mean:.3f}{label}", size=14, ha="center", va="center")
     above.set_xticks((0, 1), ("no age factor", "age factor exp(-age / tau)"))
-    above.set_yticks((0, 1), ("priority |r|", "all alike"))
+    above.set_yticks((0, 1), ("priority |r|", "no priority"))
     shown = NAMES[tasks[0]] if len(tasks) == 1 else f"mean of {len(tasks)} tasks"
     above.set_title(f"held-out success, {shown}")
     above.tick_params(length=0)
     above.spines[:].set_visible(False)
 
-    below.set(xlim=(-0.15, 0.5), title="what each factor adds, 95 % interval")
+    below.set(
+        xlim=(-0.15, 0.5),
+        title="what each factor adds, 95 % interval",
+        xlabel="success (grey: too little to matter)",
+    )
     effects = {}
     for name in FACTORS:
         effects[name] = {task: data.effect(CELL_EFFECTS[name], [task]) for task in tasks}
@@ -138,7 +142,9 @@ def late(data: Data, figure: Figure) -> None:
     above.legend(loc="upper left")
 
     below.set(
-        xlim=(-0.5, 0.3), title="after equally many updates, minus on-policy", xlabel="success"
+        xlim=(-0.5, 0.3),
+        title="success minus on-policy's, at equal updates",
+        xlabel="success (grey: too little to matter)",
     )
     forest(below, after_updates(data), COLORS)
     below.set_ylim(-10.4, 0.7)
@@ -198,7 +204,7 @@ def pays(data: Data, figure: Figure) -> None:
         axes.set(title=f"{NAMES[task]}, to {success:g}", xscale="log", ylim=(0, 3.6))
     panels[0, 0].legend(loc="upper left")
     panels[1, 1].legend(loc="upper left")
-    figure.supxlabel("seconds that an episode of a slower environment costs more", size=10)
+    figure.supxlabel("extra seconds per episode", size=10)
     figure.supylabel("time to a success, FreshPER = 1", size=10)
 
 
