@@ -295,6 +295,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--out", type=Path, help="default: out/compare-<env>-<exhibit>")
     args, flags = parser.parse_known_args()
+    if [] in vars(args).values():  # so argparse reads `--jobs=--`
+        parser.error("-- is no value of a flag")
     args.flags = flags
     metrics = ("success", *ENVS[args.env]().metrics)
     if args.metric not in metrics:
