@@ -163,12 +163,9 @@ class TextEnv(gymnasium.Env):
         return success
 
     def data_summary(self) -> str:
-        """Return how many rows of `data` a run trains on, holds out and leaves out."""
-        train, held_out, left_out = map(len, self.rows.values())
-        return (
-            f"{self.data}: {train} rows for training, {held_out} held out, {left_out} left out "
-            "(too long for --max_tokens, or with an image too narrow)"
-        )
+        """Return how many rows of `data` a run trains on, and holds out."""
+        train, held_out = map(len, self.rows.values())
+        return f"{self.data}: {train} rows for training, {held_out} held out"
 
 
 def play_out(env: TextEnv, seed: int, reply: Callable[[], str]) -> tuple[float, int, dict]:

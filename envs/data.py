@@ -9,9 +9,7 @@ task will do.
 
 Without a validation split, `test` takes its place. If there is only one split, every tenth
 different question is held out. A question of both splits is not trained on. Names of fields are
-compared without regard to case (AIME sets have `Problem` or `problem`). Images stay encoded. A run
-leaves out the rows whose first turn is too long for its model (freshper/backends.py), and says how
-many.
+compared without regard to case (AIME sets have `Problem` or `problem`). Images stay encoded.
 """
 
 import csv

@@ -43,6 +43,7 @@ RED = "#e01828"
 CHOICE = r"\(?([A-F])(?:[).:]+ *(.*))?"  # letter and what is behind it
 WORD = r"[A-Z]|(?<![\\a-z])[a-z]{3}"  # no unit and no command of LaTeX
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # others may start programs
+MOST_NARROW = 200  # times as long as wide: Qwen2.5-VL's image processor refuses more
 MAX_SIDE = 896  # pixels; larger images are scaled down, to at most 1024 tokens of Qwen2.5-VL
 
 # Corners in order: column from the left and row from the top, in squares.
@@ -228,4 +229,6 @@ def decode(source: bytes | str) -> np.ndarray:
     white = Image.new("RGBA", image.size, "white")
     image = Image.alpha_composite(white, image)
     image.thumbnail((MAX_SIDE, MAX_SIDE))
+    if max(image.size) > MOST_NARROW * min(image.size):
+        raise ValueError(f"the field image of {image.size} pixels is too narrow")
     return np.array(image.convert("RGB"))

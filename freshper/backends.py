@@ -77,9 +77,9 @@ def load(config: Config) -> Loaded:
         sys.exit(serve(policy, config))
 
     n = max(config.rollout_batch_size, config.eval_episodes)
+    check_rows(policy, env, config)
     # Those with data share its rows.
-    rows = rows_that_fit(policy, env, config) if env.rows else None
-    envs = [make_env(config, rows) for _ in range(n)]
+    envs = [make_env(config, env.rows) for _ in range(n)]
     return Loaded(policy, envs, saved)
 
 
@@ -154,24 +154,18 @@ def load_model(config: Config, saved: Saved | None, n_images: int) -> Policy:
     return policy
 
 
-def rows_that_fit(policy: Policy, env: TextEnv, config: Config) -> Mapping[str, list]:
-    """Return the environment's rows by split, in their order, and as `left_out` those whose first
-    turn the policy has no room for, or cannot read. Raises ValueError if a split has no others."""
-    rows: dict[str, list] = {"train": [], "held_out": [], "left_out": []}
-    for split, rows_of_split in env.rows.items():
-        for row in rows_of_split:
-            env.rows = {"train": [row]}
-            observation, _ = env.reset(seed=0)
-            try:
-                tokens = len(policy.user_turn(observation))
-            except ValueError:  # an image too narrow
-                tokens = config.max_tokens
-            fits = tokens + config.max_new_tokens <= config.max_tokens
-            rows[split if fits else "left_out"].append(row)
-        if not rows[split]:
-            given = f"--max_tokens is {config.max_tokens}, but must be larger"
-            raise ValueError(f"{given} for the first turns of {config.data} ({split})")
-    return rows
+def check_rows(policy: Policy, env: TextEnv, config: Config) -> None:
+    """Raise ValueError unless the policy can read the first turn of each row, and has room for a
+    reply."""
+    longest = 0
+    for first, rows in zip((0, EVAL_SEEDS), env.rows.values()):
+        for seed in range(first, first + len(rows)):
+            observation, _ = env.reset(seed=seed)
+            longest = max(longest, len(policy.user_turn(observation)))
+    needed = longest + config.max_new_tokens
+    if needed > config.max_tokens:
+        given = f"--max_tokens is {config.max_tokens}, but must be at least {needed}"
+        raise ValueError(f"{given} for the longest row of {config.data}")
 
 
 def make_trainer(policy: Policy, config: Config) -> TorchTrainer:

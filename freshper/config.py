@@ -90,7 +90,7 @@ class Config:
     # backends
     backend: Backend = flag("hf+torch", "who generates + who trains")
     dtype: Literal["float32", "bfloat16"] = flag("bfloat16", "of all passes (appendix F: BF16)")
-    zero_stage: Literal[0, 1, 2, 3] = flag(2, "of DeepSpeed (Table 4: 2; NQ 3)")
+    zero_stage: Literal[1, 2, 3] = flag(2, "of DeepSpeed (Table 4: 2; NQ 3)")
     engine_memory: float = flag(0.5, "share of a GPU's memory that vLLM takes")
 
     # the run

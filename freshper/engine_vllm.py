@@ -18,7 +18,6 @@ Tested on a CPU, never run on a GPU. vLLM's interfaces change often, hence the p
 """
 
 import hashlib
-import math
 import multiprocessing.connection
 import os
 import shutil
@@ -56,28 +55,20 @@ LAUNCHER = (
 )
 
 
-def gpus_of_vllm(device: str, text_config: Any) -> list[str]:
+def gpus_of_vllm(device: str) -> list[str]:
     """Return the GPUs after those of the ranks, or [] if vLLM shares the only one, or runs on a
-    CPU. They are as many as divide the model's attention heads. Prints which ones stay idle. Raises
-    ValueError if several ranks leave none."""
+    CPU. Raises ValueError if several ranks leave none."""
     if device == "cpu":
         return []
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     installed = ",".join(map(str, range(torch.cuda.device_count())))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or installed
     gpus = visible.split(",")[ranks:]
-
     if ranks > 1 and not gpus:
         raise ValueError(
             f"the {ranks} ranks of this machine must leave a GPU for vLLM, but {visible} are all"
         )
-    heads = math.gcd(text_config.num_attention_heads, text_config.num_key_value_heads)
-    used = len(gpus)
-    while used and heads % used:
-        used -= 1
-    if gpus[used:]:
-        print(f"GPUs {','.join(gpus[used:])} stay idle: vLLM's must divide {heads} heads")
-    return gpus[:used]
+    return gpus
 
 
 def folder_of_weights(size: int, model_config: Any) -> str:
@@ -192,7 +183,7 @@ class VLLMEngine:
     def _start(self, env: TextEnv) -> None:
         """Start vLLM's processes on the model in the folder."""
         config = self.config
-        gpus = gpus_of_vllm(config.device, self.policy.model.config.get_text_config())
+        gpus = gpus_of_vllm(config.device)
         options = options_of_vllm(config, env, gpus)
         with patch.dict(os.environ, variables_of_vllm(config.device, gpus), clear=True):
             from vllm import LLM

@@ -1,4 +1,4 @@
-"""Train with DeepSpeed: any number of ranks, ZeRO stages 0 to 3, the same numbers as one process.
+"""Train with DeepSpeed: any number of ranks, ZeRO stages 1 to 3, the same numbers as one process.
 
 Paper: Algorithm 1 lines 3, 5 and 10; section 4.1 and Table 4 (the authors train with DeepSpeed
 inside ROLL).
@@ -97,10 +97,9 @@ class DeepSpeedTrainer(TorchTrainer):
             "train_micro_batch_size_per_gpu": config.micro_batch_size,
             "managed_gradient_accumulation": False,
             "zero_allow_untested_optimizer": True,  # torch's own AdamW, as in one process
-        }
-        if config.zero_stage > 0:
             # In bfloat16 the sum over micro-batches would be rounded after each of them.
-            settings["data_types"] = {"grad_accum_dtype": "fp32"}
+            "data_types": {"grad_accum_dtype": "fp32"},
+        }
 
         # Messages go beside NCCL. Ranks other than 0 wait a day for the next, or until rank 0 ends.
         patience = default_pg_timeout if self.rank == 0 else timedelta(days=1)
@@ -109,8 +108,6 @@ class DeepSpeedTrainer(TorchTrainer):
             self.engine, *_ = deepspeed.initialize(
                 model=_ActionLogprobs(policy), optimizer=self.optimizer, config=settings
             )
-        # At ZeRO 0 in bfloat16, DeepSpeed has made a step with gradients of 0.
-        self.optimizer.state.clear()
 
     def broadcast(self, call: Any = None) -> Any:
         """Return on all ranks what rank 0 passes."""
@@ -142,15 +139,8 @@ class DeepSpeedTrainer(TorchTrainer):
         self.engine.backward(loss * self.ranks)
 
     def clip_and_step(self) -> float:
-        if self.config.zero_stage > 0 or self.config.dtype == "bfloat16":
-            self.engine.step()
-            return float(self.engine.get_global_grad_norm())
-
-        # DeepSpeed gives no norm here, and its step would add up the gradients only afterwards.
-        self.engine.buffered_allreduce_fallback()
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.model.parameters(), MAX_GRAD_NORM)
         self.engine.step()
-        return float(norm)
+        return float(self.engine.get_global_grad_norm())
 
     def parameters(self) -> Parameters:
         """Yield (name, tensor) of every whole parameter. All ranks must use up the iterator."""

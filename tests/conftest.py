@@ -1,6 +1,7 @@
 """Shared set-up: one torch thread, tiny policies with random weights, episodes of random tokens."""
 
 import contextlib
+import csv
 import json
 import os
 import runpy
@@ -20,6 +21,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
+from torch.utils import _pytree
 
 from envs import ENVS
 from freshper.engine_hf import HFEngine, Sampling
@@ -172,3 +174,28 @@ def questions(tmp_path):
         question = f"{QUESTION} {k}?"
         rows.append({"id": k, "question": question, "golden_answers": ["Wilhelm Conrad Röntgen"]})
     return write_rows(tmp_path / "train.jsonl", rows)
+
+
+def state_of(folder):
+    """Return what state.pt and optimizer-0.pt hold, tensors as type and values."""
+    state = torch.load(folder / "state.pt", weights_only=True)
+    state["optimizer"] = torch.load(folder / "optimizer-0.pt", weights_only=True)
+    return _pytree.tree_map_only(torch.Tensor, lambda x: (x.dtype, x.tolist()), state)
+
+
+def contents(out):
+    """Return what must be equal: metrics.csv without seconds, replay.csv, the state without that of
+    the report, and the weights."""
+    with open(out / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        for name in list(row):
+            if name.endswith("_s"):
+                del row[name]
+    state = state_of(out / "checkpoint") | {"report": None}
+    return (
+        rows,
+        (out / "replay.csv").read_text(),
+        state,
+        (out / "checkpoint/model.safetensors").read_bytes(),
+    )

@@ -15,8 +15,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import make_episode
-from kill_loop import contents, kill_and_resume
+from conftest import contents, make_episode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
@@ -137,11 +136,6 @@ def test_a_resumed_run_goes_on_learning(tmp_path):
     assert resume(resumed) == 0
     assert (read(plain, "metrics.csv")["grad_norm"][1:] > 0).all()
     assert contents(resumed) == contents(plain)
-
-
-def test_killed_again_and_again(model_folder, tmp_path):
-    """SIGKILL at random moments."""
-    assert kill_and_resume(model_folder["text"], tmp_path, iterations=5, kills=3) >= 1
 
 
 @pytest.mark.parametrize("fault", ["Ctrl-C twice", "a bug of an environment"])

@@ -1,7 +1,6 @@
 """Questions from files: every ending gives the same rows, splits share none, bad input is named,
-and rows that do not fit the model are left out."""
+and rows that do not fit the model are refused."""
 
-import io
 import json
 import re
 from dataclasses import replace
@@ -9,12 +8,11 @@ from dataclasses import replace
 import datasets
 import pytest
 from conftest import write_rows
-from PIL import Image
 
 from envs import ENVS
 from envs.data import asked, load_rows, text_of
 from envs.question_answering import Question
-from freshper.backends import make_env, rows_that_fit
+from freshper.backends import check_rows
 from freshper.config import Config
 
 ROWS = []
@@ -126,34 +124,21 @@ def test_a_hub_id_may_name_a_configuration(monkeypatch):
     assert asked == [("owner/own", "main")]
 
 
-def long_question(k):
-    length = 600 if k % 4 == 1 else 1
-    return {"question": f"Number {k}? " + "Well? " * length, "answer": f"#### {k}"}
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_the_longest_row_must_fit_the_model(split, tmp_path, text_policy):
+    """The policy's own tokens of that prompt, and a reply, are the least."""
+    for name in ("train", "test"):
+        rows = [{"question": f"Number {k}, {name}?", "answer": f"#### {k}"} for k in range(12)]
+        if name == split:
+            rows[7]["question"] += " Well?" * 300
+        write_rows(tmp_path / f"{name}.parquet", rows)
+    env = ENVS["gsm8k"](style="full", data=str(tmp_path))
+    (longest,) = (x for rows in env.rows.values() for x in rows if len(x.text) > 999)
+    env.reset(seed=0)
+    env.question = longest
+    least = len(text_policy.user_turn(env.observe())) + 4
 
-
-def narrow_image(k):
-    stream = io.BytesIO()
-    Image.new("RGB", (601, 2) if k % 4 == 1 else (30, 20), (k, k, k)).save(stream, "PNG")
-    image = {"bytes": stream.getvalue(), "path": None}
-    return {"image": image, "problem": f"Number {k}?", "solution": f"<answer>{k}</answer>"}
-
-
-@pytest.mark.parametrize(
-    ("name", "row", "family"), [("gsm8k", long_question, "text"), ("geoqa", narrow_image, "vision")]
-)
-def test_rows_that_do_not_fit_the_model_are_left_out(name, row, family, tmp_path, request):
-    """Of both splits. If no row is left, a sentence names the limit."""
-    for split, first in (("train", 0), ("test", 12)):
-        write_rows(tmp_path / f"{split}.parquet", [row(first + k) for k in range(12)])
-    env = ENVS[name](style="full", data=str(tmp_path))
-    policy = request.getfixturevalue(f"{family}_policy")
-    config = Config(env=name, data=str(tmp_path), max_tokens=2000, max_new_tokens=4)
-
-    rows = rows_that_fit(policy, env, config)
-    run_env = make_env(config, rows)
-    assert run_env.rows is rows
-    assert "9 rows for training, 9 held out, 6 left out" in run_env.data_summary()
-    for question in rows["train"] + rows["held_out"]:
-        assert int(question.gold) % 4 != 1
-    with pytest.raises(ValueError, match="--max_tokens is 100, but must be larger"):
-        rows_that_fit(policy, env, replace(config, max_tokens=100))
+    config = Config(env="gsm8k", data="d", max_tokens=least, max_new_tokens=4)
+    check_rows(text_policy, env, config)
+    with pytest.raises(ValueError, match=f"is {least - 1}, but must be at least {least} for the"):
+        check_rows(text_policy, env, replace(config, max_tokens=least - 1))

@@ -4,13 +4,13 @@ The device computes what the CPU computes, so the oracle of a run is the same ru
 stopped.
 """
 
+import multiprocessing
 import os
 import signal
 import sys
 
 import numpy as np
 import pytest
-from kill_loop import SERVER
 from matplotlib.figure import Figure
 
 import train
@@ -18,6 +18,8 @@ from freshper.config import Config
 from freshper.diagnostics import read
 from freshper.report import Report
 
+SERVER = multiprocessing.get_context("forkserver")  # imports torch once, not at every start
+SERVER.set_forkserver_preload(["train"])
 SHORT = """--iterations 3 --rollout_batch_size 8 --eval_episodes 4 --eval_every 3
 --save_every 0 --max_turns 2 --micro_batch_size 8 --lr 0.01""".split()
 # the device that a run is resumed on, its flags

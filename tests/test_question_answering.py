@@ -221,6 +221,7 @@ BAD = [  # task, field, value, a part of the sentence
     (GeoQA, "solution", 2 * "<answer>1</answer>", "the right answer is '', which"),
     (GeoQA, "image", {"bytes": png(0)[:60]}, "is no image that can be read"),
     (GeoQA, "image", {"bytes": png(0, mode="I;16")}, "must have 8 bits a channel"),
+    (GeoQA, "image", {"bytes": png(0, (602, 3))}, "too narrow"),
 ]
 
 

@@ -6,8 +6,7 @@ import re
 import shutil
 
 import pytest
-from conftest import QUESTION, serving
-from kill_loop import contents
+from conftest import QUESTION, contents, serving
 from test_nq_search import NO_SERVER
 
 import train

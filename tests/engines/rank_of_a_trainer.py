@@ -36,13 +36,11 @@ INITIALIZE = deepspeed.initialize
 FLAGS = "--backend vllm+deepspeed --batch_size 13 --micro_batch_size 2 --lr 0.01 --iterations 4"
 TERMS = "--kl_loss_coef 0.05 --kl_reward_coef 0.1 --entropy_coef 0.01 --dtype float32"
 CASES = {
-    "zero_0": f"--zero_stage 0 {TERMS}",
     "zero_1": f"--zero_stage 1 {TERMS}",
     "zero_2": f"--zero_stage 2 {TERMS}",
     "zero_3": f"--zero_stage 3 {TERMS}",
     "images": f"--zero_stage 3 --env frozenlake_vlm {TERMS}",
     "bfloat16": "--zero_stage 2 --dtype bfloat16",
-    "bfloat16_0": "--zero_stage 0 --dtype bfloat16",
     # for `gradients`
     "sum_1": "--zero_stage 1 --dtype bfloat16 --micro_batch_size 1",
     "sum_2": "--zero_stage 2 --dtype bfloat16 --micro_batch_size 1",
