@@ -177,7 +177,7 @@ THINKING = {
     "with an option": "{% if enable_thinking is not defined %}<think>{% endif %}",
     "in the first turn alone": "{% if messages|length == 1 %}<think>{% endif %}",
     "with another word": "<reasoning>",
-    "with first words": "<think>\nOkay, ",
+    "with first words": "<THINK>\nOkay, ",
     "none, but a tag": "<assistant>\n",
 }
 
@@ -194,7 +194,8 @@ def test_the_environment_reads_what_follows_a_thought_that_the_template_opened(
     step = FrozenLake.step
     monkeypatch.setattr(FrozenLake, "step", lambda env, text: seen.append(text) or step(env, text))
 
-    close = "</reasoning>" if kind == "with another word" else "</think>"
+    closings = {"with another word": "</reasoning>", "with first words": "</THINK>"}
+    close = closings.get(kind, "</think>")
     opened = [kind != "none, but a tag", kind not in ("none, but a tag", "in the first turn alone")]
     draft = "I try <answer>Left</answer>"
     for text, end, readable in (
