@@ -66,7 +66,9 @@ def is_tiny(model: str) -> bool:
     """Return whether a model is one that freshper/tiny.py builds, or a checkpoint of one."""
     path = Path(model, "config.json")
     # A name that is too long for a file is none, either.
-    return model == "tiny" or (os.path.isfile(path) and '"freshper_tiny": true' in path.read_text())
+    return model == "tiny" or (
+        os.path.isfile(path) and b'"freshper_tiny": true' in path.read_bytes()
+    )
 
 
 def make_parser() -> argparse.ArgumentParser:
