@@ -65,8 +65,8 @@ def application(retriever: Retriever) -> FastAPI:
     return app
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Build or serve an index. Raises an error if a file or a model cannot be used."""
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Return the arguments of a command line."""
     parser = argparse.ArgumentParser("envs.search_server")
     add = parser.add_argument
     add("--build", action="store_true", help="write the index, a new file, and stop")
@@ -79,7 +79,12 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.encoder != "local" and not args.prefixes:
         parser.error("--prefixes must be given with a transformer as --encoder")
+    return args
 
+
+def main(argv: list[str] | None = None) -> None:
+    """Build or serve an index. Raises an error if a file or a model cannot be used."""
+    args = parse(argv)
     corpus = read_corpus(args.corpus)
     encoder: Encoder
     if args.encoder == "local":

@@ -55,16 +55,8 @@ def load(config: Config) -> Loaded:
             raise ValueError(f"--backend is {config.backend}, but {reason}")
     rank = join_ranks(config)
     saved = find_saved(config.resume) if config.resume else None
-    if "OMP_NUM_THREADS" not in os.environ:
-        if saved:
-            torch.set_num_threads(min(saved.threads, torch.get_num_threads()))
-        elif config.preset == "tiny" and config.trainer == "torch":
-            choose_threads()
-    keep_freed_memory()
-    # transformers lists every weight that does not fit; `load_policy` raises one sentence instead.
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    torch.manual_seed(config.seed)
+    set_up_process(config, saved)
+
     env = make_env(config)
     if config.search_url:
         # `check_environment` would send it queries.
@@ -76,11 +68,25 @@ def load(config: Config) -> Loaded:
     if rank > 0:
         sys.exit(serve(policy, config))
 
-    n = max(config.rollout_batch_size, config.eval_episodes)
     check_rows(policy, env, config)
+    n = max(config.rollout_batch_size, config.eval_episodes)
     # Those with data share its rows.
     envs = [make_env(config, env.rows) for _ in range(n)]
     return Loaded(policy, envs, saved)
+
+
+def set_up_process(config: Config, saved: Saved | None) -> None:
+    """Choose threads, memory, messages and torch's random numbers of this process."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        if saved:
+            torch.set_num_threads(min(saved.threads, torch.get_num_threads()))
+        elif config.preset == "tiny" and config.trainer == "torch":
+            choose_threads()
+    keep_freed_memory()
+    # transformers lists every weight that does not fit; `load_policy` raises one sentence instead.
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.manual_seed(config.seed)
 
 
 def make_env(config: Config, rows: Mapping[str, list] | None = None) -> TextEnv:
