@@ -185,8 +185,8 @@ class ReplayBuffer:
         for name in ARRAYS:
             getattr(self, name)[:] = state[name].numpy()
         self.episodes = list(state["episodes"])
-        self.added = state["added"]
-        self.now = state["now"]
+        self.added = int(state["added"])
+        self.now = int(state["now"])
         self.tree.nodes[:] = state["nodes"].numpy()
         self.rng.bit_generator.state = state["rng"]
         for episode in self.episodes:

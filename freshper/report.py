@@ -138,9 +138,10 @@ class Report:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rows = state["rows"]
-        self.replay_bytes = state["replay_bytes"]
+        self.replay_bytes = int(state["replay_bytes"])
         self.features = state["features"]
         self.done = self.rows[-1]["iteration"]
+        self.write_metrics()
 
     # -- an iteration
 

@@ -280,6 +280,16 @@ def test_a_forged_checkpoint_is_one_sentence_and_no_code(copy, monkeypatch, caps
     assert not (copy / "executed").exists()
 
 
+@pytest.mark.parametrize("place", ["report rows", "report replay_bytes", "buffer added"])
+def test_a_state_with_a_text_for_a_number_is_one_sentence(copy, capsys, place):
+    state = torch.load(copy / "checkpoint/state.pt", weights_only=True)
+    part, name = place.split()
+    state[part][name] = [{"iteration": 4, "step": "x"}] if name == "rows" else "x"
+    forge(copy / "checkpoint", "state.pt", state)
+    assert resume(copy, "--iterations", "7") == 2
+    assert "checkpoint is not a checkpoint of this run: " in capsys.readouterr().err
+
+
 def test_the_date_and_the_threads_of_the_first_start_are_kept(tmp_path, model_folder, monkeypatch):
     """A chat template may show the date. The order of sums depends on the threads."""
 
