@@ -68,7 +68,8 @@ def load(config: Config) -> Loaded:
     if rank > 0:
         sys.exit(serve(policy, config))
 
-    check_rows(policy, env, config)
+    if env.rows:
+        check_rows(policy, env, config)
     n = max(config.rollout_batch_size, config.eval_episodes)
     # Those with data share its rows.
     envs = [make_env(config, env.rows) for _ in range(n)]
