@@ -141,6 +141,7 @@ class Report:
         self.replay_bytes = int(state["replay_bytes"])
         self.features = state["features"]
         self.done = self.rows[-1]["iteration"]
+        # Here, so that rows without numbers are those of no checkpoint.
         self.write_metrics()
 
     # -- an iteration
@@ -157,7 +158,7 @@ class Report:
         if not self.rows:
             first = {"iteration": 0, "step": 0, "episodes": 0, "wall_s": 0.0}
             self.rows.append(first | self.evaluate_if_due(0, engine))
-        self.write_metrics()
+            self.write_metrics()
 
         self.began = time.perf_counter() - self.rows[-1]["wall_s"]
         total = self.config.iterations
