@@ -19,6 +19,8 @@ import numpy as np
 EVAL_SEEDS = 1_000_000_000
 WARM_START_SEEDS = 2_000_000_000
 
+THOUGHT = "think|thought|reason"  # in the names of a thought's tags
+
 MARKS = " \n.,;:!*_`'\"()[]"  # ignored around an action
 
 

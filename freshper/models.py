@@ -26,7 +26,7 @@ from PIL import Image
 from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from envs.base import Observation
+from envs.base import THOUGHT, Observation
 from freshper.episode import AnyImage, Batch, image_key
 
 # The `model_type` of models that are computed right here: with the engine's cache and its holes, in
@@ -86,7 +86,7 @@ class Policy:
 
         self.special_tokens = [added[i].content for i in special]
         for token in self.special_tokens:
-            if re.search("think|thought|reason|answer", token.lower()):
+            if re.search(f"{THOUGHT}|answer", token.lower()):
                 raise ValueError(f"it needs {token}, a special token, which is never sampled")
 
         self.image_token_id = getattr(self.model.config, "image_token_id", -1)

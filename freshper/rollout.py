@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from envs.base import EVAL_SEEDS, Observation, TextEnv
+from envs.base import EVAL_SEEDS, THOUGHT, Observation, TextEnv
 from freshper.episode import AnyImage, Episode
 from freshper.errors import NonFiniteError
 
@@ -93,7 +93,7 @@ class LiveEpisode:
         and with the thought that the chat template has opened for it."""
         text = self.policy.tokenizer.decode(reply.tokens, skip_special_tokens=True)
         _, header = self.policy.template(0, first=not self.turn_rewards)
-        opened = re.search(r"(?i)<([\w:]*(?:think|thought|reason)[\w:]*) ?>[^<]*$", header)
+        opened = re.search(rf"(?i)<([\w:]*(?:{THOUGHT})[\w:]*) ?>[^<]*$", header)
         if opened:
             # Environments know <think>. Some templates say <thinking> or <reasoning>.
             text = "<think>" + text.replace(f"</{opened[1]}>", "</think>")

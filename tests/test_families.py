@@ -196,7 +196,8 @@ def test_the_environment_reads_what_follows_a_thought_that_the_template_opened(
 
     closings = {"with another word": "</reasoning>", "with first words": "</THINK>"}
     close = closings.get(kind, "</think>")
-    opened = [kind != "none, but a tag", kind not in ("none, but a tag", "in the first turn alone")]
+    thinks = kind != "none, but a tag"
+    opened = [thinks, thinks and kind != "in the first turn alone"]
     draft = "I try <answer>Left</answer>"
     for text, end, readable in (
         (f"{draft}{close}<answer>Up</answer>", [policy.eos_id], True),
@@ -206,8 +207,8 @@ def test_the_environment_reads_what_follows_a_thought_that_the_template_opened(
         script = Script(tokenizer.encode(text) + end)
         (episode,) = rollout(script, policy, [FrozenLake(max_turns=2)], [0], 3000, 40)
         read = text.replace(close, "</think>") + ("" if end else "…")
-        assert seen[-2:] == [f"<think>{read}" if thinks else read for thinks in opened]
-        assert episode.invalid == (0 if readable or not any(opened) else sum(opened))
+        assert seen[-2:] == [f"<think>{read}" if thought else read for thought in opened]
+        assert episode.invalid == (0 if readable else sum(opened))
 
 
 def test_a_tokenizer_that_does_not_fit_is_refused(text_policy):
