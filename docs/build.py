@@ -145,7 +145,8 @@ def read_module(path: Path) -> Module:
                 del code[n]
 
     for node in tree.body:
-        if isinstance(node, ast.Import | ast.ImportFrom) or "TYPE_CHECKING:" in ast.unparse(node):
+        for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if for_types or isinstance(node, ast.Import | ast.ImportFrom):
             module.imports.update(range(node.lineno, node.end_lineno + 1))
     for n, line in enumerate(lines):
         number = LINE.search(line)
