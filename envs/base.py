@@ -20,6 +20,7 @@ EVAL_SEEDS = 1_000_000_000
 WARM_START_SEEDS = 2_000_000_000
 
 THOUGHT = "think|thought|reason"  # in the names of a thought's tags
+THOUGHT_TAG = rf"(?i)<(/?[\w:-]*(?:{THOUGHT})[\w:-]*) ?>"
 
 MARKS = " \n.,;:!*_`'\"()[]"  # ignored around an action
 

@@ -26,7 +26,7 @@ from PIL import Image
 from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from envs.base import THOUGHT, Observation
+from envs.base import THOUGHT, THOUGHT_TAG, Observation
 from freshper.episode import AnyImage, Batch, image_key
 
 # The `model_type` of models that are computed right here: with the engine's cache and its holes, in
@@ -115,6 +115,8 @@ class Policy:
             raise ValueError("its chat template does not show a user's text exactly once per turn")
 
         before, after = text.split(TEXT)
+        if re.search(rf"(?i)[<\[◁|][^\s>\]]*(?:{THOUGHT})", re.sub(THOUGHT_TAG, "", after)):
+            raise ValueError("its chat template marks a thought in a form other than <think>")
         return before.split(REPLY)[-1], after
 
     def user_turn(self, observation: Observation, first: bool = True) -> list[int]:

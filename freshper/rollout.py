@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from envs.base import EVAL_SEEDS, THOUGHT, Observation, TextEnv
+from envs.base import EVAL_SEEDS, THOUGHT_TAG, Observation, TextEnv
 from freshper.episode import AnyImage, Episode
 from freshper.errors import NonFiniteError
 
@@ -93,10 +93,10 @@ class LiveEpisode:
         and with the thought that the chat template has opened for it."""
         text = self.policy.tokenizer.decode(reply.tokens, skip_special_tokens=True)
         _, header = self.policy.template(0, first=not self.turn_rewards)
-        opened = re.search(rf"(?i)<([\w:]*(?:{THOUGHT})[\w:]*) ?>[^<]*$", header)
-        if opened:
+        tag = re.search(f"{THOUGHT_TAG}[^<]*$", header)
+        if tag and not tag[1].startswith("/"):
             # Environments know <think>. Some templates say <thinking> or <reasoning>.
-            text = "<think>" + text.replace(f"</{opened[1]}>", "</think>")
+            text = "<think>" + text.replace(f"</{tag[1]}>", "</think>")
         return text if reply.tokens[-1] == self.policy.eos_id else text + "…"
 
     def append_reply(self, reply: Reply, reward: float, info: dict) -> None:

@@ -176,9 +176,10 @@ THINKING = {
     "Qwen3's": "\n<think>\n",
     "with an option": "{% if enable_thinking is not defined %}<think>{% endif %}",
     "in the first turn alone": "{% if messages|length == 1 %}<think>{% endif %}",
-    "with another word": "<reasoning>",
+    "with another word": "<reasoning-mode>",
     "with first words": "<THINK>\nOkay, ",
     "none, but a tag": "<assistant>\n",
+    "a closed one": "\n<think>\n\n</think>\n",
 }
 
 
@@ -194,9 +195,9 @@ def test_the_environment_reads_what_follows_a_thought_that_the_template_opened(
     step = FrozenLake.step
     monkeypatch.setattr(FrozenLake, "step", lambda env, text: seen.append(text) or step(env, text))
 
-    closings = {"with another word": "</reasoning>", "with first words": "</THINK>"}
+    closings = {"with another word": "</reasoning-mode>", "with first words": "</THINK>"}
     close = closings.get(kind, "</think>")
-    thinks = kind != "none, but a tag"
+    thinks = kind not in ("none, but a tag", "a closed one")
     opened = [thinks, thinks and kind != "in the first turn alone"]
     draft = "I try <answer>Left</answer>"
     for text, end, readable in (
@@ -216,6 +217,11 @@ def test_a_tokenizer_that_does_not_fit_is_refused(text_policy):
         tokenizer = build_tokenizer(())
         tokenizer.add_special_tokens({"additional_special_tokens": [token]})
         with pytest.raises(ValueError, match=re.escape(f"it needs {token}, a special token")):
+            Policy(text_policy.model, tokenizer)
+    for mark in ("[THINK]", "◁think▷", "<|begin_of_thought|>", "<|think|>"):
+        tokenizer = build_tokenizer(())
+        tokenizer.chat_template = tokenizer.chat_template.replace("assistant\n", f"assistant{mark}")
+        with pytest.raises(ValueError, match="marks a thought in a form other than <think>"):
             Policy(text_policy.model, tokenizer)
     with pytest.raises(ValueError, match="its tokenizer belongs to another model"):
         Policy(text_policy.model, build_tokenizer(tuple(f"word{k}" for k in range(20))))
