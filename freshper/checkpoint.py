@@ -74,7 +74,9 @@ class Checkpoints:
         try:
             state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
             self.parts["trainer"].load_optimizer(str(folder))
-            state["buffer"]["episodes"] = unpack_episodes(state["buffer"]["episodes"])
+            episodes = unpack_episodes(state["buffer"]["episodes"])
+            state["buffer"]["episodes"] = episodes
+            check_episodes(episodes, len(self.policy.tokenizer))
             # The schedule ends with the run, although --iterations, K or epochs may have changed.
             left = self.config.iterations - saved.iteration
             steps = left * self.config.updates_per_iteration
@@ -233,3 +235,12 @@ def unpack_episodes(columns: dict[str, Any]) -> list[Episode]:
             # They are copies, so that no episode keeps the arrays of all others in memory.
             columns[name] = [part.numpy().copy() for part in parts]
     return list(map(Episode, *columns.values()))
+
+
+def check_episodes(episodes: list[Episode], vocabulary: int) -> None:
+    """Raise ValueError if an episode's arrays do not belong together, or to this vocabulary."""
+    for episode in episodes:
+        lengths = {len(episode.tokens), len(episode.action_mask), len(episode.rewards)}
+        fits = 0 <= episode.tokens.min() <= episode.tokens.max() < vocabulary
+        if len(lengths) > 1 or not fits or not np.isfinite(episode.reward):
+            raise ValueError(f"the episode of seed {episode.seed} belongs to another model")

@@ -74,6 +74,7 @@ class Report:
         self.ending = ending
         self.folder = folder_of(config)
         self.done = 0  # completed iterations
+        self.seconds_before = 0.0  # of the run that is resumed
         self.rows: list[Row] = []  # of metrics.csv
         self.replay_bytes = 0  # of replay.csv
         self.features: dict = {}  # of held-out images, by key
@@ -140,7 +141,8 @@ class Report:
         self.rows = state["rows"]
         self.replay_bytes = int(state["replay_bytes"])
         self.features = state["features"]
-        self.done = self.rows[-1]["iteration"]
+        self.done = int(self.rows[-1]["iteration"])
+        self.seconds_before = float(self.rows[-1]["wall_s"])
         # Here, so that rows without numbers are those of no checkpoint.
         self.write_metrics()
 
@@ -160,7 +162,7 @@ class Report:
             self.rows.append(first | self.evaluate_if_due(0, engine))
             self.write_metrics()
 
-        self.began = time.perf_counter() - self.rows[-1]["wall_s"]
+        self.began = time.perf_counter() - self.seconds_before
         total = self.config.iterations
         self.bar = tqdm(range(self.done, total), initial=self.done, total=total)
         for iteration in self.bar:

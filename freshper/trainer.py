@@ -287,6 +287,9 @@ class TorchTrainer:
         """Restore what `optimizer_state` returned."""
         # The settings stay: a resumed run may be on another device, which decides them (fused).
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
+        for parameter, moments in self.optimizer.state.items():
+            if moments["exp_avg"].shape != parameter.shape:
+                raise ValueError("the optimizer's state is that of another model")
 
 
 def recompute_layers(model: torch.nn.Module) -> None:

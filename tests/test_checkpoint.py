@@ -280,14 +280,32 @@ def test_a_forged_checkpoint_is_one_sentence_and_no_code(copy, monkeypatch, caps
     assert not (copy / "executed").exists()
 
 
-@pytest.mark.parametrize("place", ["report rows", "report replay_bytes", "buffer added"])
-def test_a_state_with_a_text_for_a_number_is_one_sentence(copy, capsys, place):
+STATES = {
+    "a text for a number": lambda state: state["report"].update(replay_bytes="x"),
+    "a row without seconds": lambda state: state["report"]["rows"][-1].pop("wall_s"),
+    "a row with a text": lambda state: state["report"]["rows"][-1].update(loss="x"),
+    "tokens of another model": lambda state: state["buffer"]["episodes"]["tokens"][0].add_(10**6),
+    "rewards that are missing": lambda state: state["buffer"]["episodes"].update(
+        turn_rewards=[np.zeros(0, np.float32)] * 8
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_a_forged_state_is_one_sentence(copy, capsys, kind):
     state = torch.load(copy / "checkpoint/state.pt", weights_only=True)
-    part, name = place.split()
-    state[part][name] = [{"iteration": 4, "step": "x"}] if name == "rows" else "x"
+    STATES[kind](state)
     forge(copy / "checkpoint", "state.pt", state)
     assert resume(copy, "--iterations", "7") == 2
     assert "checkpoint is not a checkpoint of this run: " in capsys.readouterr().err
+
+
+def test_an_optimizer_of_another_model_is_one_sentence(copy, capsys):
+    state = torch.load(copy / "checkpoint/optimizer-0.pt", weights_only=True)
+    state[0]["exp_avg"] = torch.zeros(3)
+    forge(copy / "checkpoint", "optimizer-0.pt", state)
+    assert resume(copy, "--iterations", "7") == 2
+    assert "the optimizer's state is that of another model" in capsys.readouterr().err
 
 
 def test_the_date_and_the_threads_of_the_first_start_are_kept(tmp_path, model_folder, monkeypatch):
@@ -325,7 +343,7 @@ def save(out, done):
     report = Mock(
         config=Config(resume=str(out), save_every=1, iterations=100),
         folder=out,
-        policy=SimpleNamespace(features={}, today=date.today()),
+        policy=SimpleNamespace(features={}, today=date.today(), tokenizer=""),
         saved=find_saved(str(out)),
         ending=Ending(),
         done=done,
