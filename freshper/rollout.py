@@ -93,10 +93,10 @@ class LiveEpisode:
         and with the thought that the chat template has opened for it."""
         text = self.policy.tokenizer.decode(reply.tokens, skip_special_tokens=True)
         _, header = self.policy.template(0, first=not self.turn_rewards)
-        tag = re.search(f"{THOUGHT_TAG}[^<]*$", header)
-        if tag and not tag[1].startswith("/"):
+        tags = re.findall(THOUGHT_TAG, header)
+        if tags and not tags[-1].startswith("/"):
             # Environments know <think>. Some templates say <thinking> or <reasoning>.
-            text = "<think>" + text.replace(f"</{tag[1]}>", "</think>")
+            text = "<think>" + re.sub(rf"(?i)</{tags[-1]} ?>", "</think>", text)
         return text if reply.tokens[-1] == self.policy.eos_id else text + "…"
 
     def append_reply(self, reply: Reply, reward: float, info: dict) -> None:

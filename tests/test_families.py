@@ -177,7 +177,7 @@ THINKING = {
     "with an option": "{% if enable_thinking is not defined %}<think>{% endif %}",
     "in the first turn alone": "{% if messages|length == 1 %}<think>{% endif %}",
     "with another word": "<reasoning-mode>",
-    "with first words": "<THINK>\nOkay, ",
+    "with first words": "<THINK>\nIs 1 < 2? Okay, ",
     "none, but a tag": "<assistant>\n",
     "a closed one": "\n<think>\n\n</think>\n",
 }
@@ -195,7 +195,7 @@ def test_the_environment_reads_what_follows_a_thought_that_the_template_opened(
     step = FrozenLake.step
     monkeypatch.setattr(FrozenLake, "step", lambda env, text: seen.append(text) or step(env, text))
 
-    closings = {"with another word": "</reasoning-mode>", "with first words": "</THINK>"}
+    closings = {"with another word": "</Reasoning-mode >", "with first words": "</THINK>"}
     close = closings.get(kind, "</think>")
     thinks = kind not in ("none, but a tag", "a closed one")
     opened = [thinks, thinks and kind != "in the first turn alone"]
