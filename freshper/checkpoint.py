@@ -76,7 +76,7 @@ class Checkpoints:
             self.parts["trainer"].load_optimizer(str(folder))
             episodes = unpack_episodes(state["buffer"]["episodes"])
             state["buffer"]["episodes"] = episodes
-            check_episodes(episodes, len(self.policy.tokenizer))
+            check_episodes(episodes, self.policy.model.get_output_embeddings().out_features)
             # The schedule ends with the run, although --iterations, K or epochs may have changed.
             left = self.config.iterations - saved.iteration
             steps = left * self.config.updates_per_iteration
@@ -238,9 +238,9 @@ def unpack_episodes(columns: dict[str, Any]) -> list[Episode]:
 
 
 def check_episodes(episodes: list[Episode], vocabulary: int) -> None:
-    """Raise ValueError if an episode's arrays do not belong together, or to this vocabulary."""
+    """Raise ValueError if an episode's arrays do not fit each other, or this vocabulary."""
     for episode in episodes:
         lengths = {len(episode.tokens), len(episode.action_mask), len(episode.rewards)}
         fits = 0 <= episode.tokens.min() <= episode.tokens.max() < vocabulary
         if len(lengths) > 1 or not fits or not np.isfinite(episode.reward):
-            raise ValueError(f"the episode of seed {episode.seed} belongs to another model")
+            raise ValueError(f"the episode of seed {episode.seed} does not fit this model")

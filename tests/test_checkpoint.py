@@ -9,7 +9,6 @@ import shutil
 import signal
 from datetime import date
 from itertools import product
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -343,7 +342,7 @@ def save(out, done):
     report = Mock(
         config=Config(resume=str(out), save_every=1, iterations=100),
         folder=out,
-        policy=SimpleNamespace(features={}, today=date.today(), tokenizer=""),
+        policy=Mock(features={}, today=date.today()),
         saved=find_saved(str(out)),
         ending=Ending(),
         done=done,
