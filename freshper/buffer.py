@@ -221,7 +221,7 @@ class ReplayBuffer:
 
 
 def nth_lowest(values: np.ndarray, n: int) -> np.ndarray:
-    """Return the n-th lowest of [N] values: a partition, of the few that can be among the n."""
+    """Return the n-th lowest of [N] values. Only the few that can be among the n are sorted."""
     columns = 8 * n
     rows = len(values) // columns
     if rows > 1:
