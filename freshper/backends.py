@@ -66,7 +66,9 @@ def load(config: Config) -> Loaded:
 
     policy = load_model(config, saved, len(env.reset(seed=EVAL_SEEDS)[0].images))
     if rank > 0:
-        sys.exit(serve(policy, config))
+        from freshper.trainer_deepspeed import serve
+
+        sys.exit(serve(make_trainer(policy, config)))
 
     if env.rows:
         check_rows(policy, env, config)
@@ -192,13 +194,6 @@ def make_trainer(policy: Policy, config: Config) -> TorchTrainer:
     trainer = DeepSpeedTrainer(policy, config, updates)
     # `RankZero` has the methods of its trainer.
     return cast(TorchTrainer, RankZero(trainer)) if trainer.rank == 0 else trainer
-
-
-def serve(policy: Policy, config: Config) -> int:
-    """Compute the share of a rank other than 0 of all updates. Returns the exit status."""
-    from freshper import trainer_deepspeed
-
-    return trainer_deepspeed.serve(make_trainer(policy, config))
 
 
 @contextlib.contextmanager

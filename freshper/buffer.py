@@ -76,6 +76,7 @@ class ReplayBuffer:
         self.arrival = np.zeros(capacity, int)  # number of episodes added before
 
         self.added = 0  # episodes so far
+        self.added_at_draw = np.inf  # at the newest draw
         self.now = 0  # t of the last refresh or addition
         self.images = weakref.WeakValueDictionary[bytes, AnyImage]()  # by key, while in use
         self.thread = ThreadPoolExecutor(1)
@@ -139,6 +140,7 @@ class ReplayBuffer:
         Its ages are those at t = `step`, or at `now` if that is later."""
         self.pending.result()
         indices = self.tree.stratified_sample(batch_size, self.rng)
+        self.added_at_draw = self.added
         episodes = [self.episodes[slot] for slot in indices]
         probabilities = self.tree[indices] / self.tree.total()
         ages = max(step, self.now) - self.collected_at[indices]
@@ -149,16 +151,18 @@ class ReplayBuffer:
     ) -> None:
         """Set new base priorities [n] of drawn episodes (section 3.5, "Priority Update").
 
-        With the `arrivals` of their draw, those that another episode has replaced since are left
-        out. Unchanged ones keep their tree values."""
+        Those that another episode has replaced since their draw are left out: by its `arrivals` or,
+        without them, since the newest draw. Unchanged ones keep their tree values."""
         indices, priorities = np.broadcast_arrays(indices, priorities)
         check_priorities(priorities)
         self.pending.result()
         if np.min(indices, initial=0) < 0 or np.max(indices, initial=-1) >= len(self):
             raise ValueError(f"the buffer has {len(self)} episodes, but not all slots {indices}")
-        if arrivals is not None:
-            there = arrivals == self.arrival[indices]
-            indices, priorities = indices[there], priorities[there]
+        if arrivals is None:
+            there = self.arrival[indices] < self.added_at_draw
+        else:
+            there = self.arrival[indices] == arrivals
+        indices, priorities = indices[there], priorities[there]
         changed = indices[self.base_priorities[indices] != priorities]
         self.base_priorities[indices] = priorities
         self.tree.set(changed, self._leaves(changed))

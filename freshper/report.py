@@ -10,8 +10,8 @@
 Columns of metrics.csv: means over the updates of an iteration; row 0 is the evaluation before
 training. `train_*` is of the policy before the updates of its row, `eval_*` (held-out seeds) after
 them. `invalid`: share of replies that could not be read. `cut`: of replies that --max_new_tokens
-ended. `truncated`: of episodes cut by --max_tokens. `mismatch`: mean |engine - trainer log-prob|,
-with quantiles of the ratio. `kl`: k3 of pi_mu against pi_theta, 0 in the first epoch, as is
+ended. `truncated`: of episodes cut by --max_tokens. `mismatch`: mean |engine - trainer log-prob|.
+`kl`: k3 of pi_mu against pi_theta, 0 in the first epoch, as is
 `clip_fraction`. `nonzero_advantages`: share of action tokens whose advantage is not 0. `replay_*`,
 `max_age` (steps), `ess` and `ess_token` (ESS / n of trajectories and of tokens, eq. 5): replayed
 batches as drawn, not weighted by 1 / P(i). A batch has an ESS / n of at least 1 / B, so compare
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]  # numbers by the name of their column
 COLUMNS = """iteration step episodes wall_s train_success train_reward eval_success eval_reward
-turns invalid cut truncated mismatch mismatch_p01 mismatch_p99 loss grad_norm clip_fraction kl
+turns invalid cut truncated mismatch loss grad_norm clip_fraction kl
 nonzero_advantages replay_loss replay_grad_norm replay_clip_fraction replay_kl
 replay_nonzero_advantages replay_success replay_age max_age ess ess_token buffer_size lr rollout_s
 logprobs_s update_s replay_s sync_s""".split()

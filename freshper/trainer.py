@@ -76,10 +76,9 @@ class TorchTrainer:
     def record_behavior_logprobs(self, episodes: list[Episode]) -> dict[str, float]:
         """Line 3: write log pi_mu of the action tokens into the episodes, and log pi_ref if needed.
 
-        Returns the mismatch (mean |trainer - engine log-prob|, quantiles of pi_trainer / pi_engine)
-        and the seconds. Raises NonFiniteError if a log-prob is not finite, BackendError if another
-        model generated (vLLM's, or the embedded engine's copy) and its weights are not the
-        trainer's."""
+        Returns the mismatch, the mean |trainer - engine log-prob|, and the seconds. Raises
+        NonFiniteError if a log-prob is not finite, BackendError if another model generated (vLLM's,
+        or the embedded engine's copy) and its weights are not the trainer's."""
         began = time.perf_counter()
         batch = collate(episodes)
         logprobs = self.logprobs(batch).numpy()  # [B, T]
@@ -91,7 +90,6 @@ class TorchTrainer:
 
         of_actions = difference[batch.action_mask.numpy()]
         mismatch = float(np.abs(of_actions).mean())
-        low, high = np.exp(np.quantile(of_actions, (0.01, 0.99))).tolist()
         most = MOST_MISMATCH[self.config.dtype] / self.config.temperature
         has_own_model = self.config.backend != "hf+torch"
         if has_own_model and mismatch > most:
@@ -107,12 +105,7 @@ class TorchTrainer:
             for episode, row in zip(episodes, values):
                 # A view would keep the whole batch.
                 setattr(episode, name, row[: len(episode.tokens)].copy())
-        return {
-            "mismatch": mismatch,
-            "mismatch_p01": low,
-            "mismatch_p99": high,
-            "logprobs_s": time.perf_counter() - began,
-        }
+        return {"mismatch": mismatch, "logprobs_s": time.perf_counter() - began}
 
     @torch.no_grad()
     def logprobs(self, batch: Batch, reference: bool = False) -> Tensor:
@@ -288,7 +281,8 @@ class TorchTrainer:
         # The settings stay: a resumed run may be on another device, which decides them (fused).
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
         for parameter, moments in self.optimizer.state.items():
-            if moments["exp_avg"].shape != parameter.shape:
+            shapes = {moments[name].shape for name in ("exp_avg", "exp_avg_sq")}
+            if shapes != {parameter.shape}:
                 raise ValueError("the optimizer's state is that of another model")
 
 

@@ -128,6 +128,8 @@ def test_an_episode_that_was_replaced_since_it_was_drawn_keeps_its_successor_s_p
     drawn = buffer.sample(12)
     assert {*drawn.indices} == {0, 1, 2}
     buffer.add(episodes(1, start=9), np.array([5.0]), step=1)  # in slot 0
+    buffer.update_base_priorities(drawn.indices, np.full(12, 6.0))  # as one draw at a time may do
+    assert leaves(buffer).tolist() == [5.0, 6.0, 6.0]
     newer = buffer.sample(12)  # while the first draw is still in use
     buffer.update_base_priorities(drawn.indices, np.full(12, 7.0), drawn.arrivals)
     assert leaves(buffer).tolist() == [5.0, 7.0, 7.0]

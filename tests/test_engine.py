@@ -315,8 +315,6 @@ def test_what_the_engine_sampled_otherwise_is_logged(text_policy):
 
     of_actions = off[batch.action_mask].numpy()
     assert stats["mismatch"] == pytest.approx(np.abs(of_actions).mean(), rel=1e-4)
-    low, high = np.exp(np.quantile(of_actions, [0.01, 0.99]))
-    assert (stats["mismatch_p01"], stats["mismatch_p99"]) == pytest.approx((low, high), rel=1e-3)
     for e, row in zip(episodes, right.numpy(), strict=True):
         np.testing.assert_array_equal(e.behavior_logprobs, row[: len(e.tokens)])
 
