@@ -87,8 +87,7 @@ def train(
             replays.append((drawn, update))
 
             # section 3.5, "Priority Update": |r_i| stays, |A_i| depends on the newest returns
-            base = base_priority(drawn.episodes)
-            buffer.update_base_priorities(drawn.indices, base, drawn.arrivals)
+            buffer.update_base_priorities(drawn.indices, base_priority(drawn.episodes))
 
         # 12: sync the inference engine, pi_mu <- pi_theta
         sync = engine.sync(trainer)

@@ -12,7 +12,6 @@ first-in-first-out (Table 5), or takes the lowest leaf, of equal ones the oldest
 """
 
 import threading
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
@@ -20,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from freshper.episode import AnyImage, Episode, compressed, image_key
+from freshper.episode import Episode, compressed
 from freshper.priority import priorities
 from sumtree import SumTree
 
@@ -35,7 +34,6 @@ class Replay(NamedTuple):
     indices: np.ndarray  # int64 [B]: slots, for update_base_priorities
     probabilities: np.ndarray  # float64 [B]: P(i), eq. 2
     ages: np.ndarray  # int64 [B]: Delta_i = t - t_i
-    arrivals: np.ndarray  # int64 [B]: how many episodes had been added before each of them
 
 
 class ReplayBuffer:
@@ -45,7 +43,7 @@ class ReplayBuffer:
         buffer.add(episodes, reward_priority(returns, epsilon=0.1), step)
         buffer.refresh(step)                    # without it nothing ages
         drawn = buffer.sample(128, step)        # episodes, P(i), ages
-        buffer.update_base_priorities(drawn.indices, new_priorities, drawn.arrivals)
+        buffer.update_base_priorities(drawn.indices, new_priorities)
 
     Steps never go back. `add` writes `step` into each episode, and PNGs in place of its images.
 
@@ -78,7 +76,6 @@ class ReplayBuffer:
         self.added = 0  # episodes so far
         self.added_at_draw = np.inf  # at the newest draw
         self.now = 0  # t of the last refresh or addition
-        self.images = weakref.WeakValueDictionary[bytes, AnyImage]()  # by key, while in use
         self.thread = ThreadPoolExecutor(1)
         self.lock = threading.Lock()  # one refresh at a time
         # The last asynchronous refresh. Other methods wait for its end, and raise its error.
@@ -90,9 +87,7 @@ class ReplayBuffer:
         return len(self.episodes)
 
     def add(self, episodes: list[Episode], base_priorities: np.ndarray, step: int) -> None:
-        """Store episodes [n] collected at t_i = `step` (line 4). A full buffer evicts others.
-
-        Equal images become one PNG."""
+        """Store episodes [n] collected at t_i = `step` (line 4). A full buffer evicts others."""
         n = len(episodes)
         if n > self.capacity or n != len(base_priorities):
             raise ValueError(
@@ -108,7 +103,7 @@ class ReplayBuffer:
             slots[unused:] = self._lowest(n - unused)
 
         for slot, episode in zip(slots, episodes):
-            episode.images = [self._stored(image) for image in episode.images]
+            episode.images = [compressed(image) for image in episode.images]
             episode.step = step
             # This replaces the episode in a used slot, and appends to fill the first unused one.
             self.episodes[slot : slot + 1] = [episode]
@@ -144,28 +139,23 @@ class ReplayBuffer:
         episodes = [self.episodes[slot] for slot in indices]
         probabilities = self.tree[indices] / self.tree.total()
         ages = max(step, self.now) - self.collected_at[indices]
-        return Replay(episodes, indices, probabilities, ages, self.arrival[indices])
+        return Replay(episodes, indices, probabilities, ages)
 
-    def update_base_priorities(
-        self, indices: np.ndarray, priorities: np.ndarray, arrivals: np.ndarray | None = None
-    ) -> None:
+    def update_base_priorities(self, indices: np.ndarray, priorities: np.ndarray) -> None:
         """Set new base priorities [n] of drawn episodes (section 3.5, "Priority Update").
 
-        Those that another episode has replaced since their draw are left out: by its `arrivals` or,
-        without them, since the newest draw. Unchanged ones keep their tree values."""
+        Slots that got another episode since the newest draw are left out. Unchanged ones keep
+        their tree values."""
         indices, priorities = np.broadcast_arrays(indices, priorities)
         check_priorities(priorities)
         self.pending.result()
         if np.min(indices, initial=0) < 0 or np.max(indices, initial=-1) >= len(self):
             raise ValueError(f"the buffer has {len(self)} episodes, but not all slots {indices}")
-        if arrivals is None:
-            there = self.arrival[indices] < self.added_at_draw
-        else:
-            there = self.arrival[indices] == arrivals
-        indices, priorities = indices[there], priorities[there]
-        changed = indices[self.base_priorities[indices] != priorities]
-        self.base_priorities[indices] = priorities
-        self.tree.set(changed, self._leaves(changed))
+        there = self.arrival[indices] < self.added_at_draw
+        changed = there & (self.base_priorities[indices] != priorities)
+        indices = indices[changed]
+        self.base_priorities[indices] = priorities[changed]
+        self.tree.set(indices, self._leaves(indices))
 
     def ages(self) -> np.ndarray:
         """Return Delta_i of every entry at t = `now`, int64 [N]."""
@@ -193,16 +183,6 @@ class ReplayBuffer:
         self.now = int(state["now"])
         self.tree.nodes[:] = state["nodes"].numpy()
         self.rng.bit_generator.state = state["rng"]
-        for episode in self.episodes:
-            for image in episode.images:
-                self.images[image_key(image)] = image
-
-    def _stored(self, image: AnyImage) -> AnyImage:
-        """Return the PNG of this image and of all that equal it."""
-        key = image_key(image)
-        stored = self.images.get(key) or compressed(image)
-        self.images[key] = stored
-        return stored
 
     def _leaves(self, slots: np.ndarray | slice) -> np.ndarray:
         """Return p_i^alpha at the time `now`, float64 [n] (eq. 2 and 14).

@@ -216,7 +216,7 @@ def pack_episodes(episodes: list[Episode]) -> dict[str, Any]:
     """Return episodes as columns, one per field.
 
     Arrays stand end to end, with their lengths, because tens of thousands of small tensors would
-    take long to save. An image that episodes share is saved once."""
+    take long to save."""
     columns: dict[str, Any] = {}
     for name in Episode.__dataclass_fields__:
         values = [getattr(episode, name) for episode in episodes]

@@ -26,23 +26,17 @@ def leaves(buffer):
     return buffer.tree[np.arange(len(buffer))]
 
 
-def test_an_episode_comes_back_and_equal_images_are_one_png():
+def test_an_episode_comes_back_and_its_images_are_pngs():
     image = ENVS["frozenlake_vlm"](style="full").reset(seed=0)[0].images[0]
-    same_bytes_in_another_shape = image.reshape(112, 448, 3)
-    images = image, image.copy(), same_bytes_in_another_shape
+    images = image, image.reshape(112, 448, 3)
     stored = [episodes(1, start=k, images=[i])[0] for k, i in enumerate(images)]
     buffer = ReplayBuffer(10, 0.6, fast_decay)
-    buffer.add(stored, np.ones(3), step=7)
+    buffer.add(stored, np.ones(2), step=7)
     for drawn in buffer.sample(32).episodes:
         assert drawn is stored[drawn.seed]
         assert drawn.step == 7
         np.testing.assert_array_equal(drawn.images[0], images[drawn.seed])
         assert len(pickle.dumps(drawn.images)) < image.nbytes / 20
-
-    resumed = ReplayBuffer(10, 0.6, fast_decay)
-    resumed.load_state_dict(buffer.state_dict())
-    resumed.add(episodes(1, start=3, images=[image.copy()]), np.ones(1), step=8)
-    assert len({id(e.images[0]) for e in resumed.episodes}) == 2
 
 
 @pytest.mark.parametrize("eviction", ["fifo", "lowest_priority"])
@@ -128,12 +122,10 @@ def test_an_episode_that_was_replaced_since_it_was_drawn_keeps_its_successor_s_p
     drawn = buffer.sample(12)
     assert {*drawn.indices} == {0, 1, 2}
     buffer.add(episodes(1, start=9), np.array([5.0]), step=1)  # in slot 0
-    buffer.update_base_priorities(drawn.indices, np.full(12, 6.0))  # as one draw at a time may do
-    assert leaves(buffer).tolist() == [5.0, 6.0, 6.0]
-    newer = buffer.sample(12)  # while the first draw is still in use
-    buffer.update_base_priorities(drawn.indices, np.full(12, 7.0), drawn.arrivals)
+    buffer.update_base_priorities(drawn.indices, np.full(12, 7.0))
     assert leaves(buffer).tolist() == [5.0, 7.0, 7.0]
-    buffer.update_base_priorities(newer.indices, np.full(12, 8.0), newer.arrivals)
+    newer = buffer.sample(12)
+    buffer.update_base_priorities(newer.indices, np.full(12, 8.0))
     assert leaves(buffer).tolist() == [8.0, 8.0, 8.0]
 
 

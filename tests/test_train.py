@@ -122,10 +122,9 @@ def test_algorithm_1_line_by_line(tmp_path, monkeypatch):
         assert beta == pytest.approx(0.4 + 0.3 * done)  # rises to 1 in three iterations
         noted["weights"] = weights
 
-    def priority_update(_, buffer, indices, priorities, arrivals):
+    def priority_update(_, buffer, indices, priorities):
         calls.append("priorities")
         assert indices is noted["drawn"].indices
-        assert arrivals is noted["drawn"].arrivals
         returns = [e.reward for e in noted["drawn"].episodes]
         np.testing.assert_allclose(priorities, np.abs(returns) + 0.1)
 
