@@ -1,5 +1,6 @@
 """Write the reading edition: every module beside the paper, as static HTML without a network.
 
+    pip install -e '.[dev]'
     python docs/build.py [--out out/reading]     begin at index.html
 
 A module's page has docstrings and the paper's mathematics on the left, and the code they belong to
