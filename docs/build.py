@@ -30,7 +30,7 @@ from pygments.lexers import PythonLexer
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 TABLE = DOCS / "paper_to_code.md"
-# The order of reading, as in the README.
+# The order of reading
 PAPER = """train freshper/rollout freshper/trainer freshper/episode freshper/priority
 freshper/buffer sumtree freshper/is_weights freshper/reinforce freshper/engine_hf freshper/models
 freshper/diagnostics"""
