@@ -1,5 +1,6 @@
 """Write the reading edition: every module beside the paper, as static HTML without a network.
 
+    pip install -e '.[dev]'
     python docs/build.py [--out out/reading]     begin at index.html
 
 A module's page has docstrings and the paper's mathematics on the left, and the code they belong to
@@ -29,7 +30,7 @@ from pygments.lexers import PythonLexer
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 TABLE = DOCS / "paper_to_code.md"
-# The order of reading, as in the README.
+# The order of reading
 PAPER = """train freshper/rollout freshper/trainer freshper/episode freshper/priority
 freshper/buffer sumtree freshper/is_weights freshper/reinforce freshper/engine_hf freshper/models
 freshper/diagnostics"""

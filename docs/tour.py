@@ -24,6 +24,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
+from evidence.style import COLORS, GREY, STYLE, WIDTH
 from freshper import diagnostics
 from freshper.buffer import ReplayBuffer
 from freshper.checkpoint import unpack_episodes
@@ -32,12 +33,8 @@ from freshper.priority import exponential_decay, polynomial_decay
 ROOT = Path(diagnostics.__file__).parents[1]
 ITERATIONS = os.environ.get("TOUR_ITERATIONS", "60")
 OUT = Path(os.environ.get("TOUR_OUT", ROOT / "out/tour"))
-COLORS = {"without decay": "#9C6500", "with decay": "#EA4335"}
-SUCCESS = "#0072b2"
-FAILURE = "#d55e00"
-plt.rcParams.update({"figure.dpi": 80, "font.size": 12, "axes.grid": True, "grid.alpha": 0.3})
-plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
-plt.rcParams.update({"legend.frameon": False, "legend.fontsize": 11})
+COLOR = {"without decay": COLORS["no_decay"], "with decay": COLORS["freshper"]}
+plt.rcParams.update(STYLE)
 
 # %% [markdown]
 # ## 1. Two runs that differ in one thing
@@ -89,13 +86,13 @@ def successes(buffer: ReplayBuffer) -> np.ndarray:
 # %% [markdown]
 # ## 2. Priority staleness (section 3.3)
 #
-# Left and middle: what a run holds at its end, one dot per episode. Without decay an old success
-# keeps the priority of a new one. Right: the ages of the episodes that were drawn during the whole
-# run. Young ages are frequent there without decay, too, because the buffer itself was younger at
-# first. So we print the mean age of a draw from the last buffer.
+# Above: what each run holds at its end, one dot per episode. Without decay an old success keeps the
+# priority of a new one. Below: the ages of the episodes that were drawn during the whole run. Young
+# ages are frequent there without decay, too, because the buffer itself was younger at first. So we
+# print the mean age of a draw from the last buffer.
 
 # %%
-figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+figure, axes = plt.subplots(3, 1, figsize=(WIDTH, 8.0), layout="constrained")
 decays = {"without decay": None, "with decay": DECAY}
 for (name, folder), panel in zip(runs.items(), axes):
     buffer = load_buffer(folder, decay=decays[name])
@@ -103,13 +100,13 @@ for (name, folder), panel in zip(runs.items(), axes):
     won = successes(buffer)
     # The leaves of the tree are p_i^alpha.
     priorities = buffer.tree[np.arange(len(buffer))] ** (1 / 0.6)
-    panel.semilogy(ages[won], priorities[won], ".", color=SUCCESS, label="successes")
-    panel.semilogy(ages[~won], priorities[~won], ".", color=FAILURE, label="failures")
+    panel.semilogy(ages[won], priorities[won], ".", color=COLOR[name], label="successes")
+    panel.semilogy(ages[~won], priorities[~won], ".", color=GREY, label="failures")
     panel.set(title=f"p_i {name}", xlabel="age, optimizer steps", ylabel="priority")
     panel.legend()
 
     drawn = diagnostics.read(folder)["age"]
-    axes[2].hist(drawn, bins=40, histtype="step", lw=2, color=COLORS[name], label=name)
+    axes[2].hist(drawn, bins=40, histtype="step", lw=2, color=COLOR[name], label=name)
     p = exact(buffer)
     old = ages > np.median(ages)
     print(f"{name}: mean age {ages.mean():.0f} in the buffer, {p @ ages:.0f} of a draw from it;")
@@ -126,8 +123,8 @@ plt.show()
 # (`replay.csv`). The paper argues in three steps, and a point is a step of it for episodes of about
 # one age:
 #
-# - *Left*: the policy drifts. `KL(mu||theta)` grows with age (eq. 12 takes a straight line).
-# - *Right*: old episodes say less. ESS / n is the share of a batch that counts (eq. 5), for batches
+# - *Above*: the policy drifts. `KL(mu||theta)` grows with age (eq. 12 takes a straight line).
+# - *Below*: old episodes say less. ESS / n is the share of a batch that counts (eq. 5), for batches
 #   of 32 episodes of about the same age. It falls with age, and lies below `exp(-KL(theta||mu))` of
 #   the same batches (eq. 11, dashed). It cannot be below 1 / 32.
 #
@@ -137,7 +134,7 @@ plt.show()
 # %%
 BATCH = 32
 BINS = 8
-figure, axes = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
+figure, axes = plt.subplots(2, 1, figsize=(WIDTH, 6.0), layout="constrained")
 for name, folder in runs.items():
     rows = diagnostics.read(folder)
     batches = diagnostics.by_age(rows, len(rows["age"]) // BATCH)
@@ -147,9 +144,9 @@ for name, folder in runs.items():
         means[column] = np.array([part.mean() for part in np.array_split(values, BINS)])
 
     ages = means["age"]
-    axes[0].plot(ages, means["kl_reverse"], "o-", color=COLORS[name], label=name)
-    axes[1].plot(ages, means["ess"], "o-", color=COLORS[name], label=f"ESS / n {name}")
-    axes[1].plot(ages, means["bound"], "--", color=COLORS[name], label="exp(-KL)")
+    axes[0].plot(ages, means["kl_reverse"], "o-", color=COLOR[name], label=name)
+    axes[1].plot(ages, means["ess"], "o-", color=COLOR[name], label=f"ESS / n {name}")
+    axes[1].plot(ages, means["bound"], "--", color=COLOR[name], label="exp(-KL)")
     shown = f"ages {ages[0]:.0f} to {ages[-1]:.0f}"
     print(f"{name}, {shown}: ESS / n {means['ess'][0]:.2f} to {means['ess'][-1]:.2f}")
     assert (batches["ess"] <= batches["bound"] + 1e-9).all()
@@ -159,7 +156,7 @@ axes[0].set(
 )
 axes[1].set(xlabel="age, optimizer steps", title="ESS / n of 32 episodes", ylim=(0, 1))
 axes[0].legend()
-axes[1].legend(ncols=2, fontsize=9)
+axes[1].legend()
 plt.show()
 
 # %% [markdown]

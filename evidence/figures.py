@@ -2,9 +2,7 @@
 
     python evidence/figures.py
 
-An arm has one colour everywhere, the paper's three those of its Fig. 3. A page is 400 pixels wide
-on a telephone, and letters can still be read there. What lies beyond an axis is an arrowhead and
-a number.
+What lies beyond an axis is an arrowhead and a number.
 """
 
 from collections.abc import Callable
@@ -16,25 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from runs import ARMS, CELLS, FOLDER, NAMES, PAIR, TASKS, Data
 from stats import SMALLEST_EFFECT, Effect, contrast
+from style import COLORS, GREY, STYLE, WIDTH
 from verdicts import CELL_EFFECTS, OTHERS, SHARES, after_updates, decay_pays
 
-STYLE = {
-    "font.size": 10,
-    "axes.titlesize": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-    "savefig.dpi": 110,
-}
-COLORS = {
-    "freshper": "#EA4335",
-    "per": "#FBBC04",
-    "no_decay": "#9C6500",
-    "uniform": "#34A853",
-    "epochs": "#1A3E8C",
-    "on_policy": "#4285F4",
-}
 RIVALS = ("on_policy", "epochs", "no_decay", "per", "uniform")
 # The two factors of the two-by-two, in colours of their own
 FACTORS = {"age factor": COLORS["freshper"], "priority": "#7B1FA2"}
@@ -78,7 +60,7 @@ def forest(axes: Axes, effects: dict[str, dict[str, Effect]], colors: dict[str, 
             if task in by_task:
                 interval(axes, by_task[task], shift - row, colors[name])
             else:
-                axes.text(0.05, -row, "not measured yet", va="center", size=9, color="gray")
+                axes.text(0.05, -row, "not measured yet", va="center", size=9, color=GREY)
 
 
 def rivals(data: Data, figure: Figure) -> None:
@@ -238,7 +220,7 @@ def main() -> None:
     data = Data()
     with matplotlib.rc_context(STYLE):
         for draw, height in FIGURES.items():
-            figure = Figure(figsize=(5.0, height), layout="constrained")
+            figure = Figure(figsize=(WIDTH, height), layout="constrained")
             draw(data, figure)
             figure.savefig(FOLDER.parent / f"docs/results_{draw.__name__}.png")
 

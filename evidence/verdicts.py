@@ -143,13 +143,13 @@ def claims(data: Data) -> str:
         except KeyError:
             continue
         numbers = "; ".join(f"{part.name}: {span(part.effect)} {part.answer}" for part in parts)
-        if len(parts) > 4:
+        # Those of many tasks stand in another table. Ratios (h) do not.
+        if len(parts) > 4 and not number.startswith("h"):
             estimates = [part.effect.estimate for part in parts]
-            null = 1.0 if number.startswith("h") else 0.0
-            above = sum(part.effect.low > null for part in parts)
-            below = sum(part.effect.high < null for part in parts)
+            above = sum(part.effect.low > 0 for part in parts)
+            below = sum(part.effect.high < 0 for part in parts)
             numbers = f"{len(parts)} effects, {min(estimates):.3f} to {max(estimates):.3f}; "
-            numbers += f"intervals above {null:g}: {above}, below: {below}"
+            numbers += f"intervals above 0: {above}, below: {below}"
         says = " ".join(own["says"]).strip()
         answer = rule(own["rule"].iloc[0], [part.answer for part in parts])
         rows.append([number, says, f"**{answer}**", numbers])
