@@ -18,13 +18,14 @@ import io
 import math
 import re
 from collections.abc import Iterator
+from fractions import Fraction
 from itertools import combinations, product
 from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageOps
 
-from envs.answer_parsing import Measure, bare, read_measure
+from envs.answer_parsing import bare, read_measure
 from envs.base import parse_answer
 from envs.data import field_of, text_of
 from envs.question_answering import FEEDBACK, Problem, Question, QuestionAnswering
@@ -40,10 +41,9 @@ ANSWERS = ("1", "2", "3", "4", "5", "6", "8", "10", "45", "90", "135")  # to gen
 FILL = "#aad2fa"
 EDGE = "#102060"
 RED = "#e01828"
-CHOICE = r"\(?([A-F])(?:[).:]+ *(.*))?"  # letter and what is behind it
+CHOICE = r"\(?([A-F])(?:$|[).:]+ *)(.*)"  # letter and what is behind it
 WORD = r"[A-Z]|(?<![\\a-z])[a-z]{3}"  # no unit and no command of LaTeX
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # others may start programs
-MOST_NARROW = 200  # times as long as wide: Qwen2.5-VL's image processor refuses more
 MAX_SIDE = 896  # pixels; larger images are scaled down, to at most 1024 tokens of Qwen2.5-VL
 
 # Corners in order: column from the left and row from the top, in squares.
@@ -57,8 +57,11 @@ class Figure(NamedTuple):
 
 
 class Answer(NamedTuple):
-    letter: str  # of a choice, or ""
-    measure: Measure | None = None  # what is behind the letter
+    """The parts of an answer. A part that it does not have is ""."""
+
+    letter: str  # of a choice
+    value: Fraction | str
+    unit: str
 
 
 class GeoQA(QuestionAnswering):
@@ -74,7 +77,7 @@ class GeoQA(QuestionAnswering):
     def from_row(cls, row: dict) -> Question:
         solution = text_of(row, "solution")
         tagged = solution if "<answer>" in solution else f"<answer>{solution}</answer>"
-        gold = cls.gold(parse_answer(tagged) or "")
+        gold = cls.gold(parse_answer(tagged))
 
         image = field_of(row, "image")
         if isinstance(image, dict):
@@ -115,22 +118,17 @@ class GeoQA(QuestionAnswering):
             return None
 
         choice = re.fullmatch(CHOICE, text)
-        if choice and not choice[2]:
-            return Answer(choice[1])
         if choice and not re.search(WORD, choice[2]):
-            return Answer(choice[1], read_measure(choice[2]))
-        return Answer("", read_measure(text))
+            return Answer(choice[1], *read_measure(choice[2]))
+        return Answer("", *read_measure(text))
 
     @staticmethod
     def right(answer: Answer, gold: Answer) -> bool:
-        """Return whether answer and gold share a letter or a value, and differ in none. A unit that
-        one of them lacks is not compared."""
-        if len({answer.letter, gold.letter} - {""}) > 1:
-            return False
-        if answer.measure and gold.measure:
-            units = {answer.measure.unit, gold.measure.unit} - {""}
-            return answer.measure.value == gold.measure.value and len(units) < 2
-        return answer.letter == gold.letter
+        """Return whether answer and gold share a letter or a value, and differ in no part. A part
+        that one of them lacks is not compared."""
+        pairs = [pair for pair in zip(answer, gold) if "" not in pair]
+        shared = answer.letter == gold.letter != "" or answer.value == gold.value != ""
+        return shared and all(one == other for one, other in pairs)
 
 
 def polygons() -> Iterator[Polygon]:
@@ -229,6 +227,4 @@ def decode(source: bytes | str) -> np.ndarray:
     white = Image.new("RGBA", image.size, "white")
     image = Image.alpha_composite(white, image)
     image.thumbnail((MAX_SIDE, MAX_SIDE))
-    if max(image.size) > MOST_NARROW * min(image.size):
-        raise ValueError(f"the field image of {image.size} pixels is too narrow")
     return np.array(image.convert("RGB"))

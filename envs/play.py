@@ -33,7 +33,7 @@ def ask(env: TextEnv) -> str:
     return line if "<" in line or line.endswith(".") else f"<answer>{line}</answer>"
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     """Play episodes of an environment, one per seed, until the input ends."""
     parser = argparse.ArgumentParser(
         "envs.play",
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("env", choices=ENVS)
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
     parser.add_argument("--style", choices=("full", "terse"), default="full")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
 
     env = ENVS[args.env](style=args.style)
     check_environment(env)
@@ -56,11 +56,11 @@ def main(argv: list[str] | None = None) -> None:
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         for seed in itertools.count(args.seed):
             print(f"Episode of seed {seed}. Ctrl-D leaves.")
-            total, turns, info = play_out(env, seed, partial(ask, env))
+            total, info = play_out(env, seed, partial(ask, env))
             print("The end:")
             show(env)
             result = "success" if info["success"] else "no success"
-            print(f"{result} after {turns} turns, return {total:g}\n")
+            print(f"{result} after {env.turn} turns, return {total:g}\n")
 
 
 if __name__ == "__main__":

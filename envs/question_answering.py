@@ -121,7 +121,7 @@ class QuestionAnswering(QuestionEnv):
         return self.question_of(problem, rng)
 
     def step(self, reply: str) -> Step:
-        answer = parse_answer(reply) or ""
+        answer = parse_answer(reply)
         if not answer and self.question.one_sentence:
             answer = read_sentence(reply, self.question.text)
 
