@@ -220,14 +220,12 @@ def parse_answer(reply: str) -> str:
 def parse_action(reply: str, actions: Sequence[str]) -> int | None:
     """Return the index of the action between `<answer>` tags, or None if it is none of them.
 
-    Case is ignored. So are marks around the action and a verb before it, unless they belong to an
-    action's name: **Right**, "move right".
+    Case is ignored. So are marks around the action, as in **Right**, unless they belong to its
+    name.
     """
     answer = parse_answer(reply).lower()
-    bare = re.sub(r"^(?:move|go|push)\s+", "", answer.strip(MARKS)).strip(MARKS)
-
     names = [action.lower() for action in actions]
-    for name in (answer, bare):
+    for name in (answer, answer.strip(MARKS)):
         if name in names:
             return names.index(name)
     return None

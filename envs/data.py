@@ -60,10 +60,8 @@ def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
     held_out = {asked(row) for row in splits["held_out"]}
     splits["train"] = [row for row in splits["train"] if asked(row) not in held_out]
 
-    counts = [len(rows) for rows in splits.values()]
-    if 0 in counts:
-        sentence = "with too few different rows to train and to hold out"
-        raise ValueError(f"--data is {source}, {sentence}: {counts}")
+    if not all(splits.values()):
+        raise ValueError(f"--data is {source}, which has too few different rows to hold some out")
     for rows in splits.values():
         np.random.default_rng(0).shuffle(rows)
     return splits

@@ -78,22 +78,22 @@ def action_values(transitions: dict, horizon: int) -> np.ndarray:
 
 
 class FrozenLake(GridWorld):
-    """The environment. `image` draws the grid instead of writing it.
+    """The environment, as text.
 
     The style "terse" shows the grid alone, and in a fifth row what is left, below, right and above
     of the player. There # is the edge.
     """
 
+    image = False  # whether the grid is drawn instead of written
     settings = ("slippery",)
+    warm_start = ((400, 1), (200, 10))
     layers = 4  # detours need depth
     # Captions name columns by these letters, and rows by digits.
     words = (*GridWorld.actions, " _", " #", "√", " G", " O", " a", " b", " c", " d")
 
-    def __init__(self, slippery: bool = False, image: bool = False, **common: Any):
+    def __init__(self, slippery: bool = False, **common: Any):
         super().__init__(**common)
         self.slippery = slippery
-        self.image = image
-        self.warm_start = ((250, 1), (150, 10)) if image else ((400, 1), (200, 10))
 
     def start(self, seed: int) -> None:
         self.cells = random_map(seed)
@@ -152,6 +152,13 @@ class FrozenLake(GridWorld):
 
         images = (draw(grid, self.cell_size),) if self.image else ()
         return Observation(text, images)
+
+
+class FrozenLakeVLM(FrozenLake):
+    """The environment, as images."""
+
+    image = True
+    warm_start = ((250, 1), (150, 10))
 
 
 ICE = "#d6eeff"

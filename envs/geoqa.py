@@ -2,7 +2,7 @@
 
 Paper: appendix D, "GeoQA" (VLM). It does not say which version it used.
 Data: the fields `image`, `problem` and `solution` (`<answer> 145° </answer>`) of
-`leonardPKU/GEOQA_R1V_Train_8K`. If `image` is a path, it counts from the working directory.
+`leonardPKU/GEOQA_R1V_Train_8K`. The images are those of `datasets`: `{"bytes": ...}`.
 
 A reply's answer is the letter of a choice, a value (envs/answer_parsing.py), or both, as "B) 60°".
 It is right if it shares the letter or the value with the gold answer and contradicts neither. The
@@ -27,7 +27,7 @@ from PIL import Image, ImageDraw, ImageOps
 
 from envs.answer_parsing import bare, read_measure
 from envs.base import parse_answer
-from envs.data import field_of, text_of
+from envs.data import field_of
 from envs.question_answering import FEEDBACK, Problem, Question, QuestionAnswering
 
 SIDE = 4  # squares
@@ -73,19 +73,15 @@ class GeoQA(QuestionAnswering):
         "such as <answer>60°</answer> or <answer>B</answer>."
     )
 
+    fields = ("problem", "solution")
+    gold = staticmethod(parse_answer)
+
     @classmethod
     def from_row(cls, row: dict) -> Question:
-        solution = text_of(row, "solution")
-        tagged = solution if "<answer>" in solution else f"<answer>{solution}</answer>"
-        gold = cls.gold(parse_answer(tagged))
-
-        image = field_of(row, "image")
-        if isinstance(image, dict):
-            # This is an image column of `datasets`.
-            image = image.get("bytes") or image.get("path")
+        image = field_of(row, "image").get("bytes")
         # A broken image is an error now, not in the middle of a run.
         decode(image)
-        return Question(text_of(row, "problem"), gold, image=image)
+        return super().from_row(row)._replace(image=image)
 
     @classmethod
     def problems(cls, style: str) -> Iterator[Problem]:
@@ -210,12 +206,11 @@ def draw(figure: Figure, cell_size: int) -> np.ndarray:
     return np.array(image.resize((side, side), Image.Resampling.BOX))
 
 
-def decode(source: bytes | str) -> np.ndarray:
+def decode(source: bytes) -> np.ndarray:
     """Decode an image file to uint8 [H, W, 3], at most MAX_SIDE a side. Transparent parts become
     white. Raises ValueError if it cannot be read."""
     try:
-        file = io.BytesIO(source) if isinstance(source, bytes) else source
-        with Image.open(file, formats=FORMATS) as opened:
+        with Image.open(io.BytesIO(source), formats=FORMATS) as opened:
             mode = opened.mode
             image = ImageOps.exif_transpose(opened).convert("RGBA")
     # Its readers raise errors of many types.

@@ -6,13 +6,11 @@ import itertools
 import sys
 import tempfile
 from functools import partial
-from typing import Any
 
 from PIL import Image
 
 from envs import ENVS
 from envs.base import TextEnv, play_out
-from envs.check import check_environment
 
 
 def show(env: TextEnv) -> None:
@@ -46,11 +44,9 @@ def main() -> None:
     args = parser.parse_args()
 
     env = ENVS[args.env](style=args.style)
-    check_environment(env)
     # A terminal may have no √, and what is typed may be in another encoding.
-    streams: tuple[Any, ...] = (sys.stdin, sys.stdout)
-    for stream in streams:
-        stream.reconfigure(errors="replace")
+    for stream in (sys.stdin, sys.stdout):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
 
     print(f"Actions: {', '.join(env.actions) or 'as the prompt says'}")
     with contextlib.suppress(EOFError, KeyboardInterrupt):

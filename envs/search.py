@@ -22,6 +22,7 @@ import numpy as np
 # word counts 1
 TITLE = 4.0
 TRIGRAM = 0.25
+E5_PREFIXES = {"query": "query: ", "document": "passage: "}
 
 # Client: its attempts, the seconds that the whole answer of one may take, and the seconds before
 # the second attempt (twice as many before the third).
@@ -77,16 +78,13 @@ class TransformerEncoder:
         # The local encoder does without.
         from sentence_transformers import SentenceTransformer
 
-        self.model = SentenceTransformer(name)
-        self.prefixes = prefixes
+        self.model = SentenceTransformer(name, prompts=E5_PREFIXES if prefixes else None)
         self.dimension = self.encode(["?"]).shape[1]
 
     def encode(self, texts: list[str], passages: bool = False) -> np.ndarray:
         """Return unit vectors of queries or of passages, float32 [n, dimension]."""
-        if self.prefixes:
-            prefix = "passage: " if passages else "query: "
-            texts = [prefix + text for text in texts]
-        return self.model.encode(texts, normalize_embeddings=True)
+        encode = self.model.encode_document if passages else self.model.encode_query
+        return encode(texts, normalize_embeddings=True)
 
 
 def read_corpus(path: str) -> list[str]:
@@ -138,9 +136,8 @@ def harmless(text: str) -> str:
 
 def retrieve(url: str, queries: list[str], topk: int) -> list[list[str]]:
     """Ask a server for the `topk` best passages ("Title\\ntext") of each query, best first, without
-    angle brackets. Raises
-    ConnectionError if ATTEMPTS fail: an answer takes longer than TIMEOUT or more than MOST_BYTES,
-    or does not follow the protocol (envs/search_server.py)."""
+    angle brackets. Raises ConnectionError if ATTEMPTS fail: an answer takes longer than TIMEOUT or
+    more than MOST_BYTES, or does not follow the protocol (envs/search_server.py)."""
     body = json.dumps({"queries": queries, "topk": topk, "return_scores": True}).encode()
 
     for attempt in range(ATTEMPTS):
