@@ -84,7 +84,7 @@ _SPELLINGS = {
     r"(?<![0-9])\\frac\{([0-9]+)\}\{([0-9]+)\}": r"\1/\2",
     r"(?<![0-9]) | (?![0-9])": "",
 }
-_UNIT = r"(?:°|[cdkm]?m[²³]?)\Z"
+_UNIT = r"(?<=.)(?:°|[cdkm]?m[²³]?)\Z"
 
 
 def read_measure(answer: str) -> tuple[Fraction | str, str]:

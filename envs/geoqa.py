@@ -57,7 +57,7 @@ class Figure(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The parts of an answer. A part that it does not have is ""."""
+    """The parts of an answer, "" for those that it does not have. A unit has a value."""
 
     letter: str  # of a choice
     value: Fraction | str
@@ -122,9 +122,8 @@ class GeoQA(QuestionAnswering):
     def right(answer: Answer, gold: Answer) -> bool:
         """Return whether answer and gold share a letter or a value, and differ in no part. A part
         that one of them lacks is not compared."""
-        pairs = [pair for pair in zip(answer, gold) if "" not in pair]
-        shared = answer.letter == gold.letter != "" or answer.value == gold.value != ""
-        return shared and all(one == other for one, other in pairs)
+        same = {one == other for one, other in zip(answer, gold) if "" not in (one, other)}
+        return same == {True}
 
 
 def polygons() -> Iterator[Polygon]:

@@ -5,7 +5,6 @@ import contextlib
 import itertools
 import sys
 import tempfile
-from functools import partial
 
 from PIL import Image
 
@@ -52,7 +51,7 @@ def main() -> None:
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         for seed in itertools.count(args.seed):
             print(f"Episode of seed {seed}. Ctrl-D leaves.")
-            total, info = play_out(env, seed, partial(ask, env))
+            total, info = play_out(env, seed, lambda: ask(env))
             print("The end:")
             show(env)
             result = "success" if info["success"] else "no success"

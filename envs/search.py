@@ -116,8 +116,9 @@ class Retriever:
         self.encoder = encoder
         self.index = index or build_index(corpus, encoder)
         if (self.index.ntotal, self.index.d) != (len(corpus), encoder.dimension):
-            sentence = f"the index of {self.index.ntotal} passages is of another corpus or encoder"
-            raise ValueError(f"{sentence}: build it again")
+            raise ValueError(
+                f"the index ({self.index.ntotal} passages) is of other texts or encoders"
+            )
 
     def search(self, queries: list[str], topk: int) -> tuple[list[list[str]], list[list[float]]]:
         """Return the `topk` best passages of each query, best first, and their scores (cosines). An
