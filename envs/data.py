@@ -25,8 +25,6 @@ import pyarrow.parquet
 
 from envs.base import TextEnv, held_out
 
-SUFFIXES = (".jsonl", ".parquet")
-
 
 def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
     """Return `from_row` of all rows, by split ("train" and "held_out"). The rows are shuffled,
@@ -75,7 +73,7 @@ def read_files(path: Path) -> dict[str, list]:
     for file in sorted(path.iterdir()):
         split = re.match("train|validation|test", file.name)
         # Not those of a backup: train.jsonl.bak
-        if split and file.suffix in SUFFIXES:
+        if split and file.suffix in (".jsonl", ".parquet"):
             splits.setdefault(split[0], []).extend(read_file(file))
     return splits
 
@@ -84,7 +82,7 @@ def read_file(path: Path) -> list:
     """Return the rows of a file."""
     if path.suffix == ".parquet":
         return pyarrow.parquet.read_table(path).to_pylist()
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_text(encoding="utf-8-sig").split("\n")
     return [json.loads(line) for line in lines if line.strip()]
 
 

@@ -117,7 +117,7 @@ class Retriever:
         self.index = index or build_index(corpus, encoder)
         if (self.index.ntotal, self.index.d) != (len(corpus), encoder.dimension):
             raise ValueError(
-                f"the index ({self.index.ntotal} passages) is of other texts or encoders"
+                f"the index of {self.index.ntotal} texts has another corpus or encoder"
             )
 
     def search(self, queries: list[str], topk: int) -> tuple[list[list[str]], list[list[float]]]:

@@ -71,11 +71,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--corpus", required=True, help='JSON lines: {"contents": "Title\\ntext"}')
     add("--index", required=True, help="FAISS index, built and written if there is no such file")
     add("--encoder", default="local", help="local, or the hub id or folder of a transformer")
-    add(
-        "--prefixes",
-        choices=("e5", "none"),
-        help="of a transformer: E5's, or none but its own files'",
-    )
+    add("--prefixes", choices=("e5", "none"), help="E5's, or those of the model's files alone")
     add("--host", default="127.0.0.1", help="address to listen on; there is no authentication")
     add("--port", type=int, default=8000, help="0: any free one")
     args = parser.parse_args(argv)

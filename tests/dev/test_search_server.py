@@ -62,7 +62,7 @@ def test_an_index_is_of_its_passages_and_its_encoder():
 
     others = (TEXTS[:4], encoder), (TEXTS, LocalEncoder(TEXTS, dimension=32))
     for corpus, other in others:
-        with pytest.raises(ValueError, match="is of other texts or encoders"):
+        with pytest.raises(ValueError, match="has another corpus or encoder"):
             Retriever(corpus, other, index)
 
 
