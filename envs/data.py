@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet
 
 from envs.base import TextEnv, held_out
 
@@ -81,7 +80,10 @@ def read_files(path: Path) -> dict[str, list]:
 def read_file(path: Path) -> list:
     """Return the rows of a file."""
     if path.suffix == ".parquet":
-        return pyarrow.parquet.read_table(path).to_pylist()
+        # Generated questions do without.
+        from pyarrow import parquet
+
+        return parquet.read_table(path).to_pylist()
     lines = path.read_text(encoding="utf-8-sig").split("\n")
     return [json.loads(line) for line in lines if line.strip()]
 

@@ -17,7 +17,6 @@ from typing import Any
 import gymnasium
 import numpy as np
 from PIL import Image, ImageDraw
-from scipy import ndimage
 
 from envs.base import Observation, same_split
 from envs.grid_world import FORM, GridWorld, Outcome, name_cells
@@ -42,6 +41,9 @@ SLIPPERY = " The ice is slippery: you may slide to either side of where you want
 
 def random_map(seed: int) -> np.ndarray:
     """Return the cells of the solvable map of this seed, [4, 4] of S, F, H, G."""
+    # The import takes a third of a second, and other tasks do without.
+    from scipy import ndimage
+
     rng = np.random.default_rng(seed)
     while True:
         cells = np.where(rng.random((SIDE, SIDE)) < 0.8, "F", "H")

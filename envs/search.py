@@ -121,11 +121,11 @@ class Retriever:
             )
 
     def search(self, queries: list[str], topk: int) -> tuple[list[list[str]], list[list[float]]]:
-        """Return the `topk` best passages of each query, best first, and their scores (cosines). An
-        index of cells may find fewer passages than scores."""
+        """Return the `topk` best passages of each query, best first, and their scores (cosines). It
+        may find fewer passages than scores."""
         vectors = self.encoder.encode(queries)
-        scores, positions = self.index.search(vectors, min(topk, len(self.corpus)))
-        # Behind the passages that an index of cells found, it says -1.
+        scores, positions = self.index.search(vectors, topk)
+        # Behind the passages that the index found, it says -1.
         passages = [self.corpus[row[row >= 0]].tolist() for row in positions]
         return passages, scores.tolist()
 
