@@ -47,6 +47,7 @@ def test_faiss_finds_what_brute_force_finds(n):
 
     passages, scores = Retriever(texts, encoder).search(queries, topk=7)
     assert passages == np.array(texts)[best].tolist()
+    scores = np.array(scores)[:, : best.shape[1]]
     np.testing.assert_allclose(scores, np.take_along_axis(products, best, 1), atol=1e-5)
 
 
