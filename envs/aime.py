@@ -17,7 +17,6 @@ from itertools import combinations_with_replacement
 import numpy as np
 
 from envs.answer_parsing import bare
-from envs.data import text_of
 from envs.question_answering import FEEDBACK, Problem, Question, QuestionAnswering
 
 LARGEST = 16  # of a problem's numbers
@@ -39,6 +38,7 @@ class AIME(QuestionAnswering):
     )
     rules = "Solve this competition problem step by step; its answer is an integer from 000 to 999."
     form = "End your reply with the integer alone between tags, for example <answer>042</answer>."
+    fields = ("problem", "answer")
 
     @staticmethod
     def read(answer: str) -> int | None:
@@ -47,10 +47,6 @@ class AIME(QuestionAnswering):
         and expressions are not read."""
         digits = bare(answer)
         return int(digits) if re.fullmatch("[0-9]{1,3}", digits) else None
-
-    @classmethod
-    def from_row(cls, row: dict) -> Question:
-        return Question(text_of(row, "problem"), cls.gold(text_of(row, "answer")))
 
     @classmethod
     def problems(cls, style: str) -> Iterator[Problem]:

@@ -14,7 +14,6 @@ characters, and integers and decimals are exact fractions.
 
 import re
 from fractions import Fraction
-from typing import NamedTuple
 
 from envs.base import outside_think
 
@@ -72,11 +71,6 @@ def read_sentence(reply: str, question: str) -> str:
     return value if allowed.issuperset(re.findall(_TOKEN, before + behind)) else ""
 
 
-class Measure(NamedTuple):
-    value: Fraction | str  # a number, or else the text in one spelling
-    unit: str
-
-
 _SPELLINGS = {
     r"\\left|\\right|\\[,!;]": " ",
     r"\\(?:text|mathrm)\{([^{}]*)\}": r" \1",
@@ -90,13 +84,13 @@ _SPELLINGS = {
     r"(?<![0-9])\\frac\{([0-9]+)\}\{([0-9]+)\}": r"\1/\2",
     r"(?<![0-9]) | (?![0-9])": "",
 }
-_UNIT = r"(?:°|[cdkm]?m[²³]?)\Z"
+_UNIT = r"(?<=.)(?:°|[cdkm]?m[²³]?)\Z"
 
 
-def read_measure(answer: str) -> Measure:
+def read_measure(answer: str) -> tuple[Fraction | str, str]:
     r"""Return a number, a fraction (7/2, \frac{7}{2}) or any other text in one spelling (2\sqrt{3}
-    is 2√3), and the unit of length, area, volume or angle behind it. Nothing is worked out: 36+36
-    and 3.46 are not 72 and 2√3."""
+    is 2√3), and the unit of length, area, volume or angle behind it, or "". Nothing is worked out:
+    36+36 and 3.46 are not 72 and 2√3."""
     text = bare(answer)
     for spelling, plain in _SPELLINGS.items():
         text = re.sub(spelling, plain, text)
@@ -104,4 +98,4 @@ def read_measure(answer: str) -> Measure:
     source = re.sub(_UNIT, "", text)
     unit = text.removeprefix(source)
     is_number = re.fullmatch(f"[-+]?(?:{_DECIMAL}|[0-9]+/0*[1-9][0-9]*)", source)
-    return Measure(Fraction(source.replace(",", "")) if is_number else source, unit)
+    return Fraction(source.replace(",", "")) if is_number else source, unit

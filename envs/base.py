@@ -19,8 +19,8 @@ import numpy as np
 EVAL_SEEDS = 1_000_000_000
 WARM_START_SEEDS = 2_000_000_000
 
-THOUGHT = "think|thought|reason"  # in the names of a thought's tags
-THOUGHT_TAG = rf"(?i)<(/?[\w:-]*(?:{THOUGHT})[\w:-]*) ?>"
+THOUGHT = r"think|thought|reason|reflect|analy|scratch|\bcot\b"  # in the names of a thought's tags
+THOUGHT_TAG = rf"(?i)<(/?)[\w:-]{{,20}}(?:{THOUGHT})[\w:-]{{,20}} ?>"
 
 MARKS = " \n.,;:!*_`'\"()[]"  # ignored around an action
 
@@ -66,7 +66,7 @@ class AnySpace(gymnasium.Space):
     def contains(self, x: Any) -> bool:
         return isinstance(x, str | Observation)
 
-    def sample(self, mask: Any = None, probability: Any = None) -> str:
+    def sample(self, **_: Any) -> str:
         return self.random_reply(self.np_random)
 
 
@@ -160,10 +160,10 @@ class TextEnv(gymnasium.Env):
         """Return the success of the `random` policy in one episode of this seed, and of the
         `optimal` policy if the task defines `optimal_reply`."""
         rng = np.random.default_rng((seed, 1))  # independent of the stream that draws the task
-        success = {"random": play_out(self, seed, lambda: self.random_reply(rng))[2]["success"]}
+        policies = {"random": lambda: self.random_reply(rng)}
         if hasattr(self, "optimal_reply"):
-            success["optimal"] = play_out(self, seed, self.optimal_reply)[2]["success"]
-        return success
+            policies["optimal"] = self.optimal_reply
+        return {name: play_out(self, seed, reply)[1]["success"] for name, reply in policies.items()}
 
     def data_summary(self) -> str:
         """Return how many rows of `data` a run trains on, and holds out."""
@@ -171,34 +171,26 @@ class TextEnv(gymnasium.Env):
         return f"{self.data}: {train} rows for training, {held_out} held out"
 
 
-def play_out(env: TextEnv, seed: int, reply: Callable[[], str]) -> tuple[float, int, dict]:
-    """Play the episode of this seed with replies from `reply`. Returns the episode's return, the
-    number of its turns, and the last info."""
+def play_out(env: TextEnv, seed: int, reply: Callable[[], str]) -> tuple[float, dict]:
+    """Play the episode of this seed with replies from `reply`. Returns the episode's return and the
+    last info."""
     env.reset(seed=seed)
-    total, turns = 0.0, 0
+    total = 0.0
     while True:
         _, reward, terminated, truncated, info = env.step(reply())
         total += reward
-        turns += 1
         if terminated or truncated:
-            return total, turns, info
-
-
-def split_tags(text: str, tag: str) -> list[str]:
-    """Split a text at `<tag>` and `</tag>` in any case, in time linear in its length.
-
-    Returns [text, tag, text, ..., text], in which a tag is "" if it opens and "/" if it closes.
-    """
-    return re.split(f"<(/?){tag}>", text, flags=re.ASCII | re.IGNORECASE)
+            return total, info
 
 
 def outside_think(reply: str) -> str:
     """Return the reply without its thought, or "" if the thought is open or there are several.
 
-    A thought is a `<think>` block. A tag `<think>` inside it is text like any other. If the reply
-    has `</think>` alone, the chat template opened the block, and all before it is the thought.
+    A thought is a block such as `<think>` or `<reasoning>`. An opening tag inside it is text like
+    any other. If the reply has a closing tag alone, the chat template opened the block, and all
+    before it is the thought.
     """
-    match split_tags(reply, "think"):
+    match re.split(THOUGHT_TAG, reply):
         case [text]:
             return text
         case [before, "", *inside, "/", after] if "/" not in inside[1::2]:
@@ -208,29 +200,32 @@ def outside_think(reply: str) -> str:
     return ""
 
 
-def parse_answer(reply: str) -> str | None:
-    """Return the text of the only <answer> ... </answer>, without the spaces around it.
+def parse_block(reply: str, names: str) -> tuple[str, str]:
+    """Return name and text of the only block <name> ... </name>, without the spaces around the
+    text. Returns ("", "") if there is not exactly one of these `names`, as "search|answer".
 
-    Returns None if there is not exactly one. Tags are read in any case. Text around them and in a
-    `<think>` block is ignored.
+    Tags are read in any case. Text around them and in a thought is ignored.
     """
-    match split_tags(outside_think(reply), "answer"):
-        case [_, "", answer, "/", _]:
-            return answer.strip()
-    return None
+    match re.split(f"(?ai)<(/?)({names})>", outside_think(reply)):
+        case [_, "", name, text, "/", closed, _] if name.lower() == closed.lower():
+            return name.lower(), text.strip()
+    return "", ""
+
+
+def parse_answer(reply: str) -> str:
+    """Return the text of the only <answer> ... </answer>, or "" if there is not exactly one."""
+    return parse_block(reply, "answer")[1]
 
 
 def parse_action(reply: str, actions: Sequence[str]) -> int | None:
     """Return the index of the action between `<answer>` tags, or None if it is none of them.
 
-    Case is ignored. So are marks around the action and a verb before it, unless they belong to an
-    action's name: **Right**, "move right".
+    Case is ignored. So are marks around the action, as in **Right**, unless they belong to its
+    name.
     """
-    answer = (parse_answer(reply) or "").lower()
-    bare = re.sub(r"^(?:move|go|push)\s+", "", answer.strip(MARKS)).strip(MARKS)
-
+    answer = parse_answer(reply).lower()
     names = [action.lower() for action in actions]
-    for name in (answer, bare):
+    for name in (answer, answer.strip(MARKS)):
         if name in names:
             return names.index(name)
     return None

@@ -1,17 +1,14 @@
 """Check an environment of your own before it is trained on: play it, and say what is wrong."""
 
 import math
-from numbers import Real
 from typing import Any
 
 import numpy as np
 
-from envs.base import Observation, TextEnv
+from envs.base import Observation, TextEnv, play_out
 
 # Columns of metrics.csv for every episode, which no metric of a task may have.
 COLUMNS = ("success", "reward", "truncated", "turns", "invalid", "cut")
-SHOWN = "an Observation of a text and a tuple of images, uint8 [H, W, 3]"
-RESULT = f"{SHOWN}, a finite number, two bools, and a dict with `success`"
 
 
 def check_environment(env: TextEnv) -> None:
@@ -28,8 +25,7 @@ def check_environment(env: TextEnv) -> None:
 
     for seed in range(8):
         same = play(env, seed) == play(env, seed)
-        advice = "all that is random must follow from the seed"
-        require(env, same, f"reset(seed={seed}) began two different episodes, but {advice}")
+        require(env, same, f"reset(seed={seed}) began two different episodes: draw from the seed")
 
     env.reset(seed=0)
     try:
@@ -46,40 +42,27 @@ def require(env: TextEnv, holds: Any, sentence: str) -> None:
 
 def play(env: TextEnv, seed: int) -> list:
     """Play an episode of the random policy, and return all that it showed. Raises ValueError if a
-    result is not what it must be."""
+    part of it is not what it must be."""
     rng = np.random.default_rng(seed)
-    observation, _ = env.reset(seed=seed)
-    right = content(observation)
-    require(env, right, f"observe() is {observation!r:.200}, but must be {SHOWN}")
-    shown: list[Any] = [right]
+    shown: list[Any] = []
 
-    for _ in range(env.max_turns):
-        reply = env.random_reply(rng)
-        result = env.step(reply)
-        require(env, is_result(result), f"step() is {result!r:.200}, but must be {RESULT}")
+    def reply() -> str:
+        require(env, len(shown) < env.max_turns, "step() did not end the episode in its max_turns")
+        shown.append(content(env))
+        return env.random_reply(rng)
 
-        observation, *numbers, info = result
-        unread = f"step() could not read {reply!r} of random_reply(): its `valid` is False"
-        require(env, info.get("valid", True), unread)
-        shown.append((content(observation), numbers, info["success"]))
-        if any(numbers[1:]):
-            return shown
-    require(env, False, f"step() did not end the episode in turn {env.max_turns}, its max_turns")
-    return shown
+    total, info = play_out(env, seed, reply)
+    require(env, math.isfinite(total), f"step() gave rewards with the sum {total}")
+    require(env, info["valid"], "step() could not read what random_reply() returned")
+    return [*shown, content(env), total, info["success"]]
 
 
-def is_result(result: Any) -> Any:
-    """Return whether a value is what `step` must return."""
-    match result:
-        case (observation, Real() as reward, _, _, {"success": _}):
-            return content(observation) and math.isfinite(reward)
-    return False
-
-
-def content(observation: Any) -> tuple:
-    """Return text and images of an observation as values that compare, or () if it is none."""
+def content(env: TextEnv) -> Any:
+    """Return text and images of the current observation as values that compare."""
+    observation = env.observe()
     match observation:
         case Observation(str() as text, tuple() as images):
             if all(image.dtype == np.uint8 and image.shape[2:] == (3,) for image in images):
                 return text, [image.tobytes() for image in images]
-    return ()
+    shown = "an Observation of a text and a tuple of images, uint8 [H, W, 3]"
+    return require(env, False, f"observe() is {observation!r:.200}, but must be {shown}")

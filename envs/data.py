@@ -4,7 +4,7 @@ Paper: appendix D names the tasks with data, not their files. Any source that ha
 task will do.
 
     openai/gsm8k:main            a data set of the hub, and after a colon its configuration
-    questions.jsonl              one object per line, or a list of objects; also .csv and .parquet
+    questions.jsonl              one object per line; also .parquet
     folder/                      train.* (or train-*.*), and validation.* or test.*
 
 Without a validation split, `test` takes its place. If there is only one split, every tenth
@@ -12,22 +12,17 @@ different question is held out. A question of both splits is not trained on. Nam
 compared without regard to case (AIME sets have `Problem` or `problem`). Images stay encoded.
 """
 
-import csv
 import json
 import math
+import re
 import textwrap
 from collections.abc import Callable, Mapping
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet
 
 from envs.base import TextEnv, held_out
-
-SPLITS = ("train", "validation", "test")
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 
 def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
@@ -38,8 +33,7 @@ def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
     source, a file cannot be read, a field is refused by `from_row`, or the rows are too few."""
     try:
         path = Path(source).expanduser()
-        files = [path] if path.is_file() else sorted(path.glob("*.*"))
-        splits = read_files(files) if path.exists() else read_hub(source)
+        splits = read_files(path) if path.exists() else read_hub(source)
     # Their readers raise errors of a dozen libraries.
     except Exception as error:
         reason = textwrap.shorten(f"{type(error).__name__} {error}", 300)
@@ -63,39 +57,35 @@ def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
     held_out = {asked(row) for row in splits["held_out"]}
     splits["train"] = [row for row in splits["train"] if asked(row) not in held_out]
 
-    counts = [len(rows) for rows in splits.values()]
-    if 0 in counts:
-        sentence = "with too few different rows to train and to hold out"
-        raise ValueError(f"--data is {source}, {sentence}: {counts}")
+    if not all(splits.values()):
+        raise ValueError(f"--data is {source}, which has too few different rows to hold some out")
     for rows in splits.values():
         np.random.default_rng(0).shuffle(rows)
     return splits
 
 
-def read_files(files: list[Path]) -> dict[str, list]:
-    """Return the rows of files by split. A single file is the split "train"."""
-    if len(files) == 1:
-        return {"train": read_file(files[0])}
-    splits: dict[str, list] = {split: [] for split in SPLITS}
-    for file in files:
-        for split, rows in splits.items():
-            # Not those of a backup: train.jsonl.bak
-            if file.name.startswith(split) and file.suffix in SUFFIXES:
-                rows += read_file(file)
-    return {split: rows for split, rows in splits.items() if rows}
+def read_files(path: Path) -> dict[str, list]:
+    """Return the rows of a file, as the split "train", or those of a folder by split."""
+    if path.is_file():
+        return {"train": read_file(path)}
+    splits: dict[str, list] = {}
+    for file in sorted(path.iterdir()):
+        split = re.match("train|validation|test", file.name)
+        # Not those of a backup: train.jsonl.bak
+        if split and file.suffix in (".jsonl", ".parquet"):
+            splits.setdefault(split[0], []).extend(read_file(file))
+    return splits
 
 
 def read_file(path: Path) -> list:
     """Return the rows of a file."""
     if path.suffix == ".parquet":
-        return pyarrow.parquet.read_table(path).to_pylist()
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        if path.suffix == ".csv":
-            return list(csv.DictReader(file, restkey="more"))
-        text = file.read()
-    if text.lstrip().startswith("["):
-        return json.loads(text)
-    return [json.loads(line) for line in text.split("\n") if line.strip()]
+        # Generated questions do without.
+        from pyarrow import parquet
+
+        return parquet.read_table(path).to_pylist()
+    lines = path.read_text(encoding="utf-8-sig").split("\n")
+    return [json.loads(line) for line in lines if line.strip()]
 
 
 def read_hub(source: str) -> dict[str, list]:
@@ -141,7 +131,7 @@ class QuestionEnv(TextEnv):
 def field_of(row: dict, name: str) -> Any:
     """Return a field of a row. Raises ValueError if it is missing or empty."""
     value = row.get(name)
-    if value in (None, []) or not str(value).strip():
+    if value in (None, "", []):
         raise ValueError(f"the field {name} is missing or empty, the row has {', '.join(row)}")
     return value
 
@@ -154,8 +144,8 @@ def text_of(row: dict, name: str) -> str:
 def as_text(value: Any, name: str) -> str:
     """Return a text, or a number as a person writes it: 1969.0, which pandas makes of 1969 in a
     column with gaps, is 1969. Raises ValueError for anything else."""
-    if type(value) in (float, Decimal) and math.isfinite(value):
-        return np.format_float_positional(float(value), trim="-")
+    if type(value) is float and math.isfinite(value):
+        return np.format_float_positional(value, trim="-")
     if type(value) not in (str, int) or not str(value).strip():
         raise ValueError(f"the field {name} is {value!r:.80}, but must be a text or a number")
     return str(value)

@@ -17,7 +17,6 @@ from typing import Any
 import gymnasium
 import numpy as np
 from PIL import Image, ImageDraw
-from scipy import ndimage
 
 from envs.base import Observation, same_split
 from envs.grid_world import FORM, GridWorld, Outcome, name_cells
@@ -42,6 +41,9 @@ SLIPPERY = " The ice is slippery: you may slide to either side of where you want
 
 def random_map(seed: int) -> np.ndarray:
     """Return the cells of the solvable map of this seed, [4, 4] of S, F, H, G."""
+    # The import takes a third of a second, and other tasks do without.
+    from scipy import ndimage
+
     rng = np.random.default_rng(seed)
     while True:
         cells = np.where(rng.random((SIDE, SIDE)) < 0.8, "F", "H")
@@ -78,22 +80,22 @@ def action_values(transitions: dict, horizon: int) -> np.ndarray:
 
 
 class FrozenLake(GridWorld):
-    """The environment. `image` draws the grid instead of writing it.
+    """The environment, as text.
 
     The style "terse" shows the grid alone, and in a fifth row what is left, below, right and above
     of the player. There # is the edge.
     """
 
+    image = False  # whether the grid is drawn instead of written
     settings = ("slippery",)
+    warm_start = ((400, 1), (200, 10))
     layers = 4  # detours need depth
     # Captions name columns by these letters, and rows by digits.
     words = (*GridWorld.actions, " _", " #", "√", " G", " O", " a", " b", " c", " d")
 
-    def __init__(self, slippery: bool = False, image: bool = False, **common: Any):
+    def __init__(self, slippery: bool = False, **common: Any):
         super().__init__(**common)
         self.slippery = slippery
-        self.image = image
-        self.warm_start = ((250, 1), (150, 10)) if image else ((400, 1), (200, 10))
 
     def start(self, seed: int) -> None:
         self.cells = random_map(seed)
@@ -152,6 +154,13 @@ class FrozenLake(GridWorld):
 
         images = (draw(grid, self.cell_size),) if self.image else ()
         return Observation(text, images)
+
+
+class FrozenLakeVLM(FrozenLake):
+    """The environment, as images."""
+
+    image = True
+    warm_start = ((250, 1), (150, 10))
 
 
 ICE = "#d6eeff"

@@ -2,7 +2,7 @@
 
 Paper: appendix D, "GeoQA" (VLM). It does not say which version it used.
 Data: the fields `image`, `problem` and `solution` (`<answer> 145° </answer>`) of
-`leonardPKU/GEOQA_R1V_Train_8K`. If `image` is a path, it counts from the working directory.
+`leonardPKU/GEOQA_R1V_Train_8K`. The images are those of `datasets`: `{"bytes": ...}`.
 
 A reply's answer is the letter of a choice, a value (envs/answer_parsing.py), or both, as "B) 60°".
 It is right if it shares the letter or the value with the gold answer and contradicts neither. The
@@ -18,15 +18,16 @@ import io
 import math
 import re
 from collections.abc import Iterator
+from fractions import Fraction
 from itertools import combinations, product
 from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageOps
 
-from envs.answer_parsing import Measure, bare, read_measure
+from envs.answer_parsing import bare, read_measure
 from envs.base import parse_answer
-from envs.data import field_of, text_of
+from envs.data import field_of
 from envs.question_answering import FEEDBACK, Problem, Question, QuestionAnswering
 
 SIDE = 4  # squares
@@ -40,10 +41,9 @@ ANSWERS = ("1", "2", "3", "4", "5", "6", "8", "10", "45", "90", "135")  # to gen
 FILL = "#aad2fa"
 EDGE = "#102060"
 RED = "#e01828"
-CHOICE = r"\(?([A-F])(?:[).:]+ *(.*))?"  # letter and what is behind it
+CHOICE = r"\(?([A-F])(?:$|[).:]+ *)(.*)"  # letter and what is behind it
 WORD = r"[A-Z]|(?<![\\a-z])[a-z]{3}"  # no unit and no command of LaTeX
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # others may start programs
-MOST_NARROW = 200  # times as long as wide: Qwen2.5-VL's image processor refuses more
 MAX_SIDE = 896  # pixels; larger images are scaled down, to at most 1024 tokens of Qwen2.5-VL
 
 # Corners in order: column from the left and row from the top, in squares.
@@ -57,8 +57,11 @@ class Figure(NamedTuple):
 
 
 class Answer(NamedTuple):
-    letter: str  # of a choice, or ""
-    measure: Measure | None = None  # what is behind the letter
+    """The parts of an answer, "" for those that it does not have. A unit has a value."""
+
+    letter: str  # of a choice
+    value: Fraction | str
+    unit: str
 
 
 class GeoQA(QuestionAnswering):
@@ -70,19 +73,15 @@ class GeoQA(QuestionAnswering):
         "such as <answer>60°</answer> or <answer>B</answer>."
     )
 
+    fields = ("problem", "solution")
+    gold = staticmethod(parse_answer)
+
     @classmethod
     def from_row(cls, row: dict) -> Question:
-        solution = text_of(row, "solution")
-        tagged = solution if "<answer>" in solution else f"<answer>{solution}</answer>"
-        gold = cls.gold(parse_answer(tagged) or "")
-
-        image = field_of(row, "image")
-        if isinstance(image, dict):
-            # This is an image column of `datasets`.
-            image = image.get("bytes") or image.get("path")
+        image = field_of(row, "image").get("bytes")
         # A broken image is an error now, not in the middle of a run.
         decode(image)
-        return Question(text_of(row, "problem"), gold, image=image)
+        return super().from_row(row)._replace(image=image)
 
     @classmethod
     def problems(cls, style: str) -> Iterator[Problem]:
@@ -115,22 +114,16 @@ class GeoQA(QuestionAnswering):
             return None
 
         choice = re.fullmatch(CHOICE, text)
-        if choice and not choice[2]:
-            return Answer(choice[1])
         if choice and not re.search(WORD, choice[2]):
-            return Answer(choice[1], read_measure(choice[2]))
-        return Answer("", read_measure(text))
+            return Answer(choice[1], *read_measure(choice[2]))
+        return Answer("", *read_measure(text))
 
     @staticmethod
     def right(answer: Answer, gold: Answer) -> bool:
-        """Return whether answer and gold share a letter or a value, and differ in none. A unit that
-        one of them lacks is not compared."""
-        if len({answer.letter, gold.letter} - {""}) > 1:
-            return False
-        if answer.measure and gold.measure:
-            units = {answer.measure.unit, gold.measure.unit} - {""}
-            return answer.measure.value == gold.measure.value and len(units) < 2
-        return answer.letter == gold.letter
+        """Return whether answer and gold share a letter or a value, and differ in no part. A part
+        that one of them lacks is not compared."""
+        same = {one == other for one, other in zip(answer, gold) if "" not in (one, other)}
+        return same == {True}
 
 
 def polygons() -> Iterator[Polygon]:
@@ -212,12 +205,11 @@ def draw(figure: Figure, cell_size: int) -> np.ndarray:
     return np.array(image.resize((side, side), Image.Resampling.BOX))
 
 
-def decode(source: bytes | str) -> np.ndarray:
+def decode(source: bytes) -> np.ndarray:
     """Decode an image file to uint8 [H, W, 3], at most MAX_SIDE a side. Transparent parts become
     white. Raises ValueError if it cannot be read."""
     try:
-        file = io.BytesIO(source) if isinstance(source, bytes) else source
-        with Image.open(file, formats=FORMATS) as opened:
+        with Image.open(io.BytesIO(source), formats=FORMATS) as opened:
             mode = opened.mode
             image = ImageOps.exif_transpose(opened).convert("RGBA")
     # Its readers raise errors of many types.
@@ -229,6 +221,4 @@ def decode(source: bytes | str) -> np.ndarray:
     white = Image.new("RGBA", image.size, "white")
     image = Image.alpha_composite(white, image)
     image.thumbnail((MAX_SIDE, MAX_SIDE))
-    if max(image.size) > MOST_NARROW * min(image.size):
-        raise ValueError(f"the field image of {image.size} pixels is too narrow")
     return np.array(image.convert("RGB"))

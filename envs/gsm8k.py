@@ -20,7 +20,6 @@ from itertools import permutations
 
 import numpy as np
 
-from envs.data import text_of
 from envs.question_answering import FEEDBACK, Problem, Question, QuestionAnswering
 
 NAMES = ("Ann", "Ben", "Mia", "Tom")
@@ -36,10 +35,11 @@ class GSM8K(QuestionAnswering):
     rules = "Solve this problem step by step."
     form = "End your reply with the number alone between tags, for example <answer>42</answer>."
 
-    @classmethod
-    def from_row(cls, row: dict) -> Question:
-        _, _, answer = text_of(row, "answer").rpartition("####")
-        return Question(text_of(row, "question"), cls.gold(answer.strip()))
+    fields = ("question", "answer")
+
+    @staticmethod
+    def gold(answer: str) -> str:
+        return answer.rpartition("####")[2].strip()
 
     @classmethod
     def problems(cls, style: str) -> Iterator[Problem]:

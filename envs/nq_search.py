@@ -21,13 +21,12 @@ from typing import Any, Self
 import numpy as np
 
 from envs import synthetic_wiki
-from envs.base import Observation, Step, outside_think, split_tags
+from envs.base import Observation, Step, parse_block
 from envs.data import QuestionEnv, as_text, field_of, text_of
-from envs.search import retrieve
+from envs.search import MAX_TEXT, harmless, retrieve
 from envs.synthetic_wiki import Question
 
 TOPK = 3
-MAX_TEXT = 2000  # characters of a passage or a query; Wikipedia's passages have about 600
 
 RULES = f"""\
 Answer the question. An encyclopaedia can be searched: <search> query </search> returns its {TOPK} \
@@ -42,12 +41,10 @@ FORM = (
 
 
 def normalize(text: str) -> str:
-    """Return a text in the form that SQuAD compares: lower case, no punctuation, no articles,
-    single spaces. Where that leaves nothing, articles stay ("A."), or punctuation, too ("%"). A
-    number with .0, which pandas makes of a whole one, loses it."""
-    lower = re.sub(r"^(\d+)\.0$", r"\1", text.strip().lower())
-    bare = lower.translate(str.maketrans("", "", string.punctuation))
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split()) or bare.strip() or lower
+    """Return a text in the form that SQuAD and Search-R1 compare: lower case, no punctuation, no
+    articles, single spaces."""
+    bare = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
 
 
 def exact_match(answer: str, golden_answers: list[str]) -> bool:
@@ -57,19 +54,10 @@ def exact_match(answer: str, golden_answers: list[str]) -> bool:
 
 
 def parse_action(reply: str) -> tuple[str, str]:
-    """Return ("search", query) or ("answer", text). Return ("", "") unless the reply has exactly
-    one of them outside its `<think>` block. Tags are read in any case."""
-    parts = split_tags(outside_think(reply), "(search|answer|information)")
-    match [part.strip() for part in parts]:
-        case [_, "", kind, text, "/", closed, _] if text and kind.lower() == closed.lower():
-            if kind.lower() != "information":
-                return kind.lower(), text
-    return "", ""
-
-
-def harmless(text: str) -> str:
-    """Return foreign text without angle brackets, so that it holds no tag."""
-    return text[:MAX_TEXT].replace("<", "‹").replace(">", "›")
+    """Return ("search", query) or ("answer", text), or ("", "") unless the reply has exactly one of
+    them outside its thought."""
+    kind, text = parse_block(reply, "search|answer|information")
+    return (kind, text) if text and kind != "information" else ("", "")
 
 
 class NQSearch(QuestionEnv):
@@ -84,7 +72,7 @@ class NQSearch(QuestionEnv):
     warm_start = ((600, 1), (2400, 4))  # with less, the second name of a chain is not copied right
 
     def __init__(self, data: str = "", search_url: str = "", **common: Any):
-        if bool(data) != bool(search_url) or not re.match("https?://|$", search_url):
+        if bool(data) != bool(search_url) or not re.match("http://|$", search_url):
             raise ValueError("--data and --search_url need each other and an http:// address")
         super().__init__(data, **common)
         self.topk = 1 if self.style == "terse" else TOPK
@@ -93,14 +81,11 @@ class NQSearch(QuestionEnv):
 
     @staticmethod
     def from_row(row: dict) -> Question:
-        """Return the question of a row, which has a list of golden answers or a single one.
-
-        Raises ValueError if an answer is no text, or if a list is written as a text."""
+        """Return the question of a row. Raises ValueError if its golden answers are no list of
+        texts."""
         answers = field_of(row, "golden_answers")
-        if isinstance(answers, str) and answers[0] in "[{":
-            raise ValueError(f"the field golden_answers is {answers}, but must be a list of texts")
         if not isinstance(answers, list):
-            answers = [answers]
+            raise ValueError(f"the field golden_answers is {answers}, but must be a list of texts")
         texts = [as_text(answer, "golden_answers") for answer in answers]
         return Question(harmless(text_of(row, "question")), texts)
 
@@ -133,7 +118,7 @@ class NQSearch(QuestionEnv):
         self.feedback = "" if valid else "Your last reply could not be read.\n"
         if kind == "search":
             self.searches += 1
-            self.passages = [harmless(passage) for passage in next(found)]
+            self.passages = next(found)
             self.seen += self.passages
 
         success = kind == "answer" and exact_match(text, self.question.answers)
@@ -159,12 +144,10 @@ class NQSearch(QuestionEnv):
 
     def random_reply(self, rng: np.random.Generator) -> str:
         """Return a search for a person, or a value as answer, with probability 1/2 each. With
-        `data`, return a word of the question as answer: a run's baseline asks no server."""
+        `data`, it never searches: a run's baseline asks no server."""
         tag = "answer"
         pattern = synthetic_wiki.VALUE
-        if self.data:
-            pattern = r"\w+"
-        elif rng.random() < 0.5:
+        if not self.data and rng.random() < 0.5:
             tag = "search"
             pattern = synthetic_wiki.PERSON
 

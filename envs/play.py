@@ -5,14 +5,11 @@ import contextlib
 import itertools
 import sys
 import tempfile
-from functools import partial
-from typing import Any
 
 from PIL import Image
 
 from envs import ENVS
 from envs.base import TextEnv, play_out
-from envs.check import check_environment
 
 
 def show(env: TextEnv) -> None:
@@ -33,7 +30,7 @@ def ask(env: TextEnv) -> str:
     return line if "<" in line or line.endswith(".") else f"<answer>{line}</answer>"
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     """Play episodes of an environment, one per seed, until the input ends."""
     parser = argparse.ArgumentParser(
         "envs.play",
@@ -43,24 +40,22 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("env", choices=ENVS)
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default 0)")
     parser.add_argument("--style", choices=("full", "terse"), default="full")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
 
     env = ENVS[args.env](style=args.style)
-    check_environment(env)
     # A terminal may have no √, and what is typed may be in another encoding.
-    streams: tuple[Any, ...] = (sys.stdin, sys.stdout)
-    for stream in streams:
-        stream.reconfigure(errors="replace")
+    for stream in (sys.stdin, sys.stdout):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
 
     print(f"Actions: {', '.join(env.actions) or 'as the prompt says'}")
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         for seed in itertools.count(args.seed):
             print(f"Episode of seed {seed}. Ctrl-D leaves.")
-            total, turns, info = play_out(env, seed, partial(ask, env))
+            total, info = play_out(env, seed, lambda: ask(env))
             print("The end:")
             show(env)
             result = "success" if info["success"] else "no success"
-            print(f"{result} after {turns} turns, return {total:g}\n")
+            print(f"{result} after {env.turn} turns, return {total:g}\n")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ A right answer earns 1 and ends the episode. A wrong answer earns 0. A reply wit
 answer uses up an attempt and costs the format penalty. The answer is the text between the only
 <answer> tags of the reply. Every task says in its method `read` which forms of a text it reads. If
 the question asks for one sentence, a whole sentence without tags is read, too
-(envs/answer_parsing.py). `success` means that any attempt was right, `first_success` that the first
-one was.
+(envs/answer_parsing.py). `success` means that any attempt was right.
 
 Questions come from `data` (envs/data.py) or are generated from the seed. Scores on generated
 questions say nothing about the data set. A hash of a problem's key decides its split: 7 of 10
@@ -25,7 +24,7 @@ import numpy as np
 
 from envs.answer_parsing import read_number, read_sentence
 from envs.base import WARM_START_SEEDS, Observation, Step, held_out, parse_answer, part_of_ten
-from envs.data import QuestionEnv
+from envs.data import QuestionEnv, text_of
 
 WRONG = "Wrong. "
 RIGHT = "Right. "
@@ -55,12 +54,12 @@ class QuestionAnswering(QuestionEnv):
 
     rules: str  # the first sentence of a full prompt
     form: str  # the last sentence of a full prompt: the form of the reply
+    fields: tuple[str, str]  # of a row of data: the question and the right answer
     # It yields all problems of a style. Their answers are numbers, and equally likely.
     problems: Callable[[str], Iterator[Problem]]
     question_of: Callable[[Problem, np.random.Generator], Question]
 
     max_turns = 3
-    metrics = ("first_success",)
 
     def __init__(self, **common: Any):
         """Read the questions of `data`, or generate them. The random policy chooses from the
@@ -76,12 +75,19 @@ class QuestionAnswering(QuestionEnv):
         This default reads a number alone, as `read_number` does."""
         return read_number(answer)
 
-    @classmethod
-    def gold(cls, answer: str) -> str:
-        """Return the gold answer of a row. Raises ValueError if the task does not read it."""
-        if cls.read(answer) is None:
-            raise ValueError(f"the right answer is {answer[:99]!r}, which the task does not read")
+    @staticmethod
+    def gold(answer: str, /) -> str:
+        """Return the right answer in the field of a row."""
         return answer
+
+    @classmethod
+    def from_row(cls, row: dict) -> Question:
+        """Return the question of a row. Raises ValueError if a field or its answer is not read."""
+        text, answer = (text_of(row, name) for name in cls.fields)
+        gold = cls.gold(answer)
+        if cls.read(gold) is None:
+            raise ValueError(f"the right answer is {gold[:99]!r}, which the task does not read")
+        return Question(text, gold)
 
     @staticmethod
     def right(value: Any, gold: Any) -> bool:
@@ -121,7 +127,7 @@ class QuestionAnswering(QuestionEnv):
         return self.question_of(problem, rng)
 
     def step(self, reply: str) -> Step:
-        answer = parse_answer(reply) or ""
+        answer = parse_answer(reply)
         if not answer and self.question.one_sentence:
             answer = read_sentence(reply, self.question.text)
 
@@ -136,7 +142,6 @@ class QuestionAnswering(QuestionEnv):
         elif self.style == "full":
             self.feedback = "No answer could be read. "
 
-        self.first_success = float(success and self.turn == 0)
         return self.end_turn(reward, success, success, valid)
 
     def observe(self) -> Observation:

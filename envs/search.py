@@ -7,16 +7,14 @@ There are two encoders: a transformer such as E5, and hashed words, which are ou
 download.
 """
 
-import gzip
 import json
 import re
 import threading
 import time
 import zlib
-from http.client import HTTPConnection, HTTPSConnection
+from http.client import HTTPConnection
 from socket import SHUT_RDWR
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -24,6 +22,7 @@ import numpy as np
 # word counts 1
 TITLE = 4.0
 TRIGRAM = 0.25
+E5_PREFIXES = {"query": "query: ", "document": "passage: "}
 
 # Client: its attempts, the seconds that the whole answer of one may take, and the seconds before
 # the second attempt (twice as many before the third).
@@ -31,6 +30,7 @@ ATTEMPTS = 3
 TIMEOUT = 30.0
 PAUSE = 0.5
 MOST_BYTES = 1 << 25  # of a request, and of its answer
+MAX_TEXT = 2000  # characters of a passage or a query; Wikipedia's passages have about 600
 
 
 class LocalEncoder:
@@ -51,7 +51,9 @@ class LocalEncoder:
             title, _, body = text.partition("\n")
             terms.append(title_weight * self._terms(title) + self._terms(body))
 
-        return unit_vectors(self.idf * terms)
+        vectors = self.idf * terms
+        norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+        return (vectors / np.maximum(norms, 1e-12)).astype(np.float32)
 
     def _terms(self, text: str) -> np.ndarray:
         """Return the signed number of words and trigrams in each place, float64 [dimension]."""
@@ -76,34 +78,19 @@ class TransformerEncoder:
         # The local encoder does without.
         from sentence_transformers import SentenceTransformer
 
-        self.model = SentenceTransformer(name)
-        self.prefixes = prefixes
+        self.model = SentenceTransformer(name, prompts=E5_PREFIXES if prefixes else None)
         self.dimension = self.encode(["?"]).shape[1]
 
     def encode(self, texts: list[str], passages: bool = False) -> np.ndarray:
         """Return unit vectors of queries or of passages, float32 [n, dimension]."""
-        if self.prefixes:
-            prefix = "passage: " if passages else "query: "
-            texts = [prefix + text for text in texts]
-        return self.model.encode(texts, normalize_embeddings=True)
-
-
-def unit_vectors(vectors: np.ndarray) -> np.ndarray:
-    """Divide each row by its norm, float32 [n, dimension]. Rows of zeros stay."""
-    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    return (vectors / np.maximum(norms, 1e-12)).astype(np.float32)
-
-
-def encodable(text: str) -> str:
-    """Return a text with "?" for lone surrogates, which JSON can hold and no tokenizer reads."""
-    return text.encode("utf-8", "replace").decode()
+        encode = self.model.encode_document if passages else self.model.encode_query
+        return encode(texts, normalize_embeddings=True)
 
 
 def read_corpus(path: str) -> list[str]:
-    """Return the `contents` of each line that is not empty. A file that ends in .gz is
-    unpacked."""
-    with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
-        return [encodable(json.loads(line)["contents"]) for line in file if line.strip()]
+    """Return the `contents` of each line that is not empty."""
+    with open(path, encoding="utf-8") as file:
+        return [json.loads(line)["contents"] for line in file if line.strip()]
 
 
 Encoder = LocalEncoder | TransformerEncoder
@@ -129,23 +116,29 @@ class Retriever:
         self.encoder = encoder
         self.index = index or build_index(corpus, encoder)
         if (self.index.ntotal, self.index.d) != (len(corpus), encoder.dimension):
-            sentence = f"the index of {self.index.ntotal} passages is of another corpus or encoder"
-            raise ValueError(f"{sentence}: build it again")
+            raise ValueError(
+                f"the index of {self.index.ntotal} texts has another corpus or encoder"
+            )
 
     def search(self, queries: list[str], topk: int) -> tuple[list[list[str]], list[list[float]]]:
-        """Return the `topk` best passages of each query, best first, and their scores (cosines)."""
-        vectors = self.encoder.encode([encodable(query) for query in queries])
-        scores, positions = self.index.search(vectors, min(topk, len(self.corpus)))
-        # An index of cells may find fewer, and says -1.
-        found = [row[row >= 0] for row in positions]
-        passages = [self.corpus[row].tolist() for row in found]
-        return passages, [row[: len(k)].tolist() for row, k in zip(scores, found, strict=True)]
+        """Return the `topk` best passages of each query, best first, and their scores (cosines). It
+        may find fewer passages than scores."""
+        vectors = self.encoder.encode(queries)
+        scores, positions = self.index.search(vectors, topk)
+        # Behind the passages that the index found, it says -1.
+        passages = [self.corpus[row[row >= 0]].tolist() for row in positions]
+        return passages, scores.tolist()
+
+
+def harmless(text: str) -> str:
+    """Return the beginning of a foreign text, without angle brackets, so that it holds no tag."""
+    return text[:MAX_TEXT].replace("<", "‹").replace(">", "›")
 
 
 def retrieve(url: str, queries: list[str], topk: int) -> list[list[str]]:
-    """Ask a server for the `topk` best passages ("Title\\ntext") of each query, best first. Raises
-    ConnectionError if ATTEMPTS fail: an answer takes longer than TIMEOUT or more than MOST_BYTES,
-    or does not follow the protocol (envs/search_server.py)."""
+    """Ask a server for the `topk` best passages ("Title\\ntext") of each query, best first, without
+    angle brackets. Raises ConnectionError if ATTEMPTS fail: an answer takes longer than TIMEOUT or
+    more than MOST_BYTES, or does not follow the protocol (envs/search_server.py)."""
     body = json.dumps({"queries": queries, "topk": topk, "return_scores": True}).encode()
 
     for attempt in range(ATTEMPTS):
@@ -154,7 +147,7 @@ def retrieve(url: str, queries: list[str], topk: int) -> list[list[str]]:
             rows = json.loads(ask(url, body))["result"]
             passages = []
             for _, hits in zip(queries, rows, strict=True):
-                passages.append([encodable(hit["document"]["contents"]) for hit in hits[:topk]])
+                passages.append([harmless(hit["document"]["contents"]) for hit in hits[:topk]])
             return passages
         # What a server sends may break any part of this.
         except Exception as error:
@@ -169,16 +162,15 @@ def retrieve(url: str, queries: list[str], topk: int) -> list[list[str]]:
 def ask(url: str, body: bytes) -> bytes:
     """Return the body of a server's answer to a POST. No proxy is used, which could not reach a
     loopback address, and no redirect is followed. Raises an error if there is none."""
-    host = urlsplit(url).netloc
-    connect = HTTPSConnection if url.startswith("https") else HTTPConnection
-    connection = connect(host, timeout=TIMEOUT)
+    host, _, path = url.removeprefix("http://").partition("/")
+    connection = HTTPConnection(host, timeout=TIMEOUT)
     connection.connect()
     # A server can send a byte at a time for ever: then this ends the reading.
     timer = threading.Timer(TIMEOUT, connection.sock.shutdown, [SHUT_RDWR])
     timer.start()
     try:
         headers = {"Content-Type": "application/json"}
-        connection.request("POST", url.partition(host)[2], body, headers)
+        connection.request("POST", f"/{path}", body, headers)
         response = connection.getresponse()
         answer = response.read(MOST_BYTES + 1)
     finally:

@@ -1,11 +1,10 @@
 """Serve a FAISS index of passages over HTTP with Search-R1's protocol.
 
-Paper: appendix D, "NQ Search". To build an index, and then to serve it (it needs the packages of
-`pip install .[search]`):
+Paper: appendix D, "NQ Search". It needs the packages of `pip install .[search]`. The first start
+builds the index:
 
-    files="--corpus wiki.jsonl --index wiki.faiss --encoder intfloat/e5-base-v2 --prefixes e5"
-    python -m envs.search_server --build $files
-    python -m envs.search_server $files
+    python -m envs.search_server --corpus wiki.jsonl --index wiki.faiss \
+        --encoder intfloat/e5-base-v2 --prefixes e5
 
 The protocol is one kind of request. Without scores, the documents alone are in the result:
 
@@ -40,7 +39,7 @@ TOPK = 3  # if a request does not say
 
 class Request(BaseModel):
     queries: list[str] = Field(max_length=4096)
-    topk: int | None = Field(None, ge=0, le=100)
+    topk: int | None = Field(None, ge=0, le=10)
     return_scores: bool = False
 
 
@@ -51,10 +50,10 @@ def application(retriever: Retriever) -> FastAPI:
 
     @app.post("/retrieve")
     def answer(request: Request) -> dict[str, list]:
-        result: list[list] = []
         if not request.queries:
-            return {"result": result}
+            return {"result": []}
 
+        result: list[list] = []
         found = retriever.search(request.queries, request.topk or TOPK)
         for texts, scores in zip(*found):
             documents = [{"contents": text} for text in texts]
@@ -69,11 +68,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """Return the arguments of a command line."""
     parser = argparse.ArgumentParser("envs.search_server")
     add = parser.add_argument
-    add("--build", action="store_true", help="write the index, a new file, and stop")
-    add("--corpus", required=True, help='JSON lines: {"contents": "Title\\ntext"}; also .gz')
-    add("--index", required=True, help="FAISS index, read or (with --build) written")
+    add("--corpus", required=True, help='JSON lines: {"contents": "Title\\ntext"}')
+    add("--index", required=True, help="FAISS index, built and written if there is no such file")
     add("--encoder", default="local", help="local, or the hub id or folder of a transformer")
-    add("--prefixes", choices=("e5", "none"), help="before a transformer's texts: E5's, or none")
+    add("--prefixes", choices=("e5", "none"), help="E5's, or those of the model's files alone")
     add("--host", default="127.0.0.1", help="address to listen on; there is no authentication")
     add("--port", type=int, default=8000, help="0: any free one")
     args = parser.parse_args(argv)
@@ -83,7 +81,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Build or serve an index. Raises an error if a file or a model cannot be used."""
+    """Serve an index. Raises an error if a file or a model cannot be used."""
     args = parse(argv)
     corpus = read_corpus(args.corpus)
     encoder: Encoder
@@ -92,15 +90,8 @@ def main(argv: list[str] | None = None) -> None:
     else:
         encoder = TransformerEncoder(args.encoder, args.prefixes == "e5")
 
-    if args.build:
-        # A file that exists, or cannot be written, is refused before hours of encoding.
-        open(args.index, "xb").close()
-        try:
-            faiss.write_index(build_index(corpus, encoder), args.index)
-        except BaseException:  # Ctrl-C, too
-            os.remove(args.index)
-            raise
-        return
+    if not os.path.exists(args.index):
+        faiss.write_index(build_index(corpus, encoder), args.index)
     app = application(Retriever(corpus, encoder, faiss.read_index(args.index)))
     uvicorn.run(app, host=args.host, port=args.port, access_log=False)
 

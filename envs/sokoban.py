@@ -104,6 +104,8 @@ def random_room(seed: int, side: int, n_boxes: int, longest: int) -> Room:
 class Sokoban(GridWorld):
     """The environment. The style "terse" shows the grid alone, without its outer walls."""
 
+    side = 6  # up to 8
+    n_boxes = 1
     settings = ("longest",)
     metrics = ("score",)
     turn_reward = -0.1
@@ -111,12 +113,9 @@ class Sokoban(GridWorld):
     # Captions name columns by these letters, and rows by digits.
     words = (*GridWorld.actions, "√", " X", " O", " #", *(f" {letter}" for letter in "abcdef"))
 
-    def __init__(self, side: int = 6, boxes: int = 1, longest: int = 10, **common: Any):
-        """Store the settings: `side` is 6 to 8, `boxes` 1 or 2. `longest` limits the turns of
-        solutions: Max Actions of Table 2."""
+    def __init__(self, longest: int = 10, **common: Any):
+        """Store the largest number of turns of a solution: Max Actions of Table 2."""
         super().__init__(**common)
-        self.side = side
-        self.n_boxes = boxes
         self.longest = longest
 
     def start(self, seed: int) -> None:
@@ -160,3 +159,10 @@ class Sokoban(GridWorld):
 
         rows = "\n".join(map(" ".join, self.grid()))
         return Observation(self.prompt(RULES, f"State:\n{rows}\n{FORM}", side=self.side))
+
+
+class SokobanHard(Sokoban):
+    """The environment with two boxes."""
+
+    side = 8
+    n_boxes = 2

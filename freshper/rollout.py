@@ -94,9 +94,8 @@ class LiveEpisode:
         text = self.policy.tokenizer.decode(reply.tokens, skip_special_tokens=True)
         _, header = self.policy.template(0, first=not self.turn_rewards)
         tags = re.findall(THOUGHT_TAG, header)
-        if tags and not tags[-1].startswith("/"):
-            # Environments know <think>. Some templates say <thinking> or <reasoning>.
-            text = "<think>" + re.sub(rf"(?i)</{tags[-1]} ?>", "</think>", text)
+        if tags and tags[-1] != "/":
+            text = f"<think>{text}"
         return text if reply.tokens[-1] == self.policy.eos_id else text + "…"
 
     def append_reply(self, reply: Reply, reward: float, info: dict) -> None:

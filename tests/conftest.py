@@ -138,8 +138,7 @@ def write_rows(path, rows):
     if path.suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     else:
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        path.write_text(lines if path.suffix == ".jsonl" else json.dumps(rows))
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 

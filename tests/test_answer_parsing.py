@@ -31,7 +31,7 @@ def reward(task, gold, reply):
     rows = {
         "gsm8k": {"question": "q", "answer": f"We add.\n#### {gold}"},
         "aime": {"problem": "q", "answer": gold},
-        "geoqa": {"problem": "q", "solution": solution, "image": PNG.getvalue()},
+        "geoqa": {"problem": "q", "solution": solution, "image": {"bytes": PNG.getvalue()}},
     }
     env = ENVS[task]
     env.turn = 0
@@ -60,13 +60,13 @@ def test_the_table_of_answers():
 def test_rational_numbers_are_read_exactly(top, bottom, sign):
     value = Fraction(f"{sign}{top}") / bottom
     for text in (f"{top}/{bottom}", f"\\frac{{{top * 3}}}{{{bottom * 3}}}"):
-        assert read_measure(sign + text).value == value
+        assert read_measure(sign + text)[0] == value
 
     for text in (f"{top}", f"{top:,}", f"{top}.00", f"{top}.{bottom}"):
         for around in ("{}", "**{}**", "\\({}\\)", "$ {} $", "\\boxed{{{}}}", "{}."):
             exact = Fraction(sign + text.replace(",", ""))
             assert read_number(around.format(sign + text)) == exact
-            assert read_measure(around.format(sign + text)).value == exact
+            assert read_measure(around.format(sign + text))[0] == exact
 
 
 @settings(max_examples=100, deadline=None)
@@ -152,7 +152,7 @@ def test_arbitrary_text_is_read_as_nothing_or_as_its_own_digits(text):
     assert read_sentence(text, QUESTION) in text
     for task in TASKS.values():
         task.read(text)
-    measured = read_measure(text).value
+    measured, _ = read_measure(text)
     digits = "".join(re.findall("[0-9]", text.replace("^2", "").replace("^3", "")))
     for value in (read_number(text), measured):
         if not isinstance(value, Fraction) or "/" in text:

@@ -86,7 +86,7 @@ def test_the_methods_differ_in_nothing_but_their_rows_of_table_5(preset, env):
 def test_help_shows_what_will_run_before_torch_is_imported():
     code = """if True:
         import atexit, runpy, sys
-        slow = {"torch", "transformers", "datasets", "faiss", "pandas", "PIL"}
+        slow = {"torch", "transformers", "datasets", "faiss", "pandas"}
         atexit.register(lambda: print(slow & set(sys.modules)))
         sys.argv = ["train.py", "--env", "gsm8k", "--seed", "5", "--help"]
         runpy.run_path("train.py", run_name="__main__")"""

@@ -13,7 +13,7 @@ from gymnasium.utils.env_checker import check_env
 
 from envs import ENVS
 from envs.base import Observation, TextEnv, outside_think, parse_action
-from envs.check import check_environment, is_result
+from envs.check import check_environment
 from freshper.tiny import build_policy
 
 CASES = {**ENVS, "frozenlake, slippery": partial(ENVS["frozenlake"], slippery=True)}
@@ -32,10 +32,11 @@ The hole is Down, so I go Right: <answer> Right </answer>. Then Up!
 <think>What is <think> for?</think><answer>Right</answer>
 Left? <answer>Left</answer></think><answer>Right</answer>
 <answer>Right</answer><think>Or Left?</think>
-<answer>go Right</answer>
+<reasoning>Left? <answer>Left</answer></reasoning><answer>Right</answer>
+Left? <answer>Left</answer></Thinking ><answer>Right</answer>
+<cotton><answer>Right</answer>
 <answer>**Right**</answer>
-<answer>"Move right."</answer>
-<answer>go **Right**</answer>"""
+<answer>"right".</answer>"""
 NO_ACTION = """\
 I go Right.
 <search>Right</search>
@@ -43,7 +44,6 @@ I go Right.
 </answer>Right<answer>
 <answer> </answer>
 <answer>not Right</answer>
-<answer>go</answer>
 <answer>Right or Left</answer>
 <answer>Rights</answer>
 <answer>Ri ght</answer>
@@ -62,7 +62,7 @@ def test_a_reply_holds_one_action_or_none():
     for replies, action in ((READABLE, 2), (NO_ACTION, None)):
         for reply in replies.split("\n"):
             assert parse_action(reply.replace("⏎", "\n"), ACTIONS) == action, reply
-    assert parse_action("<answer>Move left</answer>", ("Left!", "Move left")) == 1
+    assert parse_action("<answer>left!</answer>", ("Left", "Left!")) == 1
 
 
 # Replies under a chat template that opens the thought in the assistant's header. The rollout puts
@@ -81,7 +81,19 @@ A hole.⏎</think>⏎⏎Right|⏎⏎Right
 a</think>b</think>Right|
 a</think>b<think>c</think>Right|
 a</think>b<think>Right|
-Right|Right"""
+Right|Right
+""" + "\n".join(
+    f"<{name}>a <answer>Left</answer>|\n<{name}>a</{name}>Right|Right"
+    for name in (
+        "thinking",
+        "my_thoughts",
+        "Reasoning",
+        "analysis",
+        "scratchpad",
+        "cot",
+        "reflection",
+    )
+)
 
 
 def test_what_follows_the_thought_is_read_and_nothing_of_an_open_one():
@@ -106,7 +118,7 @@ def test_gymnasium_accepts_it(name):
         return
     mode = "rgb_array" if name in ("frozenlake_vlm", "geoqa") else None
     env = gymnasium.make(f"freshper/{name}-v0", render_mode=mode)
-    assert type(env.unwrapped) is ENVS[name].env_class
+    assert type(env.unwrapped) is ENVS[name]
     assert isinstance(env.action_space.sample(), str)  # before any episode
     images = env.reset(seed=0)[0].images
     assert bool(images) == bool(mode)
@@ -156,7 +168,7 @@ def test_arbitrary_replies_never_raise_and_unreadable_ones_cost_turn_and_penalty
     before, _ = env.reset(seed=1)
     for k, reply in enumerate(replies):
         observation, reward, terminated, truncated, info = env.step(reply)
-        assert is_result((observation, reward, terminated, truncated, info))
+        assert isinstance(observation, Observation) and np.isfinite(reward)
         assert set(info["metrics"]) == set(env.metrics)
         if not info["valid"]:
             unreadable += 1
@@ -203,9 +215,10 @@ def unseeded(_):
     return Observation(str(np.random.default_rng().random()))
 
 
-def returns(reward=0.0, ended=True, **info):
+def returns(reward=0.0, ended=True, valid=True):
     """Return a method `step` of one result."""
-    return lambda env, _: (env.observe(), reward, ended, False, info or {"success": False})
+    info = {"success": False, "valid": valid}
+    return lambda env, _: (env.observe(), reward, ended, False, info)
 
 
 def raises_for_the_unreadable(env, reply):
@@ -218,9 +231,9 @@ BROKEN = [
     ({"metrics": ("turns",)}, "metrics has the name 'turns'"),
     ({"observe": lambda _: Observation("", (np.zeros((9, 9, 3)),))}, "observe() is Observation("),
     ({"observe": unseeded}, "reset(seed=0) began two different episodes"),
-    ({"step": returns(float("nan"))}, "step() is (Observation("),
-    ({"step": returns(ended=False)}, "step() did not end the episode in turn 2"),
-    ({"step": returns(success=False, valid=False)}, "step() could not read '<answer>"),
+    ({"step": returns(float("nan"))}, "step() gave rewards with the sum nan"),
+    ({"step": returns(ended=False)}, "step() did not end the episode in its max_turns"),
+    ({"step": returns(valid=False)}, "step() could not read what random_reply() returned"),
     ({"step": raises_for_the_unreadable}, "step() raised TypeError("),
 ]
 

@@ -207,7 +207,7 @@ def test_the_environment_reads_what_follows_a_thought_that_the_template_opened(
     ):
         script = Script(tokenizer.encode(text) + end)
         (episode,) = rollout(script, policy, [FrozenLake(max_turns=2)], [0], 3000, 40)
-        read = text.replace(close, "</think>") + ("" if end else "…")
+        read = text + ("" if end else "…")
         assert seen[-2:] == [f"<think>{read}" if thought else read for thought in opened]
         assert episode.invalid == (0 if readable else sum(opened))
 
@@ -218,7 +218,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(text_policy):
         tokenizer.add_special_tokens({"additional_special_tokens": [token]})
         with pytest.raises(ValueError, match=re.escape(f"it needs {token}, a special token")):
             Policy(text_policy.model, tokenizer)
-    for mark in ("[THINK]", "◁think▷", "<|begin_of_thought|>", "<|think|>"):
+    for mark in ("[THINK]", "◁think▷", "<|begin_of_thought|>", "[CoT]"):
         tokenizer = build_tokenizer(())
         tokenizer.chat_template = tokenizer.chat_template.replace("assistant\n", f"assistant{mark}")
         with pytest.raises(ValueError, match="marks a thought in a form other than <think>"):
