@@ -53,7 +53,9 @@ def play(env: TextEnv, seed: int) -> list:
 
     total, info = play_out(env, seed, reply)
     require(env, math.isfinite(total), f"step() gave rewards with the sum {total}")
-    require(env, info["valid"], "step() could not read what random_reply() returned")
+    require(env, "success" in info, f"step() returned the info {info}, but it must have `success`")
+    readable = info.get("valid", True)
+    require(env, readable, "step() could not read what random_reply() returned")
     return [*shown, content(env), total, info["success"]]
 
 

@@ -4,7 +4,7 @@ Paper: appendix D names the tasks with data, not their files. Any source that ha
 task will do.
 
     openai/gsm8k:main            a data set of the hub, and after a colon its configuration
-    questions.jsonl              one object per line; also .parquet
+    questions.jsonl              one object per line; also .csv and .parquet
     folder/                      train.* (or train-*.*), and validation.* or test.*
 
 Without a validation split, `test` takes its place. If there is only one split, every tenth
@@ -72,18 +72,24 @@ def read_files(path: Path) -> dict[str, list]:
     for file in sorted(path.iterdir()):
         split = re.match("train|validation|test", file.name)
         # Not those of a backup: train.jsonl.bak
-        if split and file.suffix in (".jsonl", ".parquet"):
+        if split and file.suffix in (".jsonl", ".csv", ".parquet"):
             splits.setdefault(split[0], []).extend(read_file(file))
     return splits
 
 
 def read_file(path: Path) -> list:
     """Return the rows of a file."""
+    # Generated questions do without these.
     if path.suffix == ".parquet":
-        # Generated questions do without.
         from pyarrow import parquet
 
         return parquet.read_table(path).to_pylist()
+    if path.suffix == ".csv":
+        import pandas
+
+        return pandas.read_csv(path, dtype=str, keep_default_na=False).to_dict("records")
+    if path.suffix != ".jsonl":
+        raise ValueError("a file must be .jsonl, .csv or .parquet")
     lines = path.read_text(encoding="utf-8-sig").split("\n")
     return [json.loads(line) for line in lines if line.strip()]
 

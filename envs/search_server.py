@@ -91,7 +91,11 @@ def main(argv: list[str] | None = None) -> None:
         encoder = TransformerEncoder(args.encoder, args.prefixes == "e5")
 
     if not os.path.exists(args.index):
-        faiss.write_index(build_index(corpus, encoder), args.index)
+        new = f"{args.index}.unfinished"
+        # A folder that cannot be written is refused before hours of encoding.
+        open(new, "wb").close()
+        faiss.write_index(build_index(corpus, encoder), new)
+        os.replace(new, args.index)
     app = application(Retriever(corpus, encoder, faiss.read_index(args.index)))
     uvicorn.run(app, host=args.host, port=args.port, access_log=False)
 

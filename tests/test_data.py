@@ -44,6 +44,15 @@ def test_a_single_file_is_divided_without_a_shared_row(tmp_path, ending):
     assert len({*held_out}) == 4
 
 
+def test_csv(tmp_path):
+    """As spreadsheets write it. A text that looks like a number or a date stays a text."""
+    lines = "".join(f'"{k}, ""so""?",1990-01-0{k}\r\n' for k in range(9))
+    (tmp_path / "a.csv").write_text(f"\ufeffQuestion,Answer\r\n{lines}", encoding="utf-8")
+    rows = load_rows(str(tmp_path / "a.csv"), from_row)
+    expected = [(f'{k}, "so"?', f"1990-01-0{k}") for k in range(9)]
+    assert pairs(rows["train"] + rows["held_out"]) == expected
+
+
 def test_what_asks_the_same_stays_on_one_side(tmp_path):
     """Questions about one image, and one question with two answers and other spaces."""
     images = [[f"{k}?", "1", "", k % 20 + 1] for k in range(80)]
@@ -90,6 +99,7 @@ BAD = {  # file: content, a part of the sentence
     "odd/test.jsonl": ([{"question": "1"}], f"held_out row 1: {MISSING.format('answer')}"),
     "chat.jsonl": ([{"question": [{"role": "user"}]}], "question is [{'role': 'user'}], but"),
     "one.jsonl": (ROWS[:1] * 5, FEW),
+    "rows.xlsx": ("PK", "a file must be .jsonl, .csv or .parquet"),
     "nowhere.jsonl": (None, "there is no such file or folder of files"),
     "deeper/sub/train.jsonl": (ROWS, FEW),
 }
