@@ -11,12 +11,12 @@ Columns of metrics.csv: means over the updates of an iteration; row 0 is the eva
 training. `train_*` is of the policy before the updates of its row, `eval_*` (held-out seeds) after
 them. `invalid`: share of replies that could not be read. `cut`: of replies that --max_new_tokens
 ended. `truncated`: of episodes cut by --max_tokens. `mismatch`: mean |engine - trainer log-prob|.
-`kl`: k3 of pi_mu against pi_theta, 0 in the first epoch, as is
-`clip_fraction`. `nonzero_advantages`: share of action tokens whose advantage is not 0. `replay_*`,
-`ess` and `ess_token` (ESS / n of trajectories and of tokens, eq. 5): replayed
-batches as drawn, not weighted by 1 / P(i). A batch has an ESS / n of at least 1 / B, so compare
-`ess` between runs of one --batch_size only. `rollout_s`: the iteration's remaining time. `wall_s`
-has evaluations and checkpoints, too.
+`kl`: k3 of pi_mu against pi_theta, 0 in the first epoch, as is `clip_fraction`.
+`nonzero_advantages`: share of action tokens whose advantage is not 0. `replay_*`, `ess` and
+`ess_token` (ESS / n of trajectories and of tokens, eq. 5): replayed batches as drawn, not weighted
+by 1 / P(i). A batch has an ESS / n of at least 1 / B, so compare `ess` between runs of one
+--batch_size only. `rollout_s`: the iteration's remaining time. `wall_s` has evaluations and
+checkpoints, too.
 """
 
 import base64
@@ -51,10 +51,9 @@ from freshper.trainer import TorchTrainer, Update
 
 Row = dict[str, Any]  # numbers by the name of their column
 COLUMNS = """iteration step episodes wall_s train_success train_reward eval_success eval_reward
-turns invalid cut truncated mismatch loss grad_norm clip_fraction kl
-nonzero_advantages replay_loss replay_grad_norm replay_clip_fraction replay_kl
-replay_nonzero_advantages replay_success replay_age ess ess_token buffer_size lr rollout_s
-logprobs_s update_s replay_s sync_s""".split()
+turns invalid cut truncated mismatch loss grad_norm clip_fraction kl nonzero_advantages replay_loss
+replay_grad_norm replay_clip_fraction replay_kl replay_nonzero_advantages replay_success replay_age
+ess ess_token buffer_size lr rollout_s logprobs_s update_s replay_s sync_s""".split()
 # Every run whose mean of ten iterations fell below it failed. None that stayed above 0.45 did
 # (docs/log.md).
 LEAST_ESS = 0.3
@@ -93,8 +92,9 @@ class Report:
         config = self.config
         model = self.policy.model
         self.baselines = baselines(self.envs[0], config.eval_episodes)
-        success = [f"{name} policy {value:.2f}" for name, value in self.baselines.items()]
-        self.baseline_text = ", ".join(success)
+        self.baseline_text = ", ".join(
+            f"{name} policy {value:.2f}" for name, value in self.baselines.items()
+        )
 
         self.say(self.title)
         self.say(f"{type(model).__name__}, {model.num_parameters():,} parameters")
@@ -147,7 +147,7 @@ class Report:
             first = {"iteration": 0, "step": 0, "episodes": 0, "wall_s": 0.0}
             self.metrics.loc[0] = pandas.Series(first | self.evaluate_if_due(0, engine))
 
-        # A run that was killed after its last checkpoint has written more rows.
+        # A run that was killed after its last checkpoint has written more rows to both tables.
         self.write_metrics()
         replay = self.folder / "replay.csv"
         if replay.exists():
@@ -229,7 +229,7 @@ class Report:
         return {f"eval_{name}": mean for name, mean in summarize(episodes).items()}
 
     def write(self, row: Row) -> None:
-        """Write the row of an iteration to metrics.csv, and say every ten if something is wrong."""
+        """Write the row of an iteration to metrics.csv."""
         row["wall_s"] = time.perf_counter() - self.began
         self.metrics.loc[row["iteration"]] = pandas.Series(row)
         self.write_metrics()
@@ -247,10 +247,8 @@ class Report:
         seconds = self.metrics["wall_s"].diff()
         times = seconds[-10:].median() / seconds.min()
         if times > SLOW:
-            remedy = (
-                f"if other programs run, stop with Ctrl-C, then OMP_NUM_THREADS=1 {self.command}"
-            )
-            self.say(f"iterations take {times:.0f} times as long as the fastest one: {remedy}")
+            self.say(f"iterations take {times:.0f} times as long as the fastest one; if other")
+            self.say(f"programs run, stop with Ctrl-C, then OMP_NUM_THREADS=1 {self.command}")
 
     # -- files
 
