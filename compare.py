@@ -147,22 +147,24 @@ def train_all(runs: list[Run], jobs: int) -> None:
 
 def summary(run: Run, metric: str) -> Row:
     """Return a run's row of results.csv, of the evaluations after training began, and its curve:
-    the collected `episodes` and `values` of each evaluation, the first one before training.
+    collected `episodes` and `values` of all that were due, the first one before training.
 
     Evaluations that a stopped run has missed count as 0, or as its lowest value below. Raises
     ValueError if metrics.csv is damaged."""
     config = run.config
-    iterations = np.append(np.arange(0, config.iterations, config.eval_every), config.iterations)
+    due = np.arange(0, config.iterations, config.eval_every)
+    due = np.append(due, config.iterations)
     try:
         metrics = pandas.read_csv(run.folder / "metrics.csv", dtype=float)
-        values = metrics[f"eval_{metric}"].to_numpy()[iterations[iterations < len(metrics)]]
+        values = metrics[f"eval_{metric}"].to_numpy()
+        values = values[due[due < len(metrics)]]
         if np.isnan(values).any():
             raise ValueError("it lacks evaluations")
     # A damaged file may hold anything.
     except Exception as error:
         raise ValueError(f"{run.folder} has a damaged metrics.csv, remove it: {error}") from error
 
-    missed = len(iterations) - len(values)
+    missed = len(due) - len(values)
     values = np.pad(values, (0, missed), constant_values=min([0.0, *values[1:]]))
     return {
         "arm": run.arm,
@@ -173,7 +175,7 @@ def summary(run: Run, metric: str) -> Row:
         "diverged": int(run.done() < config.iterations),
         "updates": metrics["step"].iloc[-1],
         "wall_s": metrics["wall_s"].iloc[-1],
-        "episodes": iterations * config.rollout_batch_size,
+        "episodes": due * config.rollout_batch_size,
         "values": values,
     }
 

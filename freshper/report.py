@@ -195,15 +195,10 @@ class Report:
 
     def replay_row(self, drawn: Replay, update: Update) -> Row:
         """Append a replay update to replay.csv, and return its columns of metrics.csv."""
-        rows = pandas.DataFrame(
-            {
-                "iteration": self.done + 1,
-                "age": drawn.ages,
-                "probability": drawn.probabilities,
-                "reward": [episode.reward for episode in drawn.episodes],
-                **update.drift,
-            }
-        )
+        rows = pandas.DataFrame({"iteration": self.done + 1, "age": drawn.ages})
+        rows["probability"] = drawn.probabilities
+        rows["reward"] = [episode.reward for episode in drawn.episodes]
+        rows = rows.assign(**update.drift)
         path = self.folder / "replay.csv"
         rows.to_csv(path, mode="a", header=not path.exists(), index=False, float_format="%.6g")
 
@@ -315,12 +310,12 @@ def summarize(episodes: list[Episode]) -> Row:
     """Return means over episodes, with the environment's own metrics.
 
     `turns`: replies per episode. `invalid` and `cut`: shares of all replies."""
-    rows = [
-        {name: getattr(episode, name) for name in SUMMED_UP}
-        | {"turns": len(episode.turn_rewards)}
-        | episode.metrics
-        for episode in episodes
-    ]
+    rows = []
+    for episode in episodes:
+        row = {name: getattr(episode, name) for name in SUMMED_UP}
+        row["turns"] = len(episode.turn_rewards)
+        rows.append(row | episode.metrics)
+
     summary = means(rows)
     summary["invalid"] /= summary["turns"]
     summary["cut"] /= summary["turns"]
