@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import filelock
 import jinja2
@@ -40,7 +40,6 @@ from tqdm import tqdm
 from envs import ENVS
 from envs.base import EVAL_SEEDS, TextEnv
 from freshper import diagnostics
-from freshper.backends import Loaded
 from freshper.buffer import Replay, ReplayBuffer
 from freshper.config import Config
 from freshper.episode import Episode, compressed
@@ -48,6 +47,9 @@ from freshper.errors import Ending
 from freshper.models import Policy
 from freshper.rollout import Engine, evaluate
 from freshper.trainer import TorchTrainer, Update
+
+if TYPE_CHECKING:
+    from freshper.backends import Loaded
 
 Row = dict[str, Any]  # numbers by the name of their column
 COLUMNS = """iteration step episodes wall_s train_success train_reward eval_success eval_reward
@@ -67,7 +69,7 @@ class Report:
 
     say = staticmethod(tqdm.write)  # print a line above the progress bar
 
-    def __init__(self, config: Config, loaded: Loaded, ending: Ending):
+    def __init__(self, config: Config, loaded: "Loaded", ending: Ending):
         self.config = config
         self.policy, self.envs, self.saved = loaded
         self.ending = ending
