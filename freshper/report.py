@@ -100,8 +100,7 @@ class Report:
 
         self.say(self.title)
         self.say(f"{type(model).__name__}, {model.num_parameters():,} parameters")
-        where = f"{config.device}, threads {torch.get_num_threads()}"
-        self.say(f"backend {config.backend} on {where}")
+        self.say(f"backend {config.backend} on {config.device}, threads {torch.get_num_threads()}")
         if self.envs[0].rows:
             self.say(self.envs[0].data_summary())
         self.say(f"success on held-out seeds: {self.baseline_text}")
@@ -178,7 +177,7 @@ class Report:
         row = {
             "iteration": self.done + 1,
             "step": trainer.step,
-            "episodes": self.metrics["episodes"].iloc[-1] + len(episodes),
+            "episodes": (self.done + 1) * len(episodes),
             "lr": trainer.lr,
             "buffer_size": len(buffer),
             "update_s": sum(update.stats["seconds"] for update in fresh),
