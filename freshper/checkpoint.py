@@ -92,10 +92,6 @@ class Checkpoints:
 
         done = f"iteration {saved.iteration} of {self.config.iterations}"
         say(f"resuming from {folder}, after {done}")
-        for name, value in vars(self.config).items():
-            before = saved.settings.get(name)
-            if value != before and name != "resume":
-                say(f"{name} is {value}, was {before}")
 
     def save_if_due(self) -> None:
         """Save every `save_every` iterations, at the end and after a signal.
@@ -124,7 +120,6 @@ class Checkpoints:
                 remove(before)
                 newest.rename(before)
             new.rename(newest)
-            self.report.write_config()
         # safetensors, torch and the system each have errors of their own for a full disk.
         except Exception as error:
             shutil.rmtree(new, ignore_errors=True)

@@ -11,28 +11,30 @@ Columns of metrics.csv: means over the updates of an iteration; row 0 is the eva
 training. `train_*` is of the policy before the updates of its row, `eval_*` (held-out seeds) after
 them. `invalid`: share of replies that could not be read. `cut`: of replies that --max_new_tokens
 ended. `truncated`: of episodes cut by --max_tokens. `mismatch`: mean |engine - trainer log-prob|.
-`kl`: k3 of pi_mu against pi_theta, 0 in the first epoch, as is
-`clip_fraction`. `nonzero_advantages`: share of action tokens whose advantage is not 0. `replay_*`,
-`max_age` (steps), `ess` and `ess_token` (ESS / n of trajectories and of tokens, eq. 5): replayed
-batches as drawn, not weighted by 1 / P(i). A batch has an ESS / n of at least 1 / B, so compare
-`ess` between runs of one --batch_size only. `rollout_s`: the iteration's remaining time. `wall_s`
-has evaluations and checkpoints, too.
+`kl`: k3 of pi_mu against pi_theta, 0 in the first epoch, as is `clip_fraction`.
+`nonzero_advantages`: share of action tokens whose advantage is not 0. `replay_*`, `ess` and
+`ess_token` (ESS / n of trajectories and of tokens, eq. 5): replayed batches as drawn, not weighted
+by 1 / P(i). A batch has an ESS / n of at least 1 / B, so compare `ess` between runs of one
+--batch_size only. `rollout_s`: the iteration's remaining time. `wall_s` has evaluations and
+checkpoints, too.
 """
 
 import base64
-import fcntl
+import contextlib
 import json
-import os
 import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import filelock
 import jinja2
 import matplotlib.figure
 import numpy as np
+import pandas
 import torch
+from matplotlib.axes import Axes
 from tqdm import tqdm
 
 from envs import ENVS
@@ -51,10 +53,9 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]  # numbers by the name of their column
 COLUMNS = """iteration step episodes wall_s train_success train_reward eval_success eval_reward
-turns invalid cut truncated mismatch loss grad_norm clip_fraction kl
-nonzero_advantages replay_loss replay_grad_norm replay_clip_fraction replay_kl
-replay_nonzero_advantages replay_success replay_age max_age ess ess_token buffer_size lr rollout_s
-logprobs_s update_s replay_s sync_s""".split()
+turns invalid cut truncated mismatch loss grad_norm clip_fraction kl nonzero_advantages replay_loss
+replay_grad_norm replay_clip_fraction replay_kl replay_nonzero_advantages replay_success replay_age
+ess ess_token buffer_size lr rollout_s logprobs_s update_s replay_s sync_s""".split()
 # Every run whose mean of ten iterations fell below it failed. None that stayed above 0.45 did
 # (docs/log.md).
 LEAST_ESS = 0.3
@@ -73,33 +74,33 @@ class Report:
         self.policy, self.envs, self.saved = loaded
         self.ending = ending
         self.folder = folder_of(config)
-        self.done = 0  # completed iterations
-        self.seconds_before = 0.0  # of the run that is resumed
-        self.rows: list[Row] = []  # of metrics.csv
-        self.replay_bytes = 0  # of replay.csv
+        self.title = f"{task(config)}, {config.method}, preset {config.preset}, seed {config.seed}"
+        self.command = f"python train.py --resume {self.folder} --iterations {config.iterations}"
         self.features: dict = {}  # of held-out images, by key
 
+        columns = [*COLUMNS]
+        for name in self.envs[0].metrics:
+            columns += [f"train_{name}", f"eval_{name}"]
+        self.metrics = pandas.DataFrame(columns=columns, dtype=float)  # a row per iteration
+
         self.folder.mkdir(parents=True, exist_ok=bool(config.resume))
-        # The system holds the lock, so that a crash leaves none behind.
-        self.lock = os.open(self.folder, os.O_RDONLY)
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise OSError(f"another process is writing to {self.folder}") from error
+        # The system holds it, so that a crash leaves none behind.
+        self.lock = filelock.FileLock(self.folder / ".lock", timeout=0)
+        self.lock.acquire()
         if not config.resume:
-            self.write_config()
+            (self.folder / "config.json").write_text(json.dumps(vars(config), indent=1))
 
     def __enter__(self) -> "Report":
         config = self.config
         model = self.policy.model
         self.baselines = baselines(self.envs[0], config.eval_episodes)
-        success = [f"{name} policy {value:.2f}" for name, value in self.baselines.items()]
-        self.baseline_text = ", ".join(success)
+        self.baseline_text = ", ".join(
+            f"{name} policy {value:.2f}" for name, value in self.baselines.items()
+        )
 
-        self.say(title(config))
+        self.say(self.title)
         self.say(f"{type(model).__name__}, {model.num_parameters():,} parameters")
-        threads = torch.get_num_threads()
-        self.say(f"backend {config.backend} on {config.device}, threads {threads}")
+        self.say(f"backend {config.backend} on {config.device}, threads {torch.get_num_threads()}")
         if self.envs[0].rows:
             self.say(self.envs[0].data_summary())
         self.say(f"success on held-out seeds: {self.baseline_text}")
@@ -108,61 +109,53 @@ class Report:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error:
             self.say(f"stopped after iteration {self.done}: {error}")
-        last = self.evaluations()[1:][-3:]
-        if last:
-            mean = f"{np.mean(last):.2f} ({self.baseline_text})"
+        last = self.metrics["eval_success"][1:].dropna()[-3:]
+        if len(last):
+            mean = f"{last.mean():.2f} ({self.baseline_text})"
             self.say(f"held-out success, mean of the last {len(last)} evaluations: {mean}")
-        if self.rows:
+        if self.done:
             try:
                 self.draw()
-            # A table that was damaged since it was written may hold anything.
+            # replay.csv may have been damaged since it was written.
             except Exception as failure:
                 self.say(f"plots could not be written to {self.folder}: {failure}")
-        os.close(self.lock)
+        self.lock.release()
 
         self.say(f"written to {self.folder}")
         if self.done < self.config.iterations:
-            self.say(f"continue with: python train.py --resume {self.folder}")
+            self.say(f"continue with: {self.command}")
 
-    def evaluations(self) -> list[float]:
-        """Return held-out success of all evaluations. The first one is before training."""
-        return [row["eval_success"] for row in self.rows if "eval_success" in row]
+    @property
+    def done(self) -> int:
+        """Return the number of completed iterations."""
+        return max(0, len(self.metrics) - 1)
 
     # -- a checkpoint's part of the report
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "rows": self.rows,
-            "replay_bytes": self.replay_bytes,
-            "features": self.features,
-        }
+        return {"rows": self.metrics.to_dict("records"), "features": self.features}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.rows = state["rows"]
-        self.replay_bytes = int(state["replay_bytes"])
+        self.metrics = pandas.DataFrame(state["rows"], dtype=float)
         self.features = state["features"]
-        self.done = int(self.rows[-1]["iteration"])
-        self.seconds_before = float(self.rows[-1]["wall_s"])
-        # Here, so that rows without numbers are those of no checkpoint.
-        self.write_metrics()
 
     # -- an iteration
 
     def iterations(self, engine: Engine) -> Iterator[int]:
         """Yield the numbers of the iterations to come, with a progress bar. The policy is evaluated
         before the first."""
-        path = self.folder / "replay.csv"
-        if path.exists():
-            # A run that was killed after its last checkpoint has written more rows. A file that has
-            # become shorter was begun after the checkpoint.
-            grown = path.stat().st_size >= self.replay_bytes
-            os.truncate(path, self.replay_bytes if grown else 0)
-        if not self.rows:
+        if self.metrics.empty:
             first = {"iteration": 0, "step": 0, "episodes": 0, "wall_s": 0.0}
-            self.rows.append(first | self.evaluate_if_due(0, engine))
-            self.write_metrics()
+            self.metrics.loc[0] = pandas.Series(first | self.evaluate_if_due(0, engine))
 
-        self.began = time.perf_counter() - self.seconds_before
+        # A run that was killed after its last checkpoint has written more rows to both tables.
+        self.write_metrics()
+        replay = self.folder / "replay.csv"
+        if replay.exists():
+            rows, _, _ = replay.read_bytes().partition(b"\n%d," % (self.done + 1))
+            replay.write_bytes(rows.rstrip() + b"\n")
+
+        self.began = time.perf_counter() - self.metrics["wall_s"].iloc[-1]
         total = self.config.iterations
         self.bar = tqdm(range(self.done, total), initial=self.done, total=total)
         for iteration in self.bar:
@@ -184,7 +177,7 @@ class Report:
         row = {
             "iteration": self.done + 1,
             "step": trainer.step,
-            "episodes": self.rows[-1]["episodes"] + len(episodes),
+            "episodes": (self.done + 1) * len(episodes),
             "lr": trainer.lr,
             "buffer_size": len(buffer),
             "update_s": sum(update.stats["seconds"] for update in fresh),
@@ -194,7 +187,6 @@ class Report:
         }
         if replays:
             row |= means([self.replay_row(*replay) for replay in replays])
-            row["max_age"] = float(max(drawn.ages.max() for drawn, _ in replays))
         for name, mean in summarize(episodes).items():
             row[name if name in COLUMNS else f"train_{name}"] = mean
 
@@ -204,22 +196,14 @@ class Report:
 
     def replay_row(self, drawn: Replay, update: Update) -> Row:
         """Append a replay update to replay.csv, and return its columns of metrics.csv."""
-        ones = np.ones(len(drawn.episodes))
-        # This is the order of the columns of replay.csv.
-        rows = {
-            "iteration": (self.done + 1) * ones,
-            "age": drawn.ages,
-            "probability": drawn.probabilities,
-            "reward": np.array([episode.reward for episode in drawn.episodes]),
-            **update.drift,
-        }
-        with open(self.folder / "replay.csv", "a") as file:
-            header = "" if file.tell() else ",".join(rows)
-            table = np.column_stack(list(rows.values()))
-            np.savetxt(file, table, "%.6g", ",", header=header, comments="")
-            self.replay_bytes = file.tell()
+        rows = pandas.DataFrame({"iteration": self.done + 1, "age": drawn.ages})
+        rows["probability"] = drawn.probabilities
+        rows["reward"] = [episode.reward for episode in drawn.episodes]
+        rows = rows.assign(**update.drift)
+        path = self.folder / "replay.csv"
+        rows.to_csv(path, mode="a", header=not path.exists(), index=False, float_format="%.6g")
 
-        as_drawn = diagnostics.estimate(rows | {"probability": ones})
+        as_drawn = diagnostics.estimate(rows.assign(probability=1.0))
         return {
             "replay_success": np.mean([episode.success for episode in drawn.episodes]),
             "replay_age": as_drawn["age"],
@@ -236,72 +220,46 @@ class Report:
             return {}
         lengths = config.max_tokens, config.max_new_tokens
         episodes = evaluate(engine, self.envs, config.eval_episodes, *lengths, self.features)
-        self.write_file("episodes.html", episodes_page(episodes, self.policy, title(config)))
+        page = episodes_page(episodes, self.policy, self.title)
+        (self.folder / "episodes.html").write_text(page, encoding="utf-8")
         return {f"eval_{name}": mean for name, mean in summarize(episodes).items()}
 
     def write(self, row: Row) -> None:
-        """Write the row of an iteration to metrics.csv, and say what a user should know of it."""
+        """Write the row of an iteration to metrics.csv."""
         row["wall_s"] = time.perf_counter() - self.began
-        self.rows.append(row)
-        self.done = row["iteration"]
+        self.metrics.loc[row["iteration"]] = pandas.Series(row)
         self.write_metrics()
-        self.bar.set_postfix(success=row["train_success"], held_out=self.evaluations()[-1])
-
-        if self.done == 1 and row["invalid"] == 1:
-            cut = f"{row['cut']:.0%} were cut by --max_new_tokens"
-            self.say(f"no reply of the first batch could be read, {cut}")
+        held_out = self.metrics["eval_success"].dropna().iloc[-1]
+        self.bar.set_postfix(success=row["train_success"], held_out=held_out)
         if self.done % 10 == 0:
             self.look_back()
 
     def look_back(self) -> None:
         """Say if the last ten iterations learned from stale episodes, or were slow."""
-        ess = np.mean([row.get("ess_token", np.nan) for row in self.rows[-10:]])
+        ess = self.metrics["ess_token"][-10:].mean()
         if ess < LEAST_ESS:
             mean = f"ESS / n of replayed tokens is {ess:.2f}, mean of ten iterations"
             self.say(f"{mean}; lower --lr or --replay_ratio")
-        seconds = np.diff([row["wall_s"] for row in self.rows])
-        recent = np.median(seconds[-10:])
-        fastest = seconds.min()
-        if recent > SLOW * fastest:
-            command = f"OMP_NUM_THREADS=1 python train.py --resume {self.folder}"
-            remedy = f"if other programs run, stop with Ctrl-C, then {command}"
-            self.say(f"iterations take {recent:.1f} s, the fastest took {fastest:.1f} s: {remedy}")
+        seconds = self.metrics["wall_s"].diff()
+        times = seconds[-10:].median() / seconds.min()
+        if times > SLOW:
+            self.say(f"iterations take {times:.0f} times as long as the fastest one; if other")
+            self.say(f"programs run, stop with Ctrl-C, then OMP_NUM_THREADS=1 {self.command}")
 
     # -- files
 
-    def write_config(self) -> None:
-        """Write config.json, the settings of the newest checkpoint, or of a run's beginning."""
-        settings = vars(self.config) | {"resume": ""}
-        self.write_file("config.json", json.dumps(settings, indent=1) + "\n")
-
     def write_metrics(self) -> None:
         """Write metrics.csv anew."""
-        columns = [*COLUMNS]
-        for name in self.envs[0].metrics:
-            columns += [f"train_{name}", f"eval_{name}"]
-        text = ",".join(columns) + "\n"
-        for row in self.rows:
-            cells = [f"{row[name]:.8g}" if name in row else "" for name in columns]
-            text += ",".join(cells) + "\n"
-        self.write_file("metrics.csv", text)
-
-    def write_file(self, name: str, text: str) -> None:
-        """Write a file such that a kill leaves all of it or what was there before."""
-        new = self.folder / f".{name}.new"
-        new.write_text(text, encoding="utf-8")
-        new.replace(self.folder / name)
+        self.metrics.to_csv(self.folder / "metrics.csv", index=False, float_format="%.8g")
 
     def draw(self) -> None:
-        """Draw curve.png and diagnostics.png from the tables."""
-        metrics = diagnostics.read(self.folder, "metrics.csv")
-        episodes = metrics["episodes"]
-        training = {"label": "training, each iteration", "alpha": 0.4}
-        held_out = {"label": "held-out seeds", "marker": "o", "linestyle": ""}
-        lines = [
-            (episodes, metrics["train_success"], training),
-            (episodes, metrics["eval_success"], held_out),
-        ]
-        plot(self.folder / "curve.png", title(self.config), "success", lines, self.baselines)
+        """Draw curve.png and diagnostics.png."""
+        path = self.folder / "curve.png"
+        episodes = self.metrics["episodes"]
+        with drawing(path, self.title, "success", self.baselines) as axes:
+            training = self.metrics["train_success"]
+            axes.plot(episodes, training, label="training, each iteration", alpha=0.4)
+            axes.plot(episodes, self.metrics["eval_success"], "o", label="held-out seeds")
 
         if (self.folder / "replay.csv").exists():
             replayed = diagnostics.read(self.folder)
@@ -332,11 +290,6 @@ def task(config: Config) -> str:
     return " ".join([config.env, *(f"({notes[name]})" for name in notes if name in settings)])
 
 
-def title(config: Config) -> str:
-    """Return the title of a run's plots and pages."""
-    return f"{task(config)}, {config.method}, preset {config.preset}, seed {config.seed}"
-
-
 # -- means
 
 
@@ -348,7 +301,7 @@ def baselines(env: TextEnv, n_episodes: int) -> Row:
 
 def means(rows: list[Row]) -> Row:
     """Return the mean of each column over the rows of a table."""
-    return {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+    return pandas.DataFrame(rows).mean().to_dict()
 
 
 SUMMED_UP = ("success", "reward", "truncated", "invalid", "cut")
@@ -373,22 +326,22 @@ def summarize(episodes: list[Episode]) -> Row:
 # -- pages
 
 
-def plot(path: Path, title: str, ylabel: str, lines: list[tuple], levels: Row) -> None:
-    """Draw lines against episodes, and the levels of policies, by name, as horizontal ones. The
-    legend is below. A line has x [n], y [n] and a style for `Axes.plot`."""
+@contextlib.contextmanager
+def drawing(path: Path, title: str, ylabel: str, levels: Row) -> Iterator[Axes]:
+    """Write a figure with what the block draws against episodes, the levels of policies, by name,
+    as horizontal lines, and the legend below."""
     figure = matplotlib.figure.Figure(figsize=(8, 6), layout="constrained")
     axes = figure.subplots()
     axes.set(xlabel="episodes", ylabel=ylabel)
     axes.set_title(title, parse_math=False)  # the name of a file may hold a "$"
-    for episodes, values, style in lines:
-        axes.plot(episodes, values, **style)
+    yield axes
     for name, value in levels.items():
         axes.axhline(value, color="black", linestyle=":", label=f"{name} policy: {value:.3f}")
     figure.legend(loc="outside lower center", frameon=False)
     figure.savefig(path, dpi=120)
 
 
-PAGE = """<!doctype html><html lang=en><meta charset=utf-8>
+TEMPLATE = """<!doctype html><html lang=en><meta charset=utf-8>
 <meta name=viewport content="width=device-width, initial-scale=1"><style>
 body {font: 16px/1.4 system-ui, sans-serif; max-width: 60em; margin: auto; padding: 0 1em}
 img {width: 128px; image-rendering: pixelated}
@@ -415,22 +368,20 @@ columns.
 {% endfor %}
 {% endfor %}
 """
+PAGE = jinja2.Template(TEMPLATE, autoescape=True, trim_blocks=True)
 
 
 def episodes_page(episodes: list[Episode], policy: Policy, title: str) -> str:
     """Return a static page of the first eight episodes."""
 
     def parts_of(episode: Episode) -> Iterator[tuple[list[str], str]]:
+        images = (base64.b64encode(compressed(image).png).decode() for image in episode.images)
         # The parts that were read and those that were sampled take turns.
         ends = np.flatnonzero(np.diff(episode.action_mask)) + 1
-        images = iter(episode.images)
         for part in np.split(episode.tokens, ends):
-            placeholder = part == policy.image_token_id
-            # Of each image the first one follows another token.
-            n_images = int((placeholder[1:] > placeholder[:-1]).sum())
-            files = [compressed(image).png for image in islice(images, n_images)]
+            # Other tokens stand before and behind the placeholders of each image.
+            borders = np.diff(part == policy.image_token_id).sum()
             text = policy.tokenizer.decode(part, skip_special_tokens=True)
-            yield [base64.b64encode(png).decode() for png in files], text
+            yield list(islice(images, borders // 2)), text
 
-    template = jinja2.Template(PAGE, autoescape=True, trim_blocks=True)
-    return template.render(title=title, episodes=episodes[:8], parts_of=parts_of)
+    return PAGE.render(title=title, episodes=episodes[:8], parts_of=parts_of)

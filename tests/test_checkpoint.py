@@ -162,37 +162,20 @@ def test_a_signal_while_the_model_is_loaded_leaves_nothing(tmp_path, monkeypatch
     assert not (tmp_path / "run").exists()
 
 
-def test_settings_that_trained_nothing_are_not_kept(copy, finished, monkeypatch, capsys):
-    """--lr 0.7 of a resumed run that ended before its first iteration."""
-    shutil.rmtree(copy / "checkpoint")  # leaves the one of iteration 4
+def test_a_run_that_is_extended_changes_only_with_its_first_save(copy, finished, monkeypatch):
+    """--iterations of a resumed run that ended before its first iteration."""
     with monkeypatch.context() as patch:
         at_call(patch, HFEngine, "generate", 1, send(signal.SIGINT, signal.SIGINT))
-        assert resume(copy, "--lr", "0.7") == 130
-    assert "lr is 0.7, was 0.001" in capsys.readouterr().out
+        assert resume(copy, "--iterations", "9") == 130
     assert resume(copy) == 0
     assert contents(copy) == contents(finished)
 
-    # A finished run can be extended.
-    assert resume(copy, "--lr", "0.7", "--iterations", "7") == 0
+    assert resume(copy, "--iterations", "7") == 0
     rows = contents(copy)[0]
     assert rows[:-1] == contents(finished)[0]
     assert float(rows[-1]["lr"]) > 0
-    assert parse_args(["--resume", str(copy)]).lr == 0.7
     assert AutoModelForCausalLM.from_pretrained(copy / "checkpoint").num_parameters() > 100_000
     assert AutoTokenizer.from_pretrained(copy / "checkpoint").chat_template
-
-
-def test_replay_can_be_switched_on_and_off(tmp_path):
-    """The learning rate falls to 0 at the end, although the number of its steps changes."""
-    flags = " ".join(SHORT).replace("--batch_size 4", "--replay_ratio 0").split()
-    assert train.main([*flags, "--out", str(tmp_path / "run")]) == 0
-    for iterations, replay_ratio in ((8, 2), (10, 0)):
-        flags = ["--iterations", str(iterations), "--replay_ratio", str(replay_ratio)]
-        assert resume(tmp_path / "run", *flags) == 0
-    assert {*read(tmp_path / "run")["iteration"]} == {7, 8}
-    # Of 14 steps 10 are the warm-up.
-    lr = 1e-3 * 0.5 * (1 + np.cos(np.pi * np.array([0.5, 0.75])))
-    assert read(tmp_path / "run", "metrics.csv")["lr"][-2:] == pytest.approx(lr, rel=1e-3)
 
 
 def test_of_damaged_checkpoints_the_one_before_is_used(copy, capsys, finished):
@@ -222,12 +205,13 @@ def test_of_damaged_checkpoints_the_one_before_is_used(copy, capsys, finished):
 
 def test_no_row_of_replay_csv_is_there_twice(copy, finished):
     """It is a log: the run goes on without it, in a new one, also after it was killed there."""
-    header, *_, row = (copy / "replay.csv").read_text().splitlines(keepends=True)
-    (copy / "replay.csv").write_text(header + row)
-    shutil.rmtree(copy / "checkpoint")
-    assert resume(copy, "--iterations", "8", "--save_every", "1") == 0
+    (copy / "replay.csv").unlink()
     shutil.rmtree(copy / "checkpoint")
     assert resume(copy) == 0
+    header, *rows = (copy / "replay.csv").read_text().splitlines()
+    assert [header, *rows] == [header, *(finished / "replay.csv").read_text().splitlines()[-16:]]
+    (copy / "replay.csv").write_text("\n".join([header, *rows, "7,1"]))  # half a row
+    assert resume(copy, "--iterations", "8") == 0
     assert read(copy)["iteration"].tolist() == [5.0] * 8 + [6.0] * 8 + [7.0] * 8 + [8.0] * 8
 
 
@@ -280,8 +264,6 @@ def test_a_forged_checkpoint_is_one_sentence_and_no_code(copy, monkeypatch, caps
 
 
 STATES = {
-    "a text for a number": lambda state: state["report"].update(replay_bytes="x"),
-    "a row without seconds": lambda state: state["report"]["rows"][-1].pop("wall_s"),
     "a row with a text": lambda state: state["report"]["rows"][-1].update(loss="x"),
     "tokens of another model": lambda state: state["buffer"]["episodes"]["tokens"][0].add_(10**6),
     "rewards that are missing": lambda state: state["buffer"]["episodes"].update(

@@ -1,17 +1,17 @@
 """compare.py: real runs side by side, statistics against known results, and failed runs."""
 
-import csv
-import json
+import argparse
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
+import pandas
 import pytest
+from matplotlib.figure import Figure
 from scipy import stats
 
 import compare
@@ -31,7 +31,8 @@ def call(monkeypatch, folder, *flags):
     return compare.main()
 
 
-ARMS = ["--arm", "on_policy", "--arm", "freshper --lr 1e30 --batch_size 8", "--seeds", "3"]
+ONE = ["--arm", "on_policy", "--seeds", "3"]
+ARMS = [*ONE, "--arm", "freshper --lr 1e30 --batch_size 8"]
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +53,13 @@ def test_real_runs_side_by_side(out):
     assert [row[6] for row in table] == ["0 of 1", "1 of 1"]
     assert table[0][5] == "2"  # updates
     assert int(table[1][5]) < 6
-    held_out = read(compare.folder_of(out, "on_policy", 3), "metrics.csv")["eval_success"][1:]
+    held_out = read(out / "on_policy-seed3", "metrics.csv")["eval_success"][1:]
     assert table[0][1] == f"{held_out.mean():.3f}"
 
-    first, second = csv.DictReader((out / "results.csv").open())
-    assert [first["diverged"], second["diverged"]] == ["0", "1"]
-    assert float(first["last"]) == held_out.mean()
-    assert float(first["peak"]) == held_out.max()
+    results = pandas.read_csv(out / "results.csv")
+    assert results["diverged"].tolist() == [0, 1]
+    assert results["last"][0] == held_out.mean()
+    assert results["peak"][0] == held_out.max()
     assert (out / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -66,33 +67,43 @@ def test_a_finished_run_is_not_repeated(out, monkeypatch, capsys):
     """The one that diverged goes on, and diverges again. The figure shows the random and the
     optimal policy."""
     table = (out / "table.md").read_text()
-    drawn = Mock()
-    monkeypatch.setattr(compare, "plot", drawn)
-    finished = compare.folder_of(out, "on_policy", 3) / "metrics.csv"
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    finished = out / "on_policy-seed3/metrics.csv"
     before = finished.stat().st_mtime_ns
     assert call(monkeypatch, out, *ARMS) == 0
     assert finished.stat().st_mtime_ns == before
     on_policy, diverged = (out / "table.md").read_text().splitlines()[2:]
     assert on_policy in table and " | 1 of 1 | " in diverged
     assert on_policy in capsys.readouterr().out
+
     env = ENVS["frozenlake"](max_turns=2)
     success = [env.baselines(EVAL_SEEDS + k) for k in range(4)]
-    *_, levels = drawn.call_args.args
+    lines = {line.get_label(): line.get_ydata() for line in figures[0].axes[0].lines}
     for name in ("random", "optimal"):
-        assert levels[name] == np.mean([of_seed[name] for of_seed in success])
+        level = np.mean([of_seed[name] for of_seed in success])
+        assert lines[f"{name} policy: {level:.3f}"] == pytest.approx([level] * 2)
+    assert lines["on_policy"] == pytest.approx(read(finished.parent, "metrics.csv")["eval_success"])
 
 
+# Further flags, or a file of the finished run and what it holds instead
 REFUSED = {
     "on_policy-seed3 is a run with other settings, use another --out": ["--lr", "0.5"],
     "must be one of success with --env frozenlake": ["--metric", "score"],
     "File exists: 'compare.py'": ["--out", "compare.py"],
+    "on_policy-seed3, which has no run: ": ("config.json", "[]"),
+    "on_policy-seed3 has a damaged metrics.csv, remove it: it lacks evaluations": (
+        "metrics.csv",
+        "iteration,eval_success\n0,0\n1,\n2,0\n",
+    ),
+    "on_policy-seed3 has a damaged metrics.csv, remove it: ": ("metrics.csv", "a\n0\nx\n0\n"),
 }
 
 
 def refusal(monkeypatch, capsys, folder, *flags):
     """Return the sentence that a comparison ends with."""
     try:
-        status = call(monkeypatch, folder, *ARMS, *flags)
+        status = call(monkeypatch, folder, *ONE, *flags)
     except SystemExit as stop:  # of argparse
         status = stop.code
     assert status == 2
@@ -100,42 +111,34 @@ def refusal(monkeypatch, capsys, folder, *flags):
 
 
 @pytest.mark.parametrize("sentence", REFUSED)
-def test_wrong_arguments_are_refused(out, monkeypatch, capsys, sentence):
-    assert sentence in refusal(monkeypatch, capsys, out, *REFUSED[sentence])
-
-
-# What a file of a finished run holds instead
-DAMAGED = {
-    "half a row": ("metrics.csv", "iteration,step,eval_success\n0,1\n1,2,3\n"),
-    "no rows": ("metrics.csv", "iteration,step,eval_success\n"),
-    "no evaluation": ("metrics.csv", "iteration,step,eval_success\n0,0,?\n"),
-    "no settings": ("config.json", "[]"),
-    "a row twice": ("metrics.csv", "iteration,step,wall_s,eval_success\n0,0,0,0\n0,0,0,0\n"),
-    "a word": ("metrics.csv", "iteration,step,wall_s,eval_success\n0,0,x,0\n"),
-}
-
-
-@pytest.mark.parametrize("kind", DAMAGED)
-def test_a_damaged_run_is_named(out, tmp_path, monkeypatch, capsys, kind):
+def test_what_cannot_be_compared_is_named(out, tmp_path, monkeypatch, capsys, sentence):
     copy = shutil.copytree(out, tmp_path / "out")
-    folder = compare.folder_of(copy, "on_policy", 3)
-    name, content = DAMAGED[kind]
-    (folder / name).write_text(content)
-    sentence = refusal(monkeypatch, capsys, copy)
-    assert f"compare.py: error: {folder} is no run of this version, remove it: " in sentence
+    flags = REFUSED[sentence]
+    if isinstance(flags, tuple):
+        name, content = flags
+        (copy / "on_policy-seed3" / name).write_text(content)
+        flags = []
+    assert sentence in refusal(monkeypatch, capsys, copy, *flags)
+
+
+def test_a_table_that_is_too_short_is_written_again(out, tmp_path, monkeypatch):
+    copy = shutil.copytree(out, tmp_path / "out")
+    table = copy / "on_policy-seed3/metrics.csv"
+    whole = table.read_bytes()
+    table.write_bytes(whole[:-100])
+    assert call(monkeypatch, copy, *ONE) == 0
+    assert table.read_bytes() == whole
 
 
 def test_a_run_that_fails_ends_the_comparison(tmp_path, monkeypatch, capsys):
-    """There are two under way, and either may be the first."""
     sentence = refusal(monkeypatch, capsys, tmp_path / "out", "--max_tokens", "20")
-    failed, log = sentence.strip().split(": see ")
-    assert failed == "compare.py: error: a run ended with status 1"
-    assert log in {str(path) for path in tmp_path.glob("out/*-seed3.log")}
-    assert "--max_tokens is 20, but must be at least" in Path(log).read_text()
+    log = tmp_path / "out/on_policy-seed3.log"
+    assert sentence == f"compare.py: error: a run ended with status 1: see {log}\n"
+    assert "--max_tokens is 20, but must be at least" in log.read_text()
 
 
 def process(*flags):
-    command = [sys.executable, compare.__file__, "--arm", "on_policy", "--seeds", "3", *flags]
+    command = [sys.executable, compare.__file__, *ONE, *flags]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -143,7 +146,8 @@ def test_ctrl_c_saves_the_runs_and_the_same_command_goes_on(tmp_path, monkeypatc
     long = [*SHORT[:-1], "12", "--out", str(tmp_path)]
     begun = process(*long)
     run = tmp_path / "on_policy-seed3"
-    while not (run / "metrics.csv").exists() or len(read(run, "metrics.csv")["step"]) < 3:
+    metrics = run / "metrics.csv"
+    while not (metrics.exists() and metrics.read_text().count("\n") > 3):
         time.sleep(0.1)
         assert begun.poll() is None
     begun.send_signal(signal.SIGINT)
@@ -152,7 +156,7 @@ def test_ctrl_c_saves_the_runs_and_the_same_command_goes_on(tmp_path, monkeypatc
     assert (run / "checkpoint/manifest.json").exists()
     assert read(run, "metrics.csv")["iteration"][-1] < 12
 
-    monkeypatch.setattr("sys.argv", ["compare.py", "--arm", "on_policy", "--seeds", "3", *long])
+    monkeypatch.setattr("sys.argv", ["compare.py", *ONE, *long])
     assert compare.main() == 0
     assert "| on_policy |" in capsys.readouterr().out
     assert f"resuming from {run}/checkpoint, after iteration" in Path(f"{run}.log").read_text()
@@ -169,29 +173,25 @@ def test_ctrl_c_in_the_imports_leaves_no_traceback():
 
 @pytest.mark.parametrize("metric, expected", [("success", (0.1, 0.3)), ("score", (-150, -50))])
 def test_a_stopped_run_gets_the_lowest_value_for_what_it_missed(tmp_path, metric, expected):
-    flags = "--env cliffwalking --iterations 5 --eval_every 1".split()
-    settings = vars(parse_args(flags))
-    (tmp_path / "config.json").write_text(json.dumps(settings))
+    config = parse_args("--env cliffwalking --iterations 5 --eval_every 1".split())
     # 2 of 5 evaluations are missing
     rows = [f"{k},{k},{k},{k},0,{0.1 * k},{-50 * k}" for k in range(1, 4)]
     header = "iteration,step,episodes,wall_s,invalid,eval_success,eval_score"
     (tmp_path / "metrics.csv").write_text("\n".join([header, "0,0,0,0,,0.9,9", *rows]) + "\n")
-    summary = compare.summary(tmp_path, metric)
+    summary = compare.summary(compare.Run("freshper", 0, tmp_path, [], config), metric)
     assert (summary["last"], summary["peak"]) == pytest.approx(expected)
     assert summary["diverged"] == 1
-    episodes, values = compare.curve(tmp_path, metric)
-    assert episodes.tolist() == [0, 64, 128, 192, 256, 320]
+    assert summary["episodes"].tolist() == [0, 64, 128, 192, 256, 320]
     first = 0.9 if metric == "success" else 9
-    assert values[[0, -2, -1]].tolist() == [first, *2 * [0 if metric == "success" else -150]]
+    last = [0 if metric == "success" else -150] * 2
+    assert summary["values"][[0, -2, -1]].tolist() == [first, *last]
 
 
 def test_intervals_of_the_table():
     runs = {"on_policy": np.array([0.1, 0.4, 0.2, 0.5]), "per": np.array([0.5, 0.6, 0.9])}
     rest = {"peak": 1.0, "updates": 2, "wall_s": 3.0, "diverged": 1}
-    results = {}
-    for arm, values in runs.items():
-        results[arm] = [rest | {"last": value} for value in values]
-    table = compare.table(results).splitlines()
+    rows = [rest | {"arm": arm, "last": value} for arm, values in runs.items() for value in values]
+    table = compare.table(pandas.DataFrame(rows)).splitlines()
     low, high = stats.t.interval(0.95, 2, scale=stats.sem(runs["per"]))
     mean = f"0.500 0.600 0.900 | 0.667 ± {(high - low) / 2:.3f}"
     assert table[3].startswith(f"| per | {mean} | ")
@@ -220,9 +220,8 @@ def test_arms_whose_seeds_are_all_equal_have_an_interval_of_no_width():
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_arm_of_every_exhibit_is_a_valid_command_with_a_name_of_its_own(preset, name):
     arms = compare.EXHIBITS[name]
-    assert len({compare.folder_of(Path(), arm, 0) for arm in arms}) == len(arms) > 1
     for env in TINY:
-        for arm in arms:
-            method, *words = arm.split()
-            flags = ["--preset", preset, "--env", env, "--method", method, *words]
-            assert parse_args(flags).method == method
+        args = argparse.Namespace(env=env, out=Path("nowhere"), flags=["--preset", preset])
+        runs = [compare.plan(args, arm, 0) for arm in arms]
+        assert len({run.folder for run in runs}) == len(arms) > 1
+        assert [run.config.method for run in runs] == [arm.split()[0] for arm in arms]
