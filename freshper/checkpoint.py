@@ -2,7 +2,7 @@
 
     out/checkpoint/          the newest: a Hugging Face folder, which `--model` takes, and state.pt,
                              optimizer-0.pt (one file per rank of the trainer), run.json
-                             (iteration, settings, date, threads), manifest.json (checksums)
+                             (iteration, date, threads), manifest.json (checksums)
     out/checkpoint-before/   the one before it, used if the newest is not what its manifest says
 
 The .pt files are read with `torch.load(weights_only=True)`: one from someone else cannot run code.
@@ -40,7 +40,6 @@ class Saved(NamedTuple):
     folder: Path
     damage: str  # of the newest checkpoint, if this is the one before it
     iteration: int
-    settings: dict[str, Any]
     today: date  # of the run's first start, which chat templates may show
     threads: int  # on which the order of sums depends
 
@@ -77,10 +76,6 @@ class Checkpoints:
             episodes = unpack_episodes(state["buffer"]["episodes"])
             state["buffer"]["episodes"] = episodes
             check_episodes(episodes, self.policy.model.get_output_embeddings().out_features)
-            # The schedule ends with the run, although --iterations, K or epochs may have changed.
-            left = self.config.iterations - saved.iteration
-            steps = left * self.config.updates_per_iteration
-            state["trainer"]["total_updates"] = state["trainer"]["step"] + steps
             for name, part in self.parts.items():
                 part.load_state_dict(state[name])
             self.policy.features.update(state["features"])
@@ -129,7 +124,7 @@ class Checkpoints:
             raise OSError(f"{checkpoint} was not written to {out}: {reason}") from error
 
     def fill(self, folder: Path) -> None:
-        """Write model, state and settings into a new folder, and last the checksums of them all."""
+        """Write model and state into a new folder, and last the checksums of them all."""
         self.parts["trainer"].save(str(folder))
         self.parts["trainer"].save_optimizer(str(folder))
 
@@ -144,7 +139,6 @@ class Checkpoints:
 
         run = {
             "iteration": self.report.done,
-            "settings": vars(self.config),
             "today": self.policy.today.isoformat(),
             "threads": torch.get_num_threads(),
         }
@@ -185,7 +179,7 @@ def read_saved(folder: Path, damage: str) -> Saved:
     run = json.loads((folder / "run.json").read_bytes())
     today = date.fromisoformat(run["today"])
     threads = max(1, int(run["threads"]))
-    return Saved(folder, damage, int(run["iteration"]), dict(run["settings"]), today, threads)
+    return Saved(folder, damage, int(run["iteration"]), today, threads)
 
 
 def checksums(folder: Path) -> dict[str, str]:

@@ -96,7 +96,7 @@ class Config:
     # the run
     seed: int = flag(42, "of everything random (appendix F: 42)")
     out: str = flag("", "folder of all it writes; empty: out/<env>-<method>-<seed>, numbered")
-    resume: str = flag("", "folder of a run to go on with; no other flag but --iterations")
+    resume: str = flag("", "folder of a run to go on with; freshper/flags.py: what may change")
     save_every: int = flag(20, "iterations between checkpoints; 0: only the last")
     eval_every: int = flag(10, "iterations between evaluations on held-out seeds")
     eval_episodes: int = flag(128, "held-out episodes per evaluation (appendix F: 128)")

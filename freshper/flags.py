@@ -44,6 +44,8 @@ RULES: list[tuple[str, str, Callable[[Any, Config], object]]] = [
     ("tau", "has no effect with --decay none", lambda x, c: c.decay != "none"),
 ]  # fmt: skip
 OF_TASKS = {"slippery", "data", "search_url"}  # flags that a task may list as its `settings`
+# Beside --resume: how long, and in how much memory.
+MAY_CHANGE = ("iterations", "micro_batch_size", "engine_memory")
 
 
 def is_tiny(model: str) -> bool:
@@ -83,8 +85,9 @@ def with_flags(flags: dict[str, Any]) -> Config:
         settings = defaults(named.preset, named.env, named.method)
         return Config(**settings | flags)
 
-    for name in flags.keys() - {"resume", "iterations"}:
-        raise ValueError(f"--{name} cannot change with --resume, only --iterations can")
+    for name in flags.keys() - {"resume", *MAY_CHANGE}:
+        allowed = ", ".join(MAY_CHANGE)
+        raise ValueError(f"--{name} is {flags[name]}, but only {allowed} can change with --resume")
     folder = flags["resume"]
     try:
         settings = json.loads(Path(folder, "config.json").read_bytes())

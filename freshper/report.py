@@ -77,6 +77,7 @@ class Report:
         self.title = f"{task(config)}, {config.method}, preset {config.preset}, seed {config.seed}"
         self.command = f"python train.py --resume {self.folder} --iterations {config.iterations}"
         self.features: dict = {}  # of held-out images, by key
+        self.slow = False  # whether the last iterations were
 
         columns = [*COLUMNS]
         for name in self.envs[0].metrics:
@@ -231,20 +232,24 @@ class Report:
         self.write_metrics()
         held_out = self.metrics["eval_success"].dropna().iloc[-1]
         self.bar.set_postfix(success=row["train_success"], held_out=held_out)
-        if self.done % 10 == 0:
-            self.look_back()
+        self.warn(row)
 
-    def look_back(self) -> None:
-        """Say if the last ten iterations learned from stale episodes, or were slow."""
+    def warn(self, row: Row) -> None:
+        """Say what a user should know of the last iterations."""
+        if row["invalid"] == 1:
+            self.say(f"no reply could be read, {row['cut']:.0%} were cut by --max_new_tokens")
+
         ess = self.metrics["ess_token"][-10:].mean()
-        if ess < LEAST_ESS:
+        if self.done % 10 == 0 and ess < LEAST_ESS:
             mean = f"ESS / n of replayed tokens is {ess:.2f}, mean of ten iterations"
             self.say(f"{mean}; lower --lr or --replay_ratio")
+
         seconds = self.metrics["wall_s"].diff()
-        times = seconds[-10:].median() / seconds.min()
-        if times > SLOW:
+        times = seconds[-3:].median() / seconds.min()
+        if times > SLOW and not self.slow:
             self.say(f"iterations take {times:.0f} times as long as the fastest one; if other")
             self.say(f"programs run, stop with Ctrl-C, then OMP_NUM_THREADS=1 {self.command}")
+        self.slow = times > SLOW
 
     # -- files
 
@@ -277,17 +282,10 @@ def folder_of(config: Config) -> Path:
 
 
 def task(config: Config) -> str:
-    """Return the task as plots name it: whose questions it asks, and if the ice slips."""
-    notes = {
-        "data": config.data or "generated questions",
-        "slippery": "slippery" if config.slippery else "not slippery",
-    }
-    if config.preset == "tiny":
-        notes["search_url"] = "one passage per search"
-        notes["longest"] = "solutions of at most 5 turns"
-        notes["along_the_way"] = "training starts along the way"
-    settings = ENVS[config.env].settings
-    return " ".join([config.env, *(f"({notes[name]})" for name in notes if name in settings)])
+    """Return the task as plots name it, with the source of its questions."""
+    if "data" not in ENVS[config.env].settings:
+        return config.env
+    return f"{config.env} ({config.data or 'generated questions'})"
 
 
 # -- means
@@ -347,8 +345,8 @@ body {font: 16px/1.4 system-ui, sans-serif; max-width: 60em; margin: auto; paddi
 img {width: 128px; image-rendering: pixelated}
 pre {white-space: pre-wrap; margin: 0 0 .5em}
 .sampled {background: #fff3d6}
-.won {color: #0072b2}
-.lost {color: #d55e00}
+.won {color: #EA4335}
+.lost {color: #666666}
 </style><title>{{ title }}</title><h1>{{ title }}</h1>
 <p>Held-out episodes: the conversation, with each image before the text of its turn. The policy
 sampled what is shaded, and read the rest.

@@ -217,12 +217,11 @@ class TorchTrainer:
     def state_dict(self) -> State:
         """Return everything but the policy, which is saved as a model, and the optimizer."""
         reference = self.reference.model.state_dict() if self.reference else {}
-        return {"step": self.step, "total_updates": self.total_updates, "reference": reference}
+        return {"step": self.step, "reference": reference}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore a state. The learning rate goes on at its step, as the config says now."""
+        """Restore a state. The learning rate goes on at its step."""
         self.step = state["step"]
-        self.total_updates = state["total_updates"]
         if self.reference:
             self.reference.model.load_state_dict(state["reference"])
 

@@ -244,10 +244,10 @@ FORGED = {
     "code": ("state.pt", Malicious()),
     "code of the optimizer": ("optimizer-0.pt", {"python": Malicious()}),
     "no episodes": ("state.pt", {"buffer": {"episodes": {"tokens": (3, "x")}}}),
-    "no settings": ("run.json", {"iteration": 4}),
+    "no date": ("run.json", {"iteration": 4}),
     "threads that are no number": (
         "run.json",
-        {"iteration": 4, "settings": {}, "today": "2026-01-01", "threads": "x"},
+        {"iteration": 4, "today": "2026-01-01", "threads": "x"},
     ),
 }
 

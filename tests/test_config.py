@@ -103,11 +103,12 @@ def test_help_shows_what_will_run_before_torch_is_imported():
 def test_what_follows_from_the_settings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = settings_of("")
-    assert task(config) == "frozenlake (not slippery)"
-    for preset, note in (("tiny", " (training starts along the way)"), ("paper", "")):
+    assert task(config) == "frozenlake"
+    assert task(settings_of("--env gsm8k")) == "gsm8k (generated questions)"
+    assert task(settings_of("--env gsm8k --preset paper")) == "gsm8k (openai/gsm8k:main)"
+    for preset, along_the_way in (("tiny", True), ("paper", False)):
         cliff = settings_of(f"--env cliffwalking --preset {preset}")
-        assert task(cliff) == f"cliffwalking{note}"
-        assert make_env(cliff).along_the_way == bool(note)
+        assert make_env(cliff).along_the_way == along_the_way
     env, large = make_env(config), make_env(settings_of("--preset paper"))
     assert (env.style, env.cell_size, large.style, large.cell_size) == ("terse", 14, "full", 56)
     # no run overwrites another
@@ -155,7 +156,7 @@ SENTENCES = {
     "--resume nowhere": "--resume is nowhere, which has no run: [Errno 2] No such file",
     "--resume broken": "--resume is broken, which has no run: Expecting property name",
     "--resume other": "--resume is other, which has no run: its settings are those of another",
-    "--resume run --lr 0.5": "--lr cannot change with --resume, only --iterations can",
+    "--resume run --lr 0.5": "--lr is 0.5, but only iterations, micro_batch_size,",
     "--resume run --iterations 0": "--iterations is 0, but must be above 0",
 }
 

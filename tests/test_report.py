@@ -177,11 +177,13 @@ def test_a_damaged_table_ends_no_run(run, tmp_path, text_policy, monkeypatch, da
 
 @pytest.mark.parametrize("seconds, said", [(3.0, 0), (5.0, 1)])
 def test_a_run_that_others_slow_down_says_so(seconds, said):
-    """Four iterations took 1 s each, the next six `seconds`."""
-    ends = np.cumsum([0.0] + [1.0] * 4 + [seconds] * 6)
+    """Four iterations took 1 s each, the next three `seconds`."""
+    ends = np.cumsum([0.0] + [1.0] * 4 + [seconds] * 3)
     metrics = pandas.DataFrame({"wall_s": ends, "ess_token": np.nan})
-    report = Mock(command="python train.py --resume out/run", metrics=metrics)
-    Report.look_back(report)
+    command = "python train.py --resume out/run"
+    report = Mock(command=command, metrics=metrics, done=7, slow=False)
+    for _ in range(2):  # it says so once
+        Report.warn(report, {"invalid": 0.5})
     sentences = [call.args[0] for call in report.say.call_args_list]
     assert len(sentences) == 2 * said
     if said:
