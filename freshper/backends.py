@@ -149,8 +149,10 @@ def load_model(config: Config, saved: Saved | None, n_images: int) -> Policy:
         turn = Observation("?", (image,) * n_images)
         policy.user_turn(turn)
         policy.bridge(turn, closed=True)
-    # transformers and a folder of another program may raise anything.
-    except Exception as error:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    # A folder of another program may raise anything: a panic of `tokenizers` is no Exception.
+    except BaseException as error:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(
             f"--model is {name}, but must be a chat model that can be loaded: {reason}"
