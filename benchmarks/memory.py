@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from freshper.backends import join_ranks, make_trainer, serve
+from freshper.backends import join_ranks, make_trainer
 from freshper.episode import Episode
 from freshper.flags import parse_args
 from freshper.models import Policy
@@ -66,10 +66,12 @@ def main() -> None:
     policy = build_policy(torch.float32 if plain else torch.bfloat16)
     policy.mixed = plain
     parameters = sum(x.numel() for x in policy.model.parameters())
-    if rank:
-        serve(policy, config)
-        return
     trainer = make_trainer(policy, config)
+    if rank:
+        from freshper.trainer_deepspeed import serve
+
+        serve(trainer)
+        return
 
     mask = np.arange(LENGTH) >= LENGTH // 2
     zeros = np.zeros(LENGTH, np.float32)

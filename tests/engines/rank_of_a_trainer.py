@@ -24,13 +24,14 @@ from conftest import speakable_episodes
 
 import freshper.backends
 import freshper.trainer
-from freshper.backends import join_ranks, make_env, make_trainer, serve
+from freshper.backends import join_ranks, make_env, make_trainer
 from freshper.episode import collate
 from freshper.flags import parse_args
 from freshper.models import load_policy
 from freshper.reinforce import ReturnNorm
 from freshper.tiny import build_policy
 from freshper.trainer import TorchTrainer
+from freshper.trainer_deepspeed import serve
 
 INITIALIZE = deepspeed.initialize
 FLAGS = "--backend vllm+deepspeed --batch_size 13 --micro_batch_size 2 --lr 0.01 --iterations 4"
@@ -137,7 +138,7 @@ def run(case, out, resume):
     load = partial(load_policy, str(folder), "cpu", getattr(torch, config.dtype))
     policy = load()
     if rank:
-        serve(policy, config)
+        serve(make_trainer(policy, config))
         return
 
     trainer = make_trainer(policy, config)
