@@ -152,7 +152,7 @@ def tau(data: Data, figure: Figure) -> None:
 
     task = "aime"
     kl_axes, ess_axes = panels[1]
-    for key, arm, label in ((AGED, "freshper", "age factor"), (UNAGED, "no_decay", "none")):
+    for key, arm, label in ((AGED, "freshper", "age factor"), (UNAGED, "no_decay", "without it")):
         runs = data.ages[task, *key]
         count = min((run["effective"] >= 30).sum() for run in runs)
         columns = ("age", "kl_reverse", "ess", "kl")
@@ -160,7 +160,7 @@ def tau(data: Data, figure: Figure) -> None:
         curve(kl_axes, age[0], contrast([reverse.T], [1.0]), arm, label=label)
         curve(ess_axes, age[0], contrast([ess.T], [1.0]), arm, label=label)
         ess_axes.plot(age[0], np.exp(-kl).mean(0), ":", color=COLORS[arm])
-    kl_axes.plot([2, 200], [0.02, 2], "k:", label="c · age")
+    kl_axes.plot([2, 200], [0.02, 2], "k:", label="c · age (eq. 12)")
     ess_axes.plot([], [], "k:", label="exp(-KL)")
     for axes, name in ((kl_axes, "KL in nats"), (ess_axes, "ESS / n")):
         axes.set(title=f"{name}, {NAMES[task]}", xlabel="age, steps", xscale="log")

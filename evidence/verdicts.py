@@ -207,6 +207,8 @@ def second_stage(data: Data) -> str:
             one, two, ten = (data.effect(formula, [task], seeds=seeds) for seeds in stages)
             confirmed = two.low * two.high > 0 and one.estimate * two.estimate > 0
             rows.append([NAMES[task], formula, span(one), span(two), span(ten), str(confirmed)])
+    if not rows:
+        return "Its runs have not been made.\n"
     return table(("task", "effect", "first", "second", "both", "confirmed"), rows)
 
 

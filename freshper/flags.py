@@ -26,7 +26,7 @@ RULES: list[tuple[str, str, Callable[[Any, Config], object]]] = [
      "seed", "must be 0 or more", lambda x, c: 0 <= x < math.inf),
     ("alpha beta engine_memory", "must be between 0 and 1", lambda x, c: 0 <= x <= 1),
     ("dual_clip", "must be 0 or above 1", lambda x, c: x == 0 or 1 < x < math.inf),
-    ("preset model", "--preset tiny takes tiny models only, and the others take none",
+    ("model preset", "--preset tiny takes tiny models only, --preset small and paper take others",
      lambda x, c: is_tiny(c.model) == (c.preset == "tiny")),
     ("data", "must be empty with --preset tiny, whose models read generated questions only",
      lambda x, c: c.preset != "tiny" or not x),

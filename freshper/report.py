@@ -56,8 +56,7 @@ COLUMNS = """iteration step episodes wall_s train_success train_reward eval_succ
 turns invalid cut truncated mismatch loss grad_norm clip_fraction kl nonzero_advantages replay_loss
 replay_grad_norm replay_clip_fraction replay_kl replay_nonzero_advantages replay_success replay_age
 ess ess_token buffer_size lr rollout_s logprobs_s update_s replay_s sync_s""".split()
-# Every run whose mean of ten iterations fell below it failed. None that stayed above 0.45 did
-# (docs/log.md).
+# Every run whose mean of ten iterations fell below it failed (docs/log.md).
 LEAST_ESS = 0.3
 SLOW = 4.0  # times as long as the fastest iteration
 

@@ -144,7 +144,7 @@ SENTENCES = {
     "--beta 1.5": "--beta is 1.5, but must be between 0 and 1",
     "--max_turns=-1": "--max_turns is -1, but must be 0 or more",
     "--model a/b": "--model is a/b, but --preset tiny takes tiny models only",
-    "--preset small --model tiny": "--preset is small, but --preset tiny takes tiny models only",
+    "--preset small --model tiny": "--model is tiny, but --preset tiny takes tiny models only",
     "--capacity 10": "--capacity is 10, but --capacity must hold the episodes of an iteration",
     "--batch_size 10001": "--batch_size is 10001, but --capacity must hold the episodes",
     "--method per --decay exponential": "--decay is exponential, but must be none with --method",
