@@ -158,8 +158,9 @@ def summary(run: Run, metric: str) -> Row:
         metrics = pandas.read_csv(run.folder / "metrics.csv", dtype=float)
         values = metrics[f"eval_{metric}"].to_numpy()
         values = values[due[due < len(metrics)]]
-        if np.isnan(values).any():
-            raise ValueError("it lacks evaluations")
+        updates, wall_s = metrics[["step", "wall_s"]].iloc[-1]
+        if np.isnan([*values, updates, wall_s]).any():
+            raise ValueError("it lacks numbers")
     # A damaged file may hold anything.
     except Exception as error:
         raise ValueError(f"{run.folder} has a damaged metrics.csv, remove it: {error}") from error
@@ -173,8 +174,8 @@ def summary(run: Run, metric: str) -> Row:
         "peak": values[1:].max(),
         # All runs have ended.
         "diverged": int(run.done() < config.iterations),
-        "updates": metrics["step"].iloc[-1],
-        "wall_s": metrics["wall_s"].iloc[-1],
+        "updates": updates,
+        "wall_s": wall_s,
         "episodes": due * config.rollout_batch_size,
         "values": values,
     }

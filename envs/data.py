@@ -12,6 +12,7 @@ different question is held out. A question of both splits is not trained on. Nam
 compared without regard to case (AIME sets have `Problem` or `problem`). Images stay encoded.
 """
 
+import csv
 import json
 import math
 import re
@@ -46,7 +47,7 @@ def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
         for k, row in enumerate(rows):
             try:
                 rows[k] = from_row({name.lower(): value for name, value in row.items()})
-            # A row of JSON that is no object has no `items`.
+            # A row of JSON that is no object has no `items`, a field beyond a CSV's header no name.
             except (AttributeError, ValueError) as error:
                 raise ValueError(f"{source}, {split} row {k + 1}: {error}") from error
 
@@ -70,24 +71,23 @@ def read_files(path: Path) -> dict[str, list]:
         return {"train": read_file(path)}
     splits: dict[str, list] = {}
     for file in sorted(path.iterdir()):
-        split = re.match("train|validation|test", file.name)
+        split = re.match("(train|validation|test)[-.]", file.name)
         # Not those of a backup: train.jsonl.bak
         if split and file.suffix in (".jsonl", ".csv", ".parquet"):
-            splits.setdefault(split[0], []).extend(read_file(file))
+            splits.setdefault(split[1], []).extend(read_file(file))
     return splits
 
 
 def read_file(path: Path) -> list:
     """Return the rows of a file."""
-    # Generated questions do without these.
     if path.suffix == ".parquet":
+        # Generated questions do without.
         from pyarrow import parquet
 
         return parquet.read_table(path).to_pylist()
     if path.suffix == ".csv":
-        import pandas
-
-        return pandas.read_csv(path, dtype=str, keep_default_na=False).to_dict("records")
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            return list(csv.DictReader(file, strict=True))
     if path.suffix != ".jsonl":
         raise ValueError("a file must be .jsonl, .csv or .parquet")
     lines = path.read_text(encoding="utf-8-sig").split("\n")

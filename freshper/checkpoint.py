@@ -115,6 +115,7 @@ class Checkpoints:
                 remove(before)
                 newest.rename(before)
             new.rename(newest)
+            self.report.write_config()
         # safetensors, torch and the system each have errors of their own for a full disk.
         except Exception as error:
             shutil.rmtree(new, ignore_errors=True)

@@ -91,7 +91,9 @@ def with_flags(flags: dict[str, Any]) -> Config:
     folder = flags["resume"]
     try:
         settings = json.loads(Path(folder, "config.json").read_bytes())
-        if settings.keys() != vars(Config()).keys():
+        types = {field.name: type(field.default) for field in dataclasses.fields(Config)}
+        same = {name: type(value) for name, value in settings.items()} == types
+        if not same or settings["env"] not in ENVS:
             raise ValueError("its settings are those of another version")
     # A file from someone else may hold anything.
     except Exception as error:

@@ -63,6 +63,7 @@ class Policy:
 
         # The end of a reply is the template's, which is not always the tokenizer's eos.
         added = self.tokenizer.added_tokens_decoder
+        self.added_tokens = {token.content for token in added.values()}
         special = {i for i, token in added.items() if token.special}
         closing, _ = self.template(0, first=False)
         # transformers' `encode` also switches off a truncation that tokenizer.json may ask for.
@@ -86,7 +87,7 @@ class Policy:
 
         self.special_tokens = [added[i].content for i in special]
         for token in self.special_tokens:
-            if re.search(f"{THOUGHT}|answer", token.lower()):
+            if re.search(f"{THOUGHT}|answer|<search>", token.lower()):
                 raise ValueError(f"it needs {token}, a special token, which is never sampled")
 
         self.image_token_id = getattr(self.model.config, "image_token_id", -1)
@@ -115,7 +116,9 @@ class Policy:
             raise ValueError("its chat template does not show a user's text exactly once per turn")
 
         before, after = text.split(TEXT)
-        if re.search(rf"(?i)[<\[◁|][^\s>\]]*(?:{THOUGHT})", re.sub(THOUGHT_TAG, "", after)):
+        header, *_ = re.split(THOUGHT_TAG, after)
+        opened = {*re.findall(r"<\w[\w:-]*>", header)} - self.added_tokens - {"<assistant>"}
+        if opened or re.search(rf"(?i)[<＜\[◁|][^\s>\]]*(?:{THOUGHT})", header):
             raise ValueError("its chat template marks a thought in a form other than <think>")
         return before.split(REPLY)[-1], after
 

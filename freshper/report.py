@@ -88,7 +88,7 @@ class Report:
         self.lock = filelock.FileLock(self.folder / ".lock", timeout=0)
         self.lock.acquire()
         if not config.resume:
-            (self.folder / "config.json").write_text(json.dumps(vars(config), indent=1))
+            self.write_config()
 
     def __enter__(self) -> "Report":
         config = self.config
@@ -153,7 +153,7 @@ class Report:
         replay = self.folder / "replay.csv"
         if replay.exists():
             rows, _, _ = replay.read_bytes().partition(b"\n%d," % (self.done + 1))
-            replay.write_bytes(rows.rstrip() + b"\n")
+            replay.write_bytes((rows.rstrip() + b"\n").lstrip())
 
         self.began = time.perf_counter() - self.metrics["wall_s"].iloc[-1]
         total = self.config.iterations
@@ -200,8 +200,8 @@ class Report:
         rows["probability"] = drawn.probabilities
         rows["reward"] = [episode.reward for episode in drawn.episodes]
         rows = rows.assign(**update.drift)
-        path = self.folder / "replay.csv"
-        rows.to_csv(path, mode="a", header=not path.exists(), index=False, float_format="%.6g")
+        with open(self.folder / "replay.csv", "a") as file:
+            rows.to_csv(file, header=not file.tell(), index=False, float_format="%.6g")
 
         as_drawn = diagnostics.estimate(rows.assign(probability=1.0))
         return {
@@ -251,6 +251,12 @@ class Report:
         self.slow = times > SLOW
 
     # -- files
+
+    def write_config(self) -> None:
+        """Write config.json such that a kill leaves all of it or what was there before."""
+        new = self.folder / ".config.json"
+        new.write_text(json.dumps(vars(self.config) | {"resume": ""}, indent=1))
+        new.replace(self.folder / "config.json")
 
     def write_metrics(self) -> None:
         """Write metrics.csv anew."""

@@ -205,13 +205,14 @@ def test_of_damaged_checkpoints_the_one_before_is_used(copy, capsys, finished):
 
 def test_no_row_of_replay_csv_is_there_twice(copy, finished):
     """It is a log: the run goes on without it, in a new one, also after it was killed there."""
-    (copy / "replay.csv").unlink()
+    (copy / "replay.csv").write_text("")
     shutil.rmtree(copy / "checkpoint")
     assert resume(copy) == 0
     header, *rows = (copy / "replay.csv").read_text().splitlines()
     assert [header, *rows] == [header, *(finished / "replay.csv").read_text().splitlines()[-16:]]
     (copy / "replay.csv").write_text("\n".join([header, *rows, "7,1"]))  # half a row
     assert resume(copy, "--iterations", "8") == 0
+    assert parse_args(["--resume", str(copy)]).iterations == 8
     assert read(copy)["iteration"].tolist() == [5.0] * 8 + [6.0] * 8 + [7.0] * 8 + [8.0] * 8
 
 

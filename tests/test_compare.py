@@ -92,9 +92,9 @@ REFUSED = {
     "must be one of success with --env frozenlake": ["--metric", "score"],
     "File exists: 'compare.py'": ["--out", "compare.py"],
     "on_policy-seed3, which has no run: ": ("config.json", "[]"),
-    "on_policy-seed3 has a damaged metrics.csv, remove it: it lacks evaluations": (
+    "on_policy-seed3 has a damaged metrics.csv, remove it: it lacks numbers": (
         "metrics.csv",
-        "iteration,eval_success\n0,0\n1,\n2,0\n",
+        "eval_success,step,wall_s\n0,0,0\n,1,1\n0,,2\n",
     ),
     "on_policy-seed3 has a damaged metrics.csv, remove it: ": ("metrics.csv", "a\n0\nx\n0\n"),
 }

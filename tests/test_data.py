@@ -71,7 +71,8 @@ def test_a_folder_has_its_own_splits_and_parts_are_joined(tmp_path, held_out):
     trained on."""
     write_rows(tmp_path / "x1/train.jsonl", ROWS[30:])
     folder = tmp_path / "x[1]"
-    write_rows(folder / "train.jsonl.bak", ROWS)
+    for name in ("train.jsonl.bak", "trainer_state.jsonl", "train_old.jsonl"):
+        write_rows(folder / name, ROWS)
     for k in range(2):
         write_rows(folder / f"train-0000{k}-of-00002.parquet", ROWS[10 * k : 10 * k + 10])
     if held_out == "validation":
@@ -99,6 +100,7 @@ BAD = {  # file: content, a part of the sentence
     "odd/test.jsonl": ([{"question": "1"}], f"held_out row 1: {MISSING.format('answer')}"),
     "chat.jsonl": ([{"question": [{"role": "user"}]}], "question is [{'role': 'user'}], but"),
     "one.jsonl": (ROWS[:1] * 5, FEW),
+    "commas.csv": ("question,answer\n" + "Tom has 3, gets 3. How many?,6\n" * 20, "train row 1: "),
     "rows.xlsx": ("PK", "a file must be .jsonl, .csv or .parquet"),
     "nowhere.jsonl": (None, "there is no such file or folder of files"),
     "deeper/sub/train.jsonl": (ROWS, FEW),
