@@ -172,8 +172,8 @@ def summary(run: Run, metric: str) -> Row:
         "seed": run.seed,
         "last": values[1:][-3:].mean(),
         "peak": values[1:].max(),
-        # All runs have ended.
-        "diverged": int(run.done() < config.iterations),
+        # All runs have ended. The first row is the evaluation before training.
+        "diverged": int(len(metrics) <= config.iterations),
         "updates": updates,
         "wall_s": wall_s,
         "episodes": due * config.rollout_batch_size,

@@ -47,7 +47,8 @@ def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
         for k, row in enumerate(rows):
             try:
                 rows[k] = from_row({name.lower(): value for name, value in row.items()})
-            # A row of JSON that is no object has no `items`, a field beyond a CSV's header no name.
+            # A row of JSON may be no object, which has no `items`. In a CSV file, fields beyond the
+            # header have the name None.
             except (AttributeError, ValueError) as error:
                 raise ValueError(f"{source}, {split} row {k + 1}: {error}") from error
 

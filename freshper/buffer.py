@@ -34,7 +34,7 @@ class Replay(NamedTuple):
     indices: np.ndarray  # int64 [B]: slots, for update_base_priorities
     probabilities: np.ndarray  # float64 [B]: P(i), eq. 2
     ages: np.ndarray  # int64 [B]: Delta_i = t - t_i
-    arrivals: np.ndarray  # int64 [B]: episodes that had been added before each of them
+    arrivals: np.ndarray  # int64 [B]: how many episodes had been added before each of them
 
 
 class ReplayBuffer:

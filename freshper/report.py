@@ -220,8 +220,7 @@ class Report:
             return {}
         lengths = config.max_tokens, config.max_new_tokens
         episodes = evaluate(engine, self.envs, config.eval_episodes, *lengths, self.features)
-        page = episodes_page(episodes, self.policy, self.title)
-        (self.folder / "episodes.html").write_text(page, encoding="utf-8")
+        self.write_file("episodes.html", episodes_page(episodes, self.policy, self.title))
         return {f"eval_{name}": mean for name, mean in summarize(episodes).items()}
 
     def write(self, row: Row) -> None:
@@ -235,8 +234,9 @@ class Report:
 
     def warn(self, row: Row) -> None:
         """Say what a user should know of the last iterations."""
-        if row["invalid"] == 1:
-            self.say(f"no reply could be read, {row['cut']:.0%} were cut by --max_new_tokens")
+        if self.done == 1 and row["invalid"] == 1:
+            cut = f"{row['cut']:.0%} were cut by --max_new_tokens"
+            self.say(f"no reply of the first batch could be read, {cut}")
 
         ess = self.metrics["ess_token"][-10:].mean()
         if self.done % 10 == 0 and ess < LEAST_ESS:
@@ -253,14 +253,18 @@ class Report:
     # -- files
 
     def write_config(self) -> None:
-        """Write config.json such that a kill leaves all of it or what was there before."""
-        new = self.folder / ".config.json"
-        new.write_text(json.dumps(vars(self.config) | {"resume": ""}, indent=1))
-        new.replace(self.folder / "config.json")
+        """Write config.json, the settings of the newest checkpoint, or of a run's beginning."""
+        self.write_file("config.json", json.dumps(vars(self.config) | {"resume": ""}, indent=1))
 
     def write_metrics(self) -> None:
         """Write metrics.csv anew."""
-        self.metrics.to_csv(self.folder / "metrics.csv", index=False, float_format="%.8g")
+        self.write_file("metrics.csv", self.metrics.to_csv(index=False, float_format="%.8g"))
+
+    def write_file(self, name: str, text: str) -> None:
+        """Write a file such that a kill or a reader finds all of it, or what was there before."""
+        new = self.folder / f".{name}"
+        new.write_text(text, encoding="utf-8")
+        new.replace(self.folder / name)
 
     def draw(self) -> None:
         """Draw curve.png and diagnostics.png."""
