@@ -21,7 +21,7 @@ RIVALS = ("on_policy", "epochs", "no_decay", "per", "uniform")
 # The two factors of the two-by-two, in colours of their own
 FACTORS = {"age factor": COLORS["freshper"], "priority": "#7B1FA2"}
 COSTS = np.geomspace(0.001, 10.0, 60)  # seconds that an episode costs more
-PAYS = {"nq_search": 0.9, "aime": 0.6, "geoqa": 0.6, "cliffwalking": 0.6}  # a success to reach
+PAYS = {"nq_search": 0.9, "aime": 0.5, "geoqa": 0.5, "cliffwalking": 0.5}  # a success to reach
 # Of these KL and ESS by age are drawn: with the age factor and without it, both without priority
 AGED = ("freshper --epsilon 1e6", 0.5)
 UNAGED = ("per --beta 0 --alpha 0", 0.5)
