@@ -218,16 +218,22 @@ BAD = [  # task, field, value, a part of the sentence
     (GSM8K, "answer", "#### many", "the right answer is 'many', which"),
     (AIME, "Answer", 1000, "the right answer is '1000', which"),
     (GeoQA, "solution", 2 * "<answer>1</answer>", "the right answer is '', which"),
-    (GeoQA, "image", {"bytes": png(0)[:60]}, "is no image that can be read"),
+    (
+        GeoQA,
+        "image",
+        {"bytes": png(0)[:60]},
+        "the field image is {'bytes': .*: image file is truncated",
+    ),
     (GeoQA, "image", {"bytes": png(0, mode="I;16")}, "must have 8 bits a channel"),
+    (GeoQA, "image", "a.png", "the field image is 'a.png', but must be {'bytes': a file, PNG"),
+    (GeoQA, "image", None, "the field image is None, but must be {'bytes': a file, PNG"),
 ]
 
 
 @pytest.mark.parametrize(("task", "field", "value", "sentence"), BAD)
 def test_bad_rows_are_named_in_one_sentence(task, field, value, sentence, tmp_path):
-    rows = [*ROWS[task][:2], ROWS[task][2] | {field: value}]
-    source = write_rows(tmp_path / "rows.parquet", rows)
-    with pytest.raises(ValueError, match=rf"^{source}, train row 3: .*{sentence}[^\n]*$"):
+    source = write_rows(tmp_path / "rows.parquet", [ROWS[task][0] | {field: value}])
+    with pytest.raises(ValueError, match=rf"^{source}, train row 1: .*{sentence}[^\n]*$"):
         task(data=source)
 
 
@@ -253,5 +259,5 @@ def test_no_image_starts_a_program(monkeypatch):
     monkeypatch.setattr("PIL.EpsImagePlugin.has_ghostscript", lambda: True)
     stream = io.BytesIO()
     Image.new("RGB", (8, 4)).save(stream, "EPS")
-    with pytest.raises(ValueError, match="the field image is no image that can be read"):
+    with pytest.raises(OSError, match="cannot identify image file"):
         decode(stream.getvalue())

@@ -199,9 +199,10 @@ def test_a_request_that_fails_is_sent_again_and_given_up_after_three_attempts(fa
 
 
 def test_build_and_serve_from_the_command_line(tmp_path):
-    """The first start builds the index, the second reads it. The corpus ends with empty lines."""
+    """The first start builds the index, the second reads it. The corpus begins with a byte
+    order mark and ends with empty lines."""
     corpus = Path(write_rows(tmp_path / "c.jsonl", CORPUS))
-    corpus.write_bytes(corpus.read_bytes() + b"\n \n")
+    corpus.write_bytes(b"\xef\xbb\xbf" + corpus.read_bytes() + b"\n \n")
     index = tmp_path / "c.faiss"
     files = ["--corpus", str(corpus), "--index", str(index)]
     command = [sys.executable, "-m", "envs.search_server", *files, "--port", "0"]
