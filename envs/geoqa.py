@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterator
 from fractions import Fraction
 from itertools import combinations, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageOps
@@ -77,7 +77,7 @@ class GeoQA(QuestionAnswering):
 
     @classmethod
     def from_row(cls, row: dict) -> Question:
-        image = row.get("image")
+        image: Any = row.get("image")
         try:
             # A broken image is an error now, not in the middle of a run.
             decode(image["bytes"])

@@ -222,11 +222,11 @@ BAD = [  # task, field, value, a part of the sentence
         GeoQA,
         "image",
         {"bytes": png(0)[:60]},
-        "the field image is {'bytes': .*: image file is truncated",
+        "image is {'bytes': .*: image file is truncated",
     ),
     (GeoQA, "image", {"bytes": png(0, mode="I;16")}, "must have 8 bits a channel"),
-    (GeoQA, "image", "a.png", "the field image is 'a.png', but must be {'bytes': a file, PNG"),
-    (GeoQA, "image", None, "the field image is None, but must be {'bytes': a file, PNG"),
+    (GeoQA, "image", "a.png", "image is 'a.png', but must be {'bytes': a file, PNG"),
+    (GeoQA, "image", None, "image is None, but must be {'bytes': a file, PNG"),
 ]
 
 
