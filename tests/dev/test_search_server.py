@@ -14,13 +14,12 @@ import time
 from functools import partial
 from pathlib import Path
 
-import faiss
 import numpy as np
 import pytest
 from conftest import serving, write_rows
 
 from envs import search, search_server
-from envs.search import MAX_TEXT, LocalEncoder, Retriever, retrieve
+from envs.search import MAX_TEXT, LocalEncoder, Retriever, build_index, retrieve
 
 TEXTS = [
     "Mercury\nthe smallest planet, closest to the Sun",
@@ -52,17 +51,9 @@ def test_faiss_finds_what_brute_force_finds(n):
 
 
 def test_an_index_is_of_its_passages_and_its_encoder():
-    """A cell of FAISS's IVF index holds few passages: -1 stands for those that are missing."""
     encoder = LocalEncoder(TEXTS, dimension=64)
-    vectors = encoder.encode(TEXTS, passages=True)
-    index = faiss.IndexIVFFlat(faiss.IndexFlatIP(64), 64, 3, faiss.METRIC_INNER_PRODUCT)
-    index.train(vectors)
-    index.add(vectors)
-    (passages,), _ = Retriever(TEXTS, encoder, index).search(TEXTS[:1], topk=len(TEXTS))
-    assert passages[0] == TEXTS[0] and len(passages) < len(TEXTS)
-
-    others = (TEXTS[:4], encoder), (TEXTS, LocalEncoder(TEXTS, dimension=32))
-    for corpus, other in others:
+    index = build_index(TEXTS, encoder)
+    for corpus, other in ((TEXTS[:4], encoder), (TEXTS, LocalEncoder(TEXTS, dimension=32))):
         with pytest.raises(ValueError, match="has another corpus or encoder"):
             Retriever(corpus, other, index)
 
@@ -217,21 +208,9 @@ def test_build_and_serve_from_the_command_line(tmp_path):
     assert len(built) == 1
 
 
-REFUSED = {  # arguments: a part of the error
-    "--index c.jsonl": "not recognized",
-    "--corpus bad.jsonl": "contents",
-    "--encoder models--intfloat--e5-base/snapshots/f5": "2",
-}
-
-
-def test_what_cannot_be_served_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_rows(tmp_path / "c.jsonl", CORPUS)
-    write_rows(tmp_path / "bad.jsonl", [{"contents": "fine"}, {"text": "x"}])
-
+def test_a_transformer_needs_to_be_told_its_prefixes(capsys):
+    """A folder's name does not say which model it holds."""
     files = ["--corpus", "c.jsonl", "--index", "c.faiss"]
-    before = Path("c.jsonl").read_bytes()
-    for arguments, sentence in REFUSED.items():
-        with pytest.raises((Exception, SystemExit), match=re.escape(sentence)):
-            search_server.main([*files, *arguments.split()])
-    assert Path("c.jsonl").read_bytes() == before
+    with pytest.raises(SystemExit):
+        search_server.main([*files, "--encoder", "models--intfloat--e5-base/snapshots/f5"])
+    assert "--prefixes must be given" in capsys.readouterr().err
