@@ -257,7 +257,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="default: out/compare-<env>-<exhibit>")
     args, flags = parser.parse_known_args()
     args.flags = flags
-    metrics = ("success", *ENVS[args.env]().metrics)
+    metrics = ("success", *ENVS[args.env].metrics)
     if args.metric not in metrics:
         parser.error(f"--metric must be one of {', '.join(metrics)} with --env {args.env}")
     args.out = args.out or Path(f"out/compare-{args.env}-{'own' if args.arm else args.exhibit}")
@@ -273,14 +273,14 @@ def main() -> int:
         # Wrong ones are noticed before hours of runs.
         runs = [plan(args, arm, seed) for arm in arms for seed in args.seeds]
         args.out.mkdir(parents=True, exist_ok=True)
-        print(f"{len(runs)} runs, {args.jobs} at a time, written to {args.out}")
-        print("If interrupted, the same command goes on.", flush=True)
+        print(
+            f"{len(runs)} runs in {args.out}; if interrupted, the same command goes on", flush=True
+        )
         train_all(runs, args.jobs)
 
         results = pandas.DataFrame([summary(run, args.metric) for run in runs])
-        numbers = results.drop(columns=["episodes", "values"])
-        numbers.to_csv(args.out / "results.csv", index=False)
-        text = table(numbers)
+        results.drop(columns=["episodes", "values"]).to_csv(args.out / "results.csv", index=False)
+        text = table(results)
         (args.out / "table.md").write_text(text)
         print(text)
         figure(args, runs[0].config, results)
