@@ -84,18 +84,10 @@ def test_a_folder_has_its_own_splits_and_parts_are_joined(tmp_path, held_out):
     assert pairs(rows["held_out"]) == sorted(expected[15:30])
 
 
-def test_a_column_of_several_types_keeps_its_values(tmp_path):
-    values = [["a", "é"], "1990-01-01", {"b": 1}, 0, 2.5, None]
-    source = write_rows(tmp_path / "rows.jsonl", [{"answer": value} for value in values])
-    read = load_rows(source, lambda row: Question(repr(row["answer"]), ""))
-    assert pairs(read["train"] + read["held_out"]) == sorted((repr(value), "") for value in values)
-
-
 FEW = "too few different rows to hold some out"
 BAD = {  # file: content, a part of the sentence
     "empty.jsonl": ("", FEW),
     "text.parquet": ("hello", "cannot be read: ArrowInvalid"),
-    "deep.jsonl": ("[" * 100_000, "cannot be read: RecursionError"),
     "null.jsonl": ("null\n" + json.dumps(ROWS[0]), "row 1 is None, but each value must"),
     "blank.jsonl": ([*ROWS[:3], ROWS[0] | {"question": " \n"}], "row 4: the field question is"),
     "odd/test.jsonl": (
@@ -103,7 +95,6 @@ BAD = {  # file: content, a part of the sentence
         "held_out row 1: the field answer is None",
     ),
     "chat.jsonl": ([{"question": [{"role": "user"}]}], "question is [{'role': 'user'}], but"),
-    "one.jsonl": (ROWS[:1] * 5, FEW),
     "commas.csv": (
         "question,answer\n" + "Tom has 3, gets 3. How many?,6\n" * 20,
         "row 1 is {",
