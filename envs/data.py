@@ -7,9 +7,9 @@ task will do.
     questions.jsonl              one object per line; also .csv and .parquet
     folder/                      train.* (or train-*.*), and validation.* or test.*
 
-Without a validation split, `test` takes its place. If there is only one split, every tenth
-different question is held out. A question of both splits is not trained on. Names of fields are
-compared without regard to case (AIME sets have `Problem` or `problem`). Images stay encoded.
+Without a validation split, `test` takes its place. If there is neither, every tenth different
+question is held out. A question of both splits is not trained on. Names of fields are compared
+without regard to case (AIME sets have `Problem` or `problem`). Images stay encoded.
 """
 
 import csv
@@ -39,9 +39,10 @@ def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
         sentence = f"--data is {source}, which cannot be read: {error!r:.300}"
         raise ValueError(sentence) from error
 
-    if len(splits) > 1:
-        held_out_rows = splits.get("validation") or splits.get("test", [])
-        splits = {"train": splits.get("train", []), "held_out": held_out_rows}
+    if len(splits) == 1:
+        splits = {"train": next(iter(splits.values()))}
+    kept = splits.get("validation") or splits.get("test", [])
+    splits = {"train": splits.get("train", []), "held_out": kept}
     for split, rows in splits.items():
         for k, row in enumerate(rows):
             place = f"{source}, {split} row {k + 1}"
@@ -54,12 +55,11 @@ def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
             except ValueError as error:
                 raise ValueError(f"{place}: {error}; it has {', '.join(row)}") from error
 
-    if len(splits) < 2:
-        rows = next(iter(splits.values()), [])
-        held_out = {*list(dict.fromkeys(map(asked, rows)))[::10]}
-        splits = {"train": rows, "held_out": [row for row in rows if asked(row) in held_out]}
-    held_out = {asked(row) for row in splits["held_out"]}
-    splits["train"] = [row for row in splits["train"] if asked(row) not in held_out]
+    train = splits["train"]
+    tenth = list(dict.fromkeys(map(asked, train)))[::10]
+    held_out = {*map(asked, kept)} or {*tenth}
+    splits["held_out"] = kept or [row for row in train if asked(row) in held_out]
+    splits["train"] = [row for row in train if asked(row) not in held_out]
 
     if not all(splits.values()):
         raise ValueError(f"--data is {source}, which has too few different rows to hold some out")

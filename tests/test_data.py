@@ -95,6 +95,7 @@ BAD = {  # file: content, a part of the sentence
         "held_out row 1: the field answer is None",
     ),
     "chat.jsonl": ([{"question": [{"role": "user"}]}], "question is [{'role': 'user'}], but"),
+    "one.jsonl": (ROWS[:1] * 5, FEW),
     "commas.csv": (
         "question,answer\n" + "Tom has 3, gets 3. How many?,6\n" * 20,
         "row 1 is {",
