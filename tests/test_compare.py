@@ -48,14 +48,15 @@ def press_ctrl_c(metrics):
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    """The folder of a comparison of two real runs, the second of which diverges. Ctrl-C saves them,
-    and the same command goes on. A table that became too short meanwhile is written again."""
+    """The folder of a comparison of two real runs. Ctrl-C saves the first one, and the same command
+    goes on with it, here with a second one beside it, which diverges. A table that became too short
+    meanwhile is written again."""
     folder = tmp_path_factory.mktemp("compared")
     run = folder / "on_policy-seed3"
     metrics = run / "metrics.csv"
     with pytest.MonkeyPatch.context() as patch:
         threading.Thread(target=press_ctrl_c, args=[metrics], daemon=True).start()
-        assert call(patch, folder, *ARMS) == 130
+        assert call(patch, folder, *ONE) == 130
         assert (run / "checkpoint/manifest.json").exists()
         done = int(read(run, "metrics.csv")["iteration"][-1])
         assert done < 10
