@@ -56,8 +56,6 @@ EXHIBITS = {
     # Table 3, and Config A with the clip of Default
     "config": [f"freshper {A}", f"freshper {DEFAULT}", f"freshper {A} --advantage_clip 20"],
 }
-# As in the figures of RESULTS.md
-COLORS = {"on_policy": "#4285F4", "per": "#FBBC04", "freshper": "#EA4335"}
 NOT_FINITE = 3  # the exit status of a run that met such numbers
 
 
@@ -69,7 +67,6 @@ class Run:
     """An arm with a seed."""
 
     arm: str
-    seed: int
     folder: Path
     flags: list[str]  # of train.py
     config: Config  # which follows from them
@@ -104,7 +101,7 @@ def plan(args: argparse.Namespace, arm: str, seed: int) -> Run:
     method, *of_arm = arm.split()
     flags = [*args.flags, *of_arm, f"--env={args.env}", f"--method={method}", f"--seed={seed}"]
     name = re.sub(r"[^A-Za-z0-9_.+]+", "-", arm)
-    run = Run(arm, seed, args.out / f"{name}-seed{seed}", flags, parse_args(flags))
+    run = Run(arm, args.out / f"{name}-seed{seed}", flags, parse_args(flags))
     if run.folder.exists():
         before = parse_args([f"--resume={run.folder}"])
         if dataclasses.replace(before, out="", resume="") != run.config:
@@ -169,7 +166,7 @@ def summary(run: Run, metric: str) -> Row:
     values = np.pad(values, (0, missed), constant_values=min([0.0, *values[1:]]))
     return {
         "arm": run.arm,
-        "seed": run.seed,
+        "seed": config.seed,
         "last": values[1:][-3:].mean(),
         "peak": values[1:].max(),
         # All runs have ended. The first row is the evaluation before training.
@@ -234,11 +231,10 @@ def figure(args: argparse.Namespace, config: Config, results: pandas.DataFrame) 
     path = args.out / "figure.png"
     with drawing(path, title, f"{args.metric} on held-out seeds", levels) as axes:
         for number, (arm, runs) in enumerate(results.groupby("arm", sort=False)):
-            color = COLORS.get(arm, f"C{number}")
             for episodes, values in zip(runs["episodes"], runs["values"]):
-                axes.plot(episodes, values, color=color, alpha=0.3, linewidth=1)
+                axes.plot(episodes, values, f"C{number}", alpha=0.3, linewidth=1)
             mean = np.mean([*runs["values"]], axis=0)
-            axes.plot(episodes, mean, color=color, linewidth=2.2, label=arm)
+            axes.plot(episodes, mean, f"C{number}", linewidth=2.2, label=arm)
 
 
 # -- the command line
@@ -261,7 +257,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="default: out/compare-<env>-<exhibit>")
     args, flags = parser.parse_known_args()
     args.flags = flags
-    metrics = ("success", *ENVS[args.env]().metrics)
+    metrics = ("success", *ENVS[args.env].metrics)
     if args.metric not in metrics:
         parser.error(f"--metric must be one of {', '.join(metrics)} with --env {args.env}")
     args.out = args.out or Path(f"out/compare-{args.env}-{'own' if args.arm else args.exhibit}")
@@ -277,14 +273,14 @@ def main() -> int:
         # Wrong ones are noticed before hours of runs.
         runs = [plan(args, arm, seed) for arm in arms for seed in args.seeds]
         args.out.mkdir(parents=True, exist_ok=True)
-        print(f"{len(runs)} runs, {args.jobs} at a time, written to {args.out}")
-        print("If interrupted, the same command goes on.", flush=True)
+        print(
+            f"{len(runs)} runs in {args.out}; if interrupted, the same command goes on", flush=True
+        )
         train_all(runs, args.jobs)
 
         results = pandas.DataFrame([summary(run, args.metric) for run in runs])
-        numbers = results.drop(columns=["episodes", "values"])
-        numbers.to_csv(args.out / "results.csv", index=False)
-        text = table(numbers)
+        results.drop(columns=["episodes", "values"]).to_csv(args.out / "results.csv", index=False)
+        text = table(results)
         (args.out / "table.md").write_text(text)
         print(text)
         figure(args, runs[0].config, results)

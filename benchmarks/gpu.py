@@ -7,9 +7,10 @@
     python benchmarks/gpu.py --run out/r --model out/m --env frozenlake     one run with its table
 
 Paper: section 4.1, appendix F. The parts are ordered by what they prove in a second. After
---minutes the part that runs is stopped, and the others are left out. A part that fails, or whose
-packages are not installed, does not stop the others. Its output goes to OUT/<part>.log and its
-table, after each iteration but the first, to OUT/<part>/table.txt. OUT/results.txt has all tables.
+--minutes the part that runs is stopped, and the others are left out. A part that fails, perhaps
+because its packages are not installed, does not stop the others. Its output goes to OUT/<part>.log
+and its table, after each iteration but the first, to OUT/<part>/table.txt. OUT/results.txt has all
+tables.
 
 The 0.5B model has random weights, which find no reward, and writes replies as long as allowed. Only
 an entropy bonus moves its weights, so that a sync has something to do. SmolLM2 (made by
@@ -25,11 +26,11 @@ import subprocess
 import sys
 import time
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 
 import common  # noqa: F401
 import numpy as np
+import pandas
 
 ROOT = Path(__file__).resolve().parents[1]
 ON_CPU = ROOT / "evidence/runs_curves.csv.gz"
@@ -74,7 +75,6 @@ def build(model: str, folder: str) -> None:
 
     if model == "0.5B":
         torch.manual_seed(0)
-        torch.set_default_dtype(torch.bfloat16)
         tokenizer = build_tokenizer(ENVS["frozenlake"]().words)
         config = hf.Qwen2Config(
             hidden_size=896,
@@ -90,14 +90,12 @@ def build(model: str, folder: str) -> None:
             eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
             pad_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
         )
-        policy = Policy(hf.Qwen2ForCausalLM(config), tokenizer)
+        policy = Policy(hf.Qwen2ForCausalLM(config).bfloat16(), tokenizer)
     else:
         policy = build_policy(
             ENVS["frozenlake_vlm" if model == "images" else "frozenlake"](), heads=2
         )
-    # A folder under this name is complete, also if the process was killed.
-    policy.save(f"{folder}-unfinished")
-    os.rename(f"{folder}-unfinished", folder)
+    policy.save(folder)
 
 
 def machine() -> str:
@@ -150,31 +148,28 @@ class Table:
 
     def write(self) -> None:
         """Write the table of all iterations but the first, which warms up."""
-        from freshper.diagnostics import read
-
-        metrics = read(Path(self.out), "metrics.csv")
-        rows = {name: np.nan_to_num(values[2:]) for name, values in metrics.items()}
-        if len(rows["step"]):
+        rows = pandas.read_csv(f"{self.out}/metrics.csv")[2:].fillna(0)
+        if len(rows):
             Path(self.out, "table.txt").write_text("\n".join(self.lines(rows)))
 
-    def lines(self, rows: dict[str, np.ndarray]) -> list[str]:
+    def lines(self, rows: pandas.DataFrame) -> list[str]:
         import torch
 
-        iterations = len(rows["step"])
+        iterations = len(rows)
         per_iteration = len(self.updates) // (iterations + 1)
         updates = np.array(self.updates[per_iteration:])
         is_replay = updates[:, 0] == 1
         replayed = updates[is_replay].sum(0)[1] / iterations
         _, collected, sampled = updates[~is_replay].sum(0) / iterations
         tokens = dict(zip(PHASES, (sampled, collected, collected, replayed)))
-        seconds = {phase: rows[phase].mean() for phase in PHASES}
+        seconds = rows[[*PHASES]].mean()
 
         lines = [machine()]
         lines.append(
             f"tokens: {collected:,.0f} collected, {sampled:,.0f} sampled, {replayed:,.0f} replayed"
         )
         for phase, took in seconds.items():
-            share = took / sum(seconds.values())
+            share = took / seconds.sum()
             speed = f"{tokens[phase] / took:10,.0f} tokens/s" if phase in tokens else ""
             lines.append(f"{phase.removesuffix('_s'):10s} {took:9.3f} s {share:7.1%} {speed}")
 
@@ -188,7 +183,7 @@ class Table:
         speed = 6 * (inner * collected + output * sampled) / seconds["update_s"]
         share = f"{speed / self.ceiling:.1%} of a matrix product's {self.ceiling:.2e}"
         lines.append(f"update: {speed:.2e} FLOP/s, {share}")
-        lines.append(f"mismatch {max(rows['mismatch']):.7g}")
+        lines.append(f"mismatch {rows['mismatch'].max():.7g}")
         if torch.cuda.is_available():
             allocated = torch.cuda.max_memory_allocated() / 2**30
             lines.append(f"peak of the trainer: {allocated:.2f} GiB")
@@ -212,28 +207,18 @@ def run(out: str, flags: list[str]) -> int:
     return train.main(["--out", out, *flags])
 
 
-def curve_of(folder: Path, flags: str) -> list[str]:
-    """Return a line for each evaluation of a run, beside FreshPER's runs of the task on a CPU."""
-    from freshper.diagnostics import read
-
-    runs = np.genfromtxt(ON_CPU, delimiter=",", names=True, dtype=None, encoding="utf-8")
-    runs = runs[(runs["arm"] == "freshper") & (runs["rate"] == 0.5)]
-    runs = runs[runs["task"] == flags.split()[-1]]
-
-    lines = []
-    metrics = read(folder, "metrics.csv")
-    for iteration, success in zip(metrics["iteration"], metrics["eval_success"]):
-        on_cpu = runs["eval_success"][runs["iteration"] == iteration]
-        line = f"iteration {iteration:4.0f}: success {success:.3f}"
-        if len(on_cpu):
-            line += f", on a CPU {on_cpu.min():.3f} to {on_cpu.max():.3f}, {len(on_cpu)} runs"
-        if not np.isnan(success):
-            lines.append(line)
-    return lines
+def curve_of(folder: Path, flags: str) -> str:
+    """Return a table of a run's evaluations, beside FreshPER's runs of the task on a CPU."""
+    task = flags.split()[-1]
+    runs = pandas.read_csv(ON_CPU)
+    runs = runs[(runs["task"] == task) & (runs["arm"] == "freshper") & (runs["rate"] == 0.5)]
+    on_cpu = runs.groupby("iteration")["eval_success"].agg(["min", "max", "count"])
+    curve = pandas.read_csv(folder / "metrics.csv", index_col="iteration")[["eval_success"]]
+    return curve.dropna().join(on_cpu.add_prefix("CPU ")).to_string()
 
 
-def commands_of(name: str, folder: Path, small: bool) -> list[list[str]]:
-    """Return the commands of a part: to build its model, if it is not there, and to run it."""
+def flags_of(name: str, folder: Path, small: bool) -> list[str]:
+    """Return the flags of a part, and build its model if it is not there."""
     flags = PLAN[name].split()
     if small:
         flags = PLAN[name].replace("--preset paper", "--preset tiny").split() + SMALL.split()
@@ -241,7 +226,6 @@ def commands_of(name: str, folder: Path, small: bool) -> list[list[str]]:
         # Of the GPU's memory: the trainer needs the rest.
         flags += ["--engine_memory", "0.4"]
 
-    commands = []
     model = name.partition(",")[0]
     if model == "SmolLM2":
         flags += ["--model", str(CACHE / "SmolLM2-135M-Instruct")]
@@ -250,36 +234,32 @@ def commands_of(name: str, folder: Path, small: bool) -> list[list[str]]:
             flags += SMALL_TABLE.split()
             model = model.replace("0.5B", "tiny")
         path = folder.parent / f"model-{model}"
-        flags += ["--model", str(path)]
         if not path.exists():
-            commands.append(["--build", model, str(path)])
-    commands.append(["--run", str(folder), *flags])
-    return [[sys.executable, __file__, *words] for words in commands]
+            build(model, str(path))
+        flags += ["--model", str(path)]
+    return flags
 
 
-def run_part(commands: list[list[str]], folder: Path, deadline: float) -> list[str]:
-    """Run the commands of a part until the deadline. Returns its table, or that of the iterations
-    that were made, and why there are no more."""
+def run_part(flags: list[str], folder: Path, deadline: float) -> list[str]:
+    """Run a part until the deadline. Returns its table, or that of the iterations that were made,
+    and why there are no more."""
     shutil.rmtree(folder, ignore_errors=True)
     log = Path(f"{folder}.log")
-    variables = os.environ | {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
-    lines = []
+    command = [sys.executable, "-u", "-X", "faulthandler", __file__, "--run", str(folder), *flags]
     with open(log, "w") as file:
-        for command in commands:
-            process = subprocess.Popen(command, env=variables, stdout=file, stderr=file)
-            try:
-                status = process.wait(timeout=max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                # This writes the stack to the log, and vLLM's processes see the end of the run.
-                process.send_signal(signal.SIGABRT)
-                process.wait()
-                lines.append(f"stopped, see {log}")
-                break
-            if status:
-                lines.append(f"failed: {log.read_text()[-2000:]}")
-                break
+        process = subprocess.Popen(command, stdout=file, stderr=file)
+        try:
+            process.wait(timeout=deadline - time.monotonic())
+        except subprocess.TimeoutExpired:
+            # This writes the stack to the log, and vLLM's processes see the end of the run.
+            process.send_signal(signal.SIGABRT)
+            process.wait()
+
     table = folder / "table.txt"
-    return [table.read_text(), *lines] if table.exists() else lines
+    lines = [table.read_text()] if table.exists() else []
+    if process.returncode:
+        lines.append(f"ended with status {process.returncode}: {log.read_text()[-2000:]}")
+    return lines
 
 
 def main() -> int:
@@ -308,15 +288,12 @@ def main() -> int:
             continue
         folder = out / name.replace(", ", "-")
         lines = [f"== {name}: {' '.join(flags.split())}"]
-        missing = [x for x in ("vllm", "deepspeed") if x in flags and not find_spec(x)]
-        if missing:
-            lines.append(f"left out: {' and '.join(missing)} not installed")
-        elif deadline - time.monotonic() < LEAST:
+        if deadline - time.monotonic() < LEAST:
             lines.append("left out: no time")
         else:
-            lines += run_part(commands_of(name, folder, args.small), folder, deadline)
+            lines += run_part(flags_of(name, folder, args.small), folder, deadline)
             if name.startswith(("SmolLM2", "tiny")) and (folder / "metrics.csv").exists():
-                lines += curve_of(folder, flags)
+                lines.append(curve_of(folder, flags))
 
         with open(out / "results.txt", "a") as file:
             print("\n".join(lines), flush=True)

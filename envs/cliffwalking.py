@@ -81,25 +81,22 @@ class CliffWalking(GridWorld):
             return "<answer>Up</answer>"
         return "<answer>Right</answer>" if col < COLUMNS - 1 else "<answer>Down</answer>"
 
-    def neighbours(self) -> Iterator[tuple[int, str]]:
-        """Yield for each action the cell to which it leads, and a mark: C cliff, G goal, # edge, or
-        _ free."""
+    def neighbours(self) -> Iterator[tuple[str, str]]:
+        """Yield for each action the name of the cell to which it leads, and a mark: C cliff (which
+        has the name X), G goal, # edge, or _ free."""
         for [(_, cell, reward, ended)] in self.cliff.P[self.cliff.s].values():
+            name = cell_name(*divmod(cell, COLUMNS))
             if reward == -100:
-                mark = "C"
+                yield "X", "C"
             elif cell == self.cliff.s:
-                mark = "#"
+                yield name, "#"
             else:
-                mark = "G" if ended else "_"
-            yield cell, mark
+                yield name, "G" if ended else "_"
 
     def caption(self) -> str:
-        """Return the four neighbours, such as `Up c2 Right d3 Down X Left b3`; X is the cliff."""
-        words = []
-        for action, (cell, mark) in zip(self.actions, self.neighbours()):
-            name = "X" if mark == "C" else cell_name(*divmod(cell, COLUMNS))
-            words += [action, name]
-        return " ".join(words)
+        """Return the four neighbours, such as `Up c2 Right d3 Down X Left b3`."""
+        named = zip(self.actions, self.neighbours())
+        return " ".join(f"{action} {name}" for action, (name, _) in named)
 
     def observe(self) -> Observation:
         row, col = divmod(self.cliff.s, COLUMNS)

@@ -7,16 +7,15 @@ task will do.
     questions.jsonl              one object per line; also .csv and .parquet
     folder/                      train.* (or train-*.*), and validation.* or test.*
 
-Without a validation split, `test` takes its place. If there is only one split, every tenth
-different question is held out. A question of both splits is not trained on. Names of fields are
-compared without regard to case (AIME sets have `Problem` or `problem`). Images stay encoded.
+Without a validation split, `test` takes its place. If there is neither, every tenth different
+question is held out. A question of both splits is not trained on. Names of fields are compared
+without regard to case (AIME sets have `Problem` or `problem`). Images stay encoded.
 """
 
 import csv
 import json
 import math
 import re
-import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,27 +36,30 @@ def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
         splits = read_files(path) if path.exists() else read_hub(source)
     # Their readers raise errors of a dozen libraries.
     except Exception as error:
-        reason = textwrap.shorten(f"{type(error).__name__} {error}", 300)
-        raise ValueError(f"--data is {source}, which cannot be read: {reason}") from error
+        sentence = f"--data is {source}, which cannot be read: {error!r:.300}"
+        raise ValueError(sentence) from error
 
-    if len(splits) > 1:
-        held_out_rows = splits.get("validation") or splits.get("test", [])
-        splits = {"train": splits.get("train", []), "held_out": held_out_rows}
+    if len(splits) == 1:
+        splits = {"train": next(iter(splits.values()))}
+    kept = splits.get("validation") or splits.get("test", [])
+    splits = {"train": splits.get("train", []), "held_out": kept}
     for split, rows in splits.items():
         for k, row in enumerate(rows):
+            place = f"{source}, {split} row {k + 1}"
+            # A line of JSON may be no object. In a CSV file, values beyond the header have the name
+            # None.
+            if not isinstance(row, dict) or None in row:
+                raise ValueError(f"{place} is {row!r:.80}, but each value must have a name")
             try:
                 rows[k] = from_row({name.lower(): value for name, value in row.items()})
-            # A row of JSON may be no object, which has no `items`. In a CSV file, fields beyond the
-            # header have the name None.
-            except (AttributeError, ValueError) as error:
-                raise ValueError(f"{source}, {split} row {k + 1}: {error}") from error
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}; it has {', '.join(row)}") from error
 
-    if len(splits) < 2:
-        rows = next(iter(splits.values()), [])
-        held_out = {*list(dict.fromkeys(map(asked, rows)))[::10]}
-        splits = {"train": rows, "held_out": [row for row in rows if asked(row) in held_out]}
-    held_out = {asked(row) for row in splits["held_out"]}
-    splits["train"] = [row for row in splits["train"] if asked(row) not in held_out]
+    train = splits["train"]
+    tenth = list(dict.fromkeys(map(asked, train)))[::10]
+    held_out = {*map(asked, kept)} or {*tenth}
+    splits["held_out"] = kept or [row for row in train if asked(row) in held_out]
+    splits["train"] = [row for row in train if asked(row) not in held_out]
 
     if not all(splits.values()):
         raise ValueError(f"--data is {source}, which has too few different rows to hold some out")
@@ -86,20 +88,19 @@ def read_file(path: Path) -> list:
         from pyarrow import parquet
 
         return parquet.read_table(path).to_pylist()
-    if path.suffix == ".csv":
-        with open(path, encoding="utf-8-sig", newline="") as file:
+
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        if path.suffix == ".csv":
             return list(csv.DictReader(file, strict=True))
-    if path.suffix != ".jsonl":
-        raise ValueError("a file must be .jsonl, .csv or .parquet")
-    lines = path.read_text(encoding="utf-8-sig").split("\n")
-    return [json.loads(line) for line in lines if line.strip()]
+        if path.suffix == ".jsonl":
+            return [json.loads(line) for line in file if line.strip()]
+    raise ValueError("a file must be .jsonl, .csv or .parquet")
 
 
 def read_hub(source: str) -> dict[str, list]:
     """Return the rows of a data set of the hub by split."""
     name, *configuration = source.split(":")
-    # `datasets` would take the name of a folder for a pattern.
-    if name.count("/") != 1 or Path(name).exists():
+    if name.count("/") != 1:
         raise ValueError("there is no such file or folder of files, nor is it a hub's owner/name")
 
     # The import takes a second, and files and generated questions do without.
@@ -135,22 +136,9 @@ class QuestionEnv(TextEnv):
         self.question = rows[seed % len(rows)] if rows else self.generate(seed)
 
 
-def field_of(row: dict, name: str) -> Any:
-    """Return a field of a row. Raises ValueError if it is missing or empty."""
-    value = row.get(name)
-    if value in (None, "", []):
-        raise ValueError(f"the field {name} is missing or empty, the row has {', '.join(row)}")
-    return value
-
-
-def text_of(row: dict, name: str) -> str:
-    """Return a field of a row as text. Raises ValueError if it is missing, or no text."""
-    return as_text(field_of(row, name), name)
-
-
 def as_text(value: Any, name: str) -> str:
     """Return a text, or a number as a person writes it: 1969.0, which pandas makes of 1969 in a
-    column with gaps, is 1969. Raises ValueError for anything else."""
+    column with gaps, is 1969. Raises ValueError for anything else, and for a text of spaces."""
     if type(value) is float and math.isfinite(value):
         return np.format_float_positional(value, trim="-")
     if type(value) not in (str, int) or not str(value).strip():
@@ -158,8 +146,7 @@ def as_text(value: Any, name: str) -> str:
     return str(value)
 
 
-def asked(row: Any) -> Any:
-    """Return what a row asks: its image, or else its text, whatever the answer is. Spaces do not
-    count."""
-    text = getattr(row, "text", repr(row))
-    return getattr(row, "image", None) or " ".join(text.split())
+def asked(question: Any) -> Any:
+    """Return what a question asks: its image, or else its text, whatever the answer is. Spaces do
+    not count."""
+    return getattr(question, "image", None) or " ".join(question.text.split())

@@ -20,14 +20,13 @@ import re
 from collections.abc import Iterator
 from fractions import Fraction
 from itertools import combinations, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageOps
 
 from envs.answer_parsing import bare, read_measure
 from envs.base import parse_answer
-from envs.data import field_of
 from envs.question_answering import FEEDBACK, Problem, Question, QuestionAnswering
 
 SIDE = 4  # squares
@@ -78,10 +77,16 @@ class GeoQA(QuestionAnswering):
 
     @classmethod
     def from_row(cls, row: dict) -> Question:
-        image = field_of(row, "image").get("bytes")
-        # A broken image is an error now, not in the middle of a run.
-        decode(image)
-        return super().from_row(row)._replace(image=image)
+        image: Any = row.get("image")
+        try:
+            # A broken image is an error now, not in the middle of a run.
+            decode(image["bytes"])
+        # Its readers raise errors of many types.
+        except Exception as error:
+            allowed = f"{{'bytes': a file, {', '.join(FORMATS)}}}"
+            sentence = f"the field image is {image!r:.80}, but must be {allowed}: {error}"
+            raise ValueError(sentence) from error
+        return super().from_row(row)._replace(image=image["bytes"])
 
     @classmethod
     def problems(cls, style: str) -> Iterator[Problem]:
@@ -207,17 +212,12 @@ def draw(figure: Figure, cell_size: int) -> np.ndarray:
 
 def decode(source: bytes) -> np.ndarray:
     """Decode an image file to uint8 [H, W, 3], at most MAX_SIDE a side. Transparent parts become
-    white. Raises ValueError if it cannot be read."""
-    try:
-        with Image.open(io.BytesIO(source), formats=FORMATS) as opened:
-            mode = opened.mode
-            image = ImageOps.exif_transpose(opened).convert("RGBA")
-    # Its readers raise errors of many types.
-    except Exception as error:
-        raise ValueError(f"the field image is no image that can be read: {error}") from error
-    if mode.startswith(("I", "F")):
-        raise ValueError(f"the field image has the mode {mode}, but must have 8 bits a channel")
+    white. Raises an error of any type if it cannot be read."""
+    opened = Image.open(io.BytesIO(source), formats=FORMATS)
+    if opened.mode.startswith(("I", "F")):
+        raise ValueError(f"it has the mode {opened.mode}, but must have 8 bits a channel")
 
+    image = ImageOps.exif_transpose(opened).convert("RGBA")
     white = Image.new("RGBA", image.size, "white")
     image = Image.alpha_composite(white, image)
     image.thumbnail((MAX_SIDE, MAX_SIDE))

@@ -22,7 +22,7 @@ import numpy as np
 
 from envs import synthetic_wiki
 from envs.base import Observation, Step, parse_block
-from envs.data import QuestionEnv, as_text, field_of, text_of
+from envs.data import QuestionEnv, as_text
 from envs.search import MAX_TEXT, harmless, retrieve
 from envs.synthetic_wiki import Question
 
@@ -83,11 +83,11 @@ class NQSearch(QuestionEnv):
     def from_row(row: dict) -> Question:
         """Return the question of a row. Raises ValueError if its golden answers are no list of
         texts."""
-        answers = field_of(row, "golden_answers")
-        if not isinstance(answers, list):
+        answers = row.get("golden_answers")
+        if not answers or not isinstance(answers, list):
             raise ValueError(f"the field golden_answers is {answers}, but must be a list of texts")
         texts = [as_text(answer, "golden_answers") for answer in answers]
-        return Question(harmless(text_of(row, "question")), texts)
+        return Question(harmless(as_text(row.get("question"), "question")), texts)
 
     def generate(self, seed: int) -> Question:
         return synthetic_wiki.question(seed, self.style)

@@ -89,7 +89,7 @@ class TransformerEncoder:
 
 def read_corpus(path: str) -> list[str]:
     """Return the `contents` of each line that is not empty."""
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8-sig") as file:
         return [json.loads(line)["contents"] for line in file if line.strip()]
 
 

@@ -18,8 +18,7 @@ parser = argparse.ArgumentParser(description="Follow a run in TensorBoard or W&B
 parser.add_argument("run", type=Path, help="the folder of a run")
 parser.add_argument("--wandb", metavar="PROJECT", help="log to this project of W&B, too")
 args = parser.parse_args()
-if not (table := args.run / "metrics.csv").exists():
-    parser.error(f"run is {args.run}, but must be a folder with a metrics.csv")
+table = args.run / "metrics.csv"
 config = json.loads((args.run / "config.json").read_text())
 if args.wandb:
     import wandb
