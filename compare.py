@@ -56,6 +56,8 @@ EXHIBITS = {
     # Table 3, and Config A with the clip of Default
     "config": [f"freshper {A}", f"freshper {DEFAULT}", f"freshper {A} --advantage_clip 20"],
 }
+# As in the figures of RESULTS.md
+COLORS = {"on_policy": "#4285F4", "per": "#FBBC04", "freshper": "#EA4335"}
 NOT_FINITE = 3  # the exit status of a run that met such numbers
 
 
@@ -231,10 +233,11 @@ def figure(args: argparse.Namespace, config: Config, results: pandas.DataFrame) 
     path = args.out / "figure.png"
     with drawing(path, title, f"{args.metric} on held-out seeds", levels) as axes:
         for number, (arm, runs) in enumerate(results.groupby("arm", sort=False)):
+            color = COLORS.get(arm, f"C{number}")
             for episodes, values in zip(runs["episodes"], runs["values"]):
-                axes.plot(episodes, values, f"C{number}", alpha=0.3, linewidth=1)
+                axes.plot(episodes, values, color, alpha=0.3, linewidth=1)
             mean = np.mean([*runs["values"]], axis=0)
-            axes.plot(episodes, mean, f"C{number}", linewidth=2.2, label=arm)
+            axes.plot(episodes, mean, color, linewidth=2.2, label=arm)
 
 
 # -- the command line
