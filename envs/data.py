@@ -7,6 +7,11 @@ task will do.
     questions.jsonl              one object per line; also .csv and .parquet
     folder/                      train.* (or train-*.*), and validation.* or test.*
 
+For example, with SmolLM2, which must have room for the longest row and for a reply:
+
+    python train.py --env gsm8k --preset small --data openai/gsm8k:main --max_tokens 1024 \
+        --max_new_tokens 256
+
 Without a validation split, `test` takes its place. If there is neither, every tenth different
 question is held out. A question of both splits is not trained on. Names of fields are compared
 without regard to case (AIME sets have `Problem` or `problem`). Images stay encoded.
