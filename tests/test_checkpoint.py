@@ -62,7 +62,10 @@ def resume(out, *flags):
 def done(out):
     """Completed iterations at the checkpoint that --resume would load, 0 without one."""
     saved = find_saved(str(out))
-    return saved.iteration if saved else 0
+    if not saved:
+        return 0
+    state = torch.load(saved.folder / "state.pt", weights_only=True)
+    return len(state["report"]["rows"]) - 1
 
 
 @pytest.fixture(scope="module")
@@ -245,11 +248,8 @@ FORGED = {
     "code": ("state.pt", Malicious()),
     "code of the optimizer": ("optimizer-0.pt", {"python": Malicious()}),
     "no episodes": ("state.pt", {"buffer": {"episodes": {"tokens": (3, "x")}}}),
-    "no date": ("run.json", {"iteration": 4}),
-    "threads that are no number": (
-        "run.json",
-        {"iteration": 4, "today": "2026-01-01", "threads": "x"},
-    ),
+    "no date": ("run.json", {"threads": 1}),
+    "threads that are no number": ("run.json", {"today": "2026-01-01", "threads": "x"}),
 }
 
 
@@ -267,6 +267,8 @@ def test_a_forged_checkpoint_is_one_sentence_and_no_code(copy, monkeypatch, caps
 STATES = {
     "a row with a text": lambda state: state["report"]["rows"][-1].update(loss="x"),
     "tokens of another model": lambda state: state["buffer"]["episodes"]["tokens"][0].add_(10**6),
+    "no rows": lambda state: state["report"]["rows"].clear(),
+    "no images": lambda state: state["buffer"]["episodes"].pop("images"),
     "rewards that are missing": lambda state: state["buffer"]["episodes"].update(
         turn_rewards=[np.zeros(0, np.float32)] * 8
     ),
@@ -329,9 +331,9 @@ def save(out, done):
         saved=find_saved(str(out)),
         ending=Ending(),
         done=done,
-        **{"state_dict.return_value": {}},
+        **{"state_dict.return_value": {"rows": [{}] * (done + 1)}},
     )
-    trainer = Mock(**{"state_dict.side_effect": lambda: {"step": done}})
+    trainer = Mock(**{"state_dict.return_value": {}})
     buffer = Mock(**{"state_dict.side_effect": lambda: {"episodes": []}})
     Checkpoints(report, trainer=trainer, buffer=buffer).save_if_due()
 
