@@ -83,7 +83,6 @@ def keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-        mallopt(-2, 2**28)  # M_TOP_PAD
         mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
 
 
