@@ -119,8 +119,10 @@ class Checkpoints:
             shutil.rmtree(new, ignore_errors=True)
             # torch.save hides the error of the disk behind its own.
             reason = error.__context__ or error
-            checkpoint = f"the checkpoint after iteration {self.report.done}"
-            raise OSError(f"{checkpoint} was not written to {out}: {reason}") from error
+            raise OSError(
+                f"the checkpoint after iteration {self.report.done} was not written to {out}: "
+                f"{reason}"
+            ) from error
 
     def fill(self, folder: Path) -> None:
         """Write model and state into a new folder, and last the checksums of them all."""
