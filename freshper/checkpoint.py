@@ -84,7 +84,10 @@ class Checkpoints:
             reason = str(error).partition("\n")[0]
             raise OSError(f"{folder} is not a checkpoint of this run: {reason}") from error
 
-        say(f"resuming from {folder}, after iteration {self.report.done}")
+        say(
+            f"resuming from {folder}, after iteration {self.report.done} "
+            f"of {self.config.iterations}"
+        )
 
     def save_if_due(self) -> None:
         """Save every `save_every` iterations, at the end and after a signal.

@@ -78,8 +78,9 @@ class Report(contextlib.AbstractContextManager):
         self.features: dict = {}  # of held-out images, by key
         self.slow = False  # whether the last iterations were
 
+        env = self.envs[0]
         columns = [*COLUMNS]
-        for name in self.envs[0].metrics:
+        for name in env.metrics:
             columns += [f"train_{name}", f"eval_{name}"]
         self.metrics = pandas.DataFrame(columns=columns, dtype=float)  # a row per iteration
 
@@ -91,7 +92,7 @@ class Report(contextlib.AbstractContextManager):
             self.write_config()
 
         model = self.policy.model
-        self.baselines = baselines(self.envs[0], config.eval_episodes)
+        self.baselines = baselines(env, config.eval_episodes)
         self.baseline_text = ", ".join(
             f"{name} policy {value:.2f}" for name, value in self.baselines.items()
         )
@@ -99,8 +100,8 @@ class Report(contextlib.AbstractContextManager):
         self.say(self.title)
         self.say(f"{type(model).__name__}, {model.num_parameters():,} parameters")
         self.say(f"backend {config.backend} on {config.device}, threads {torch.get_num_threads()}")
-        if self.envs[0].rows:
-            self.say(self.envs[0].data_summary())
+        if env.rows:
+            self.say(env.data_summary())
         self.say(f"success on held-out seeds: {self.baseline_text}")
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
