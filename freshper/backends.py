@@ -11,10 +11,8 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from datetime import date
-from importlib.util import find_spec
 from typing import NamedTuple, cast
 
-import numpy as np
 import torch
 from transformers import GenerationConfig
 from transformers.utils import logging
@@ -47,24 +45,19 @@ def load(config: Config) -> Loaded:
     """Load the policy and the environments of a run, and the checkpoint to resume from. Ranks
     other than 0 stay here, and compute their share of the updates.
 
-    Raises ValueError if one of them cannot be used, or --backend is not installed, ConnectionError
-    if no server answers at --search_url."""
-    for package in ("vllm", "deepspeed"):
-        if package in config.backend and not find_spec(package):
-            reason = f"{package} is not installed (docs/gpus.md)"
-            raise ValueError(f"--backend is {config.backend}, but {reason}")
+    Raises ValueError if one of them cannot be used, ModuleNotFoundError if DeepSpeed is not
+    installed, ConnectionError if no server answers at --search_url."""
     rank = join_ranks(config)
     saved = find_saved(config.resume) if config.resume else None
     set_up_process(config, saved)
 
     env = make_env(config)
+    check_environment(env)
     if config.search_url:
-        # `check_environment` would send it queries.
         retrieve(config.search_url, ["test"], 1)
-    else:
-        check_environment(env)
 
-    policy = load_model(config, saved, len(env.reset(seed=EVAL_SEEDS)[0].images))
+    observation, _ = env.reset(seed=EVAL_SEEDS)
+    policy = load_model(config, saved, observation)
     if rank > 0:
         from freshper.trainer_deepspeed import serve
 
@@ -119,9 +112,9 @@ def join_ranks(config: Config) -> int:
     return trainer_deepspeed.join_ranks(config)
 
 
-def load_model(config: Config, saved: Saved | None, n_images: int) -> Policy:
+def load_model(config: Config, saved: Saved | None, observation: Observation) -> Policy:
     """Load the policy of a run, or of its checkpoint. Raises ValueError if that fails, or if it
-    cannot read a turn with `n_images`."""
+    cannot read an observation of the task."""
     name = config.model
     today = date.today()
     if saved:
@@ -143,16 +136,12 @@ def load_model(config: Config, saved: Saved | None, n_images: int) -> Policy:
             mixed=mixed,
             today=today,
         )
-        if n_images and not policy.image_processor:
+        if observation.images and not policy.image_processor:
             raise ValueError(f"it reads text only, but --env {config.env} shows images")
-        image = np.zeros((56, 56, 3), np.uint8)
-        turn = Observation("?", (image,) * n_images)
-        policy.user_turn(turn)
-        policy.bridge(turn, closed=True)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    # A folder of another program may raise anything: a panic of `tokenizers` is no Exception.
-    except BaseException as error:
+        policy.user_turn(observation)
+        policy.bridge(observation, closed=True)
+    # A folder of another program may raise anything.
+    except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(
             f"--model is {name}, but must be a chat model that can be loaded: {reason}"
@@ -175,8 +164,10 @@ def check_rows(policy: Policy, env: TextEnv, config: Config) -> None:
             longest = max(longest, len(policy.user_turn(observation)))
     needed = longest + config.max_new_tokens
     if needed > config.max_tokens:
-        given = f"--max_tokens is {config.max_tokens}, but must be at least {needed}"
-        raise ValueError(f"{given} for the longest row of {config.data}")
+        raise ValueError(
+            f"--max_tokens is {config.max_tokens}, but must be at least {needed} "
+            f"for the longest row of {config.data}"
+        )
 
 
 def make_trainer(policy: Policy, config: Config) -> TorchTrainer:

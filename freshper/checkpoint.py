@@ -2,7 +2,7 @@
 
     out/checkpoint/          the newest: a Hugging Face folder, which `--model` takes, and state.pt,
                              optimizer-0.pt (one file per rank of the trainer), run.json
-                             (iteration, date, threads), manifest.json (checksums)
+                             (date, threads), manifest.json (checksums)
     out/checkpoint-before/   the one before it, used if the newest is not what its manifest says
 
 The .pt files are read with `torch.load(weights_only=True)`: one from someone else cannot run code.
@@ -39,7 +39,6 @@ class Saved(NamedTuple):
 
     folder: Path
     damage: str  # of the newest checkpoint, if this is the one before it
-    iteration: int
     today: date  # of the run's first start, which chat templates may show
     threads: int  # on which the order of sums depends
 
@@ -85,8 +84,10 @@ class Checkpoints:
             reason = str(error).partition("\n")[0]
             raise OSError(f"{folder} is not a checkpoint of this run: {reason}") from error
 
-        done = f"iteration {saved.iteration} of {self.config.iterations}"
-        say(f"resuming from {folder}, after {done}")
+        say(
+            f"resuming from {folder}, after iteration {self.report.done} "
+            f"of {self.config.iterations}"
+        )
 
     def save_if_due(self) -> None:
         """Save every `save_every` iterations, at the end and after a signal.
@@ -121,8 +122,10 @@ class Checkpoints:
             shutil.rmtree(new, ignore_errors=True)
             # torch.save hides the error of the disk behind its own.
             reason = error.__context__ or error
-            checkpoint = f"the checkpoint after iteration {self.report.done}"
-            raise OSError(f"{checkpoint} was not written to {out}: {reason}") from error
+            raise OSError(
+                f"the checkpoint after iteration {self.report.done} was not written to {out}: "
+                f"{reason}"
+            ) from error
 
     def fill(self, folder: Path) -> None:
         """Write model and state into a new folder, and last the checksums of them all."""
@@ -138,11 +141,7 @@ class Checkpoints:
         with open(folder / "state.pt", "wb") as file:
             torch.save(state, file)
 
-        run = {
-            "iteration": self.report.done,
-            "today": self.policy.today.isoformat(),
-            "threads": torch.get_num_threads(),
-        }
+        run = {"today": self.policy.today.isoformat(), "threads": torch.get_num_threads()}
         (folder / "run.json").write_text(json.dumps(run))
         (folder / MANIFEST).write_text(json.dumps(checksums(folder), indent=1))
 
@@ -178,9 +177,7 @@ def read_saved(folder: Path, damage: str) -> Saved:
         if found.get(name) != manifest[name]:
             raise ValueError(f"{name} has changed")
     run = json.loads((folder / "run.json").read_bytes())
-    today = date.fromisoformat(run["today"])
-    threads = max(1, int(run["threads"]))
-    return Saved(folder, damage, int(run["iteration"]), today, threads)
+    return Saved(folder, damage, date.fromisoformat(run["today"]), int(run["threads"]))
 
 
 def checksums(folder: Path) -> dict[str, str]:
@@ -224,13 +221,14 @@ def unpack_episodes(columns: dict[str, Any]) -> list[Episode]:
             parts = torch.split(*column)
             # They are copies, so that no episode keeps the arrays of all others in memory.
             columns[name] = [part.numpy().copy() for part in parts]
-    return list(map(Episode, *columns.values()))
+    # A column that is missing is an error, although its field has a default.
+    return list(map(Episode, *(columns[name] for name in Episode.__dataclass_fields__)))
 
 
 def check_episodes(episodes: list[Episode], vocabulary: int) -> None:
     """Raise ValueError if an episode's arrays do not fit each other, or this vocabulary."""
     for episode in episodes:
-        lengths = {len(episode.tokens), len(episode.action_mask), len(episode.rewards)}
-        fits = 0 <= episode.tokens.min() <= episode.tokens.max() < vocabulary
-        if len(lengths) > 1 or not fits or not np.isfinite(episode.reward):
+        tokens = episode.tokens
+        lengths = {len(tokens), len(episode.action_mask), len(episode.rewards)}
+        if len(lengths) > 1 or tokens.min() < 0 or tokens.max() >= vocabulary:
             raise ValueError(f"the episode of seed {episode.seed} does not fit this model")

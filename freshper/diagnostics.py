@@ -25,7 +25,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 
 Table = dict[str, np.ndarray]  # the values of each column
 
@@ -94,6 +93,8 @@ def drift_rate(ages: np.ndarray, values: np.ndarray) -> tuple[float, float, floa
 
 def plot(folder: Path, estimates: Table) -> None:
     """Write diagnostics.png to the folder of a run, from the values of `by_age`."""
+    from matplotlib.figure import Figure
+
     age = estimates["age"]
     kl = estimates["kl"]
     kl_reverse = estimates["kl_reverse"]

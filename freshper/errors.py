@@ -2,7 +2,6 @@
 traceback."""
 
 import contextlib
-import io
 import os
 import signal
 import sys
@@ -75,7 +74,7 @@ class Ending(contextlib.ExitStack):
                 self.status = 128 + self.signal
             case NonFiniteError():
                 self.status = 3
-            case ValueError() | OSError() if not self.training:
+            case ValueError() | OSError() | ModuleNotFoundError() if not self.training:
                 print(f"{self.program}: error: {error}", file=sys.stderr)
                 self.status = 2
             case OSError() | torch.OutOfMemoryError():
@@ -85,7 +84,7 @@ class Ending(contextlib.ExitStack):
 
 def protect_output() -> None:
     """Let no output end this program, if it cannot be written: a broken pipe, a full disk, a closed
-    file."""
+    file, a character that the terminal does not have."""
 
     def forgiving(call: Callable) -> Callable:
         def attempt(*arguments: Any) -> Any:
@@ -97,8 +96,6 @@ def protect_output() -> None:
     for name in ("stdout", "stderr"):
         # Python sets a stream to None if it was closed from the start.
         stream: Any = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115
-        if isinstance(stream, io.TextIOWrapper):  # not a notebook's
-            stream.reconfigure(errors="replace")  # not every terminal has every character
         stream.write = forgiving(stream.write)
         stream.flush = forgiving(stream.flush)
         setattr(sys, name, stream)

@@ -63,12 +63,9 @@ class Policy:
 
         # The end of a reply is the template's, which is not always the tokenizer's eos.
         added = self.tokenizer.added_tokens_decoder
-        self.added_tokens = {token.content for token in added.values()}
-        special = {i for i, token in added.items() if token.special}
+        special = {i: token.content for i, token in added.items() if token.special}
         closing, _ = self.template(0, first=False)
-        # transformers' `encode` also switches off a truncation that tokenizer.json may ask for.
-        closing_tokens = self.tokenizer.encode(closing, add_special_tokens=False)
-        ends = [i for i in closing_tokens if i in special]
+        ends = [i for i in self.encode(closing) if i in special]
         if not ends:
             raise ValueError(
                 "its chat template closes a reply with no special token, so no reply could end"
@@ -82,10 +79,10 @@ class Policy:
         if not tokens <= rows:
             raise ValueError("its tokenizer belongs to another model, which has more tokens")
         listed = self.model.generation_config.suppress_tokens or ()
-        suppressed = (rows - tokens).union(special, rows.intersection(listed))
-        self.suppressed_ids = sorted(suppressed - {self.eos_id})
+        sampled = tokens.difference(special, listed) | {self.eos_id}
+        self.suppressed_ids = sorted(rows - sampled)
 
-        self.special_tokens = [added[i].content for i in special]
+        self.special_tokens = [*special.values()]
         for token in self.special_tokens:
             if re.search(f"{THOUGHT}|answer|<search>", token.lower()):
                 raise ValueError(f"it needs {token}, a special token, which is never sampled")
@@ -117,7 +114,8 @@ class Policy:
 
         before, after = text.split(TEXT)
         header, *_ = re.split(THOUGHT_TAG, after)
-        opened = {*re.findall(r"<\w[\w:-]*>", header)} - self.added_tokens - {"<assistant>"}
+        known = {"<assistant>", *self.tokenizer.get_added_vocab()}
+        opened = {*re.findall(r"<\w[\w:-]*>", header)} - known
         if opened or re.search(rf"(?i)[<＜\[◁|][^\s>\]]*(?:{THOUGHT})", header):
             raise ValueError("its chat template marks a thought in a form other than <think>")
         return before.split(REPLY)[-1], after
@@ -144,12 +142,9 @@ class Policy:
     def encode(self, text: str, plain: bool = False) -> list[int]:
         """Return the tokens of a text. `plain`: a special token that it spells is text, too."""
         encodable = text.encode(errors="replace").decode()  # "?" for lone surrogates
-        # transformers' own `encode` takes three times as long.
-        tokenizer = self.tokenizer.backend_tokenizer
-        tokenizer.encode_special_tokens = plain
-        tokens = tokenizer.encode(encodable, add_special_tokens=False).ids
-        tokenizer.encode_special_tokens = False
-        return tokens
+        return self.tokenizer.encode(
+            encodable, add_special_tokens=False, split_special_tokens=plain
+        )
 
     def bridge(self, observation: Observation, closed: bool) -> list[int]:
         """Return the tokens between two replies. `closed`: the first one ended with a sampled

@@ -30,11 +30,9 @@ from typing import TYPE_CHECKING, Any
 
 import filelock
 import jinja2
-import matplotlib.figure
 import numpy as np
 import pandas
 import torch
-from matplotlib.axes import Axes
 from tqdm import tqdm
 
 from envs import ENVS
@@ -49,6 +47,8 @@ from freshper.rollout import Engine, evaluate
 from freshper.trainer import TorchTrainer, Update
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from freshper.backends import Loaded
 
 Row = dict[str, Any]  # numbers by the name of their column
@@ -61,7 +61,7 @@ LEAST_ESS = 0.3
 SLOW = 4.0  # times as long as the fastest iteration
 
 
-class Report:
+class Report(contextlib.AbstractContextManager):
     """A context manager around a run. When it closes, everything is on disk.
 
     It makes or takes the run's folder and locks it. Raises OSError if that fails."""
@@ -78,8 +78,9 @@ class Report:
         self.features: dict = {}  # of held-out images, by key
         self.slow = False  # whether the last iterations were
 
+        env = self.envs[0]
         columns = [*COLUMNS]
-        for name in self.envs[0].metrics:
+        for name in env.metrics:
             columns += [f"train_{name}", f"eval_{name}"]
         self.metrics = pandas.DataFrame(columns=columns, dtype=float)  # a row per iteration
 
@@ -90,10 +91,8 @@ class Report:
         if not config.resume:
             self.write_config()
 
-    def __enter__(self) -> "Report":
-        config = self.config
         model = self.policy.model
-        self.baselines = baselines(self.envs[0], config.eval_episodes)
+        self.baselines = baselines(env, config.eval_episodes)
         self.baseline_text = ", ".join(
             f"{name} policy {value:.2f}" for name, value in self.baselines.items()
         )
@@ -101,18 +100,19 @@ class Report:
         self.say(self.title)
         self.say(f"{type(model).__name__}, {model.num_parameters():,} parameters")
         self.say(f"backend {config.backend} on {config.device}, threads {torch.get_num_threads()}")
-        if self.envs[0].rows:
-            self.say(self.envs[0].data_summary())
+        if env.rows:
+            self.say(env.data_summary())
         self.say(f"success on held-out seeds: {self.baseline_text}")
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error:
             self.say(f"stopped after iteration {self.done}: {error}")
         last = self.metrics["eval_success"][1:].dropna()[-3:]
         if len(last):
-            mean = f"{last.mean():.2f} ({self.baseline_text})"
-            self.say(f"held-out success, mean of the last {len(last)} evaluations: {mean}")
+            self.say(
+                f"held-out success, mean of the last {len(last)} evaluations: "
+                f"{last.mean():.2f} ({self.baseline_text})"
+            )
         if self.done:
             try:
                 self.draw()
@@ -136,7 +136,8 @@ class Report:
         return {"rows": self.metrics.to_dict("records"), "features": self.features}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.metrics = pandas.DataFrame(state["rows"], dtype=float)
+        columns = self.metrics.columns
+        self.metrics = pandas.DataFrame(state["rows"], dtype=float)[columns]
         self.features = state["features"]
 
     # -- an iteration
@@ -196,10 +197,13 @@ class Report:
 
     def replay_row(self, drawn: Replay, update: Update) -> Row:
         """Append a replay update to replay.csv, and return its columns of metrics.csv."""
-        rows = pandas.DataFrame({"iteration": self.done + 1, "age": drawn.ages})
-        rows["probability"] = drawn.probabilities
-        rows["reward"] = [episode.reward for episode in drawn.episodes]
-        rows = rows.assign(**update.drift)
+        columns = {
+            "iteration": self.done + 1,
+            "age": drawn.ages,
+            "probability": drawn.probabilities,
+            "reward": [episode.reward for episode in drawn.episodes],
+        }
+        rows = pandas.DataFrame(columns | update.drift)
         with open(self.folder / "replay.csv", "a") as file:
             rows.to_csv(file, header=not file.tell(), index=False, float_format="%.6g")
 
@@ -235,19 +239,25 @@ class Report:
     def warn(self, row: Row) -> None:
         """Say what a user should know of the last iterations."""
         if self.done == 1 and row["invalid"] == 1:
-            cut = f"{row['cut']:.0%} were cut by --max_new_tokens"
-            self.say(f"no reply of the first batch could be read, {cut}")
+            self.say(
+                "no reply of the first batch could be read, "
+                f"{row['cut']:.0%} were cut by --max_new_tokens"
+            )
 
         ess = self.metrics["ess_token"][-10:].mean()
         if self.done % 10 == 0 and ess < LEAST_ESS:
-            mean = f"ESS / n of replayed tokens is {ess:.2f}, mean of ten iterations"
-            self.say(f"{mean}; lower --lr or --replay_ratio")
+            self.say(
+                f"ESS / n of replayed tokens is {ess:.2f}, mean of ten iterations; "
+                "lower --lr or --replay_ratio"
+            )
 
         seconds = self.metrics["wall_s"].diff()
         times = seconds[-3:].median() / seconds.min()
         if times > SLOW and not self.slow:
-            self.say(f"iterations take {times:.0f} times as long as the fastest one; if other")
-            self.say(f"programs run, stop with Ctrl-C, then OMP_NUM_THREADS=1 {self.command}")
+            self.say(
+                f"iterations take {times:.0f} times as long as the fastest one; if other programs "
+                f"run, stop with Ctrl-C, then OMP_NUM_THREADS=1 {self.command}"
+            )
         self.slow = times > SLOW
 
     # -- files
@@ -334,10 +344,12 @@ def summarize(episodes: list[Episode]) -> Row:
 
 
 @contextlib.contextmanager
-def drawing(path: Path, title: str, ylabel: str, levels: Row) -> Iterator[Axes]:
+def drawing(path: Path, title: str, ylabel: str, levels: Row) -> Iterator["Axes"]:
     """Write a figure with what the block draws against episodes, the levels of policies, by name,
     as horizontal lines, and the legend below."""
-    figure = matplotlib.figure.Figure(figsize=(8, 6), layout="constrained")
+    from matplotlib.figure import Figure  # takes long, and only the end of a run needs it
+
+    figure = Figure(figsize=(8, 6), layout="constrained")
     axes = figure.subplots()
     axes.set(xlabel="episodes", ylabel=ylabel)
     axes.set_title(title, parse_math=False)  # the name of a file may hold a "$"

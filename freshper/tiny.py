@@ -83,7 +83,6 @@ def keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-        mallopt(-2, 2**28)  # M_TOP_PAD
         mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
 
 
@@ -197,16 +196,13 @@ class RandomEngine:
         for conversation in conversations:
             env = self.env_of[conversation.seed]
             text = env.random_reply(self.rng)
-            tokens = self.policy.encode(text)
-            sampled = [k for k in tokens if k not in self.policy.suppressed_ids]
-            written = self.policy.tokenizer.decode(sampled)
-            if written != text:
+            tokens = [*self.policy.encode(text), self.policy.eos_id]
+            if {*tokens} & {*self.policy.suppressed_ids}:
                 name = type(env).__name__
                 raise ValueError(
-                    f"{name}.random_reply() returned {text!r}, of which a tiny model writes "
-                    f"{written!r}: its words must be in {name}.words or {name}.actions, in ASCII"
+                    f"{name}.random_reply() returned {text!r}, which a tiny model cannot write: "
+                    f"its words must be in {name}.words or {name}.actions, in ASCII"
                 )
-            tokens.append(self.policy.eos_id)
             replies.append(Reply(tokens, [0.0] * len(tokens)))
         return replies
 
@@ -291,9 +287,7 @@ def tiny_model(name: str) -> Path:
     sources = [__file__, *map(inspect.getfile, classes)]
     code = b"".join(Path(source).read_bytes() for source in sources)
 
-    cache = os.environ.get("FRESHPER_CACHE") or os.path.expanduser("~/.cache/freshper")
-    if cache.startswith("~"):
-        raise ValueError("FRESHPER_CACHE must name a folder, because there is no home folder")
+    cache = os.environ.get("FRESHPER_CACHE") or Path.home() / ".cache/freshper"
     folder = Path(cache, f"{name}-{hashlib.sha256(code).hexdigest()[:8]}")
     if not folder.is_dir():
         unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
