@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from datetime import date
+from importlib.util import find_spec
 from typing import NamedTuple, cast
 
 import torch
@@ -45,8 +46,13 @@ def load(config: Config) -> Loaded:
     """Load the policy and the environments of a run, and the checkpoint to resume from. Ranks
     other than 0 stay here, and compute their share of the updates.
 
-    Raises ValueError if one of them cannot be used, ModuleNotFoundError if DeepSpeed is not
-    installed, ConnectionError if no server answers at --search_url."""
+    Raises ValueError if one of them cannot be used, or --backend is not installed, ConnectionError
+    if no server answers at --search_url."""
+    for package in ("vllm", "deepspeed"):
+        if package in config.backend and not find_spec(package):
+            raise ValueError(
+                f"--backend is {config.backend}, but {package} is not installed (docs/gpus.md)"
+            )
     rank = join_ranks(config)
     saved = find_saved(config.resume) if config.resume else None
     set_up_process(config, saved)
@@ -140,8 +146,10 @@ def load_model(config: Config, saved: Saved | None, observation: Observation) ->
             raise ValueError(f"it reads text only, but --env {config.env} shows images")
         policy.user_turn(observation)
         policy.bridge(observation, closed=True)
-    # A folder of another program may raise anything.
-    except Exception as error:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    # A folder of another program may raise anything: a panic of `tokenizers` is no Exception.
+    except BaseException as error:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(
             f"--model is {name}, but must be a chat model that can be loaded: {reason}"

@@ -74,7 +74,7 @@ class Ending(contextlib.ExitStack):
                 self.status = 128 + self.signal
             case NonFiniteError():
                 self.status = 3
-            case ValueError() | OSError() | ModuleNotFoundError() if not self.training:
+            case ValueError() | OSError() if not self.training:
                 print(f"{self.program}: error: {error}", file=sys.stderr)
                 self.status = 2
             case OSError() | torch.OutOfMemoryError():

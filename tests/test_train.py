@@ -326,6 +326,14 @@ MODELS = {
         "--max_tokens is 512, but must be at most 32",
     ),
     "half a tokenizer": ("tokenizer.json", (b'"version"', b'"versio'), ""),
+    "a panic of the tokenizer": (
+        "tokenizer.json",
+        (
+            b'"normalizer": null',
+            b'"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}',
+        ),
+        "Cannot parse precompiled_charsmap",
+    ),
 }
 
 
