@@ -221,7 +221,7 @@ class TorchTrainer:
 
     def load_state_dict(self, state: State) -> None:
         """Restore a state. The learning rate goes on at its step."""
-        self.step = state["step"]
+        self.step = int(state["step"])
         if self.reference:
             self.reference.model.load_state_dict(state["reference"])
 

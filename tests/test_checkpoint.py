@@ -253,6 +253,7 @@ def test_a_forged_checkpoint_is_one_sentence_and_no_code(copy, monkeypatch, caps
 STATES = {
     "state a row with a text": lambda state: state["report"]["rows"][-1].update(loss="x"),
     "state no rows": lambda state: state["report"]["rows"].clear(),
+    "state a step that is no number": lambda state: state["trainer"].update(step="x"),
     "state no images": lambda state: state["buffer"]["episodes"].pop("images"),
     "state tokens of another model": lambda state: state["buffer"]["episodes"]["tokens"][0].add_(
         10**6
