@@ -39,8 +39,7 @@ def train(
 ) -> None:
     """Run Algorithm 1, from its start or from a checkpoint.
 
-    Raises NonFiniteError, OSError (a disk, the search server, a first turn over --max_tokens, a
-    backend), KeyboardInterrupt (a signal)."""
+    Raises what `Ending` turns into an exit status."""
     decay = age_decay(config.decay, config.tau)
     buffer = ReplayBuffer(config.capacity, config.alpha, decay, config.eviction, config.seed)
     norm = ReturnNorm(config.baseline, config.kl_reward_coef)
@@ -59,7 +58,7 @@ def train(
         # 3: compute behavior log-probs log pi_mu(e_j), before training
         mismatch = trainer.record_behavior_logprobs(episodes)
         batch = collate(episodes)
-        norm.observe(batch)  # what returns are measured against (ours)
+        norm.observe(batch)  # mean and std, against which returns are measured (ours)
 
         # 4: store each e_j into B with base priority p_j^base and log pi_mu
         if config.replay_ratio:  # on-policy training keeps no episodes
@@ -86,7 +85,7 @@ def train(
             update = trainer.update(batch, norm.advantages(batch), weights)
             replays.append((drawn, update))
 
-            # section 3.5, "Priority Update": |r_i| stays, |A_i| depends on the newest returns
+            # section 3.5, "Priority Update": |r_i| stays, |A_i| follows the newest returns
             buffer.update_base_priorities(drawn.indices, base_priority(drawn.episodes))
 
         # 12: sync the inference engine, pi_mu <- pi_theta

@@ -1,4 +1,4 @@
-"""The environments of the paper (section 4.1, appendix D), one file each.
+"""The nine environments of the paper (section 4.1, appendix D), in seven files.
 
 `ENVS` maps the name behind `--env` to a class, which makes the environment with its defaults.
 Keyword arguments (`slippery=True`, `style="full"`) change them.

@@ -1,4 +1,5 @@
-"""FreshPER: a module per idea of the paper. README.md says in which order to read them."""
+"""FreshPER: a module per idea of the paper, in the order of README.md, and the machine that runs
+them."""
 
 from importlib.util import find_spec
 from pathlib import Path

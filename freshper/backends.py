@@ -1,5 +1,5 @@
-"""What a run starts from, who generates and who trains. vLLM and DeepSpeed are imported only if
-chosen.
+"""Load what a run starts from, and make its engine and its trainer. vLLM and DeepSpeed are imported
+only if chosen.
 
 hf+torch          one process, a CPU or one GPU; needs requirements.txt only
 vllm+deepspeed    the paper's (section 4.1: ROLL with vLLM and DeepSpeed); needs the extra `gpu`

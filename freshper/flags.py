@@ -42,6 +42,8 @@ RULES: list[tuple[str, str, Callable[[Any, Config], object]]] = [
     ("batch_size capacity eviction alpha epsilon base_priority decay tau beta",
      "has no effect with --replay_ratio 0", lambda x, c: c.replay_ratio),
     ("tau", "has no effect with --decay none", lambda x, c: c.decay != "none"),
+    ("zero_stage", "has no effect unless DeepSpeed trains", lambda x, c: c.trainer == "deepspeed"),
+    ("engine_memory", "has no effect unless vLLM generates", lambda x, c: c.engine == "vllm"),
 ]  # fmt: skip
 OF_TASKS = {"slippery", "data", "search_url"}  # flags that a task may list as its `settings`
 # Beside --resume: how long, and in how much memory.

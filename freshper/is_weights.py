@@ -9,8 +9,8 @@ for an older policy.
 
 The paper does not say over which j the maximum goes. Here it goes over the drawn batch. Over the
 buffer (`smallest`), it is the weight of a failure that is hardly ever drawn. At epsilon = 1e-6 it
-shrinks every drawn success to a few per cent. But it does not depend on the batch, so only this
-choice undoes the sampling exactly at beta = 1.
+shrinks every drawn success to a few per cent. But the buffer's maximum does not depend on the
+batch: at beta = 1 it undoes the sampling exactly, and the batch's does not.
 """
 
 import numpy as np

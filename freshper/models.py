@@ -264,8 +264,8 @@ def check_family(config: transformers.PretrainedConfig, max_tokens: int) -> None
     kind = config.model_type
     if kind not in FAMILIES:
         raise ValueError(
-            f"it is a {kind}, but must be one of {', '.join(FAMILIES)}: freshper/models.py says "
-            "where to add a family, and which test it must pass"
+            f"it is a {kind}, but must be one of {', '.join(FAMILIES)}: add it to FAMILIES in "
+            "freshper/models.py once it passes tests/test_families.py"
         )
     text = config.get_text_config()
     rope = text.rope_parameters["rope_type"]

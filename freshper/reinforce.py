@@ -15,16 +15,15 @@ Here t counts tokens, and eps is `ratio_clip`. Tensors are [B, T] unless another
 Environment tokens carry no reward and no loss, but reward flows back across them, since all turns
 belong to one episode. The paper is silent on these points (docs/differences.md):
 - `--baseline` chooses which mean and std measure a return. Fresh and replayed episodes (lines 5 and
-  10) are measured alike, over action tokens. `batch` takes those of the newest collected batch. A
-  fresh batch is then whitened over its action tokens, as in REINFORCE++. A replay batch is
+  10) are measured alike, over action tokens. `batch`: mean and std of the newest collected
+  batch. A fresh batch is then whitened over its action tokens, as in REINFORCE++. A replay batch is
   not whitened over itself: it can consist of successes only, and its advantages would all be 0.
   `recompute` does so nevertheless (the authors' code).
 - `turn` takes the mean of the returns from the same turn on, over the last WINDOW collected
   episodes. If turns have a cost, one mean for all turns pushes early replies down and late ones up,
   whatever they say, and replies lose their form.
-- If all returns are equal after the KL term (all failures, say), they have no spread. The batch is
-  then measured by turn, with the std of the batch before it. If its rewards also fall in the same
-  turns, its advantages are 0.
+- If all returns are equal after the KL term (all failures, say), each turn is measured alone, with
+  the std of the batch before. If the rewards also fall in the same turns, all advantages are 0.
 - The KL penalty in the reward is that of the policy that acted, also in replay.
 - If A_t < 0, rho_t A_t has no lower bound: one stale failure whose tokens have become likely since
   can dominate the batch. Dual clip (Ye et al., AAAI 2020) bounds it by `dual_clip` * A_t, and 0
@@ -130,7 +129,7 @@ class ReturnNorm:
         turns = turns.long()
         spread = self.spread()
         if spread and self.kind != "turn":
-            turns.zero_()  # one mean for all turns
+            turns.zero_()  # so that there is one mean for all turns
         self.means = torch.bincount(turns, returns) / torch.bincount(turns)
         if spread:
             self.std = (returns - self.means[turns]).square().mean().sqrt().float()

@@ -8,9 +8,9 @@ Paper: Algorithm 1 line 2 ("roll out pi_mu in E to collect episodes"); section 3
 
 A bridge closes a reply, holds the user turn o_t, and opens the next reply. A conversation is a
 growing list of token ids. Nothing is decoded and encoded again: training uses the very tokens that
-were sampled. The environment reads text. If the limit cut a reply, its text ends in "…", because
-the last number may lack digits. All live episodes advance together. An episode ends when the
-environment says so, or when its next turn would not fit `max_tokens` (truncated).
+were sampled. The environment reads text. If the limit cut a reply, its text ends in "…", so that
+no number that may lack digits is graded. All live episodes advance together. An episode ends when
+the environment says so, or when its next turn would not fit `max_tokens` (truncated).
 """
 
 import re
