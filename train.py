@@ -39,7 +39,8 @@ def train(
 ) -> None:
     """Run Algorithm 1, from its start or from a checkpoint.
 
-    Raises what `Ending` turns into an exit status."""
+    Raises NonFiniteError, OSError (a disk, the search server, a first turn over --max_tokens, a
+    backend), KeyboardInterrupt (a signal)."""
     decay = age_decay(config.decay, config.tau)
     buffer = ReplayBuffer(config.capacity, config.alpha, decay, config.eviction, config.seed)
     norm = ReturnNorm(config.baseline, config.kl_reward_coef)

@@ -30,6 +30,8 @@ RULES: list[tuple[str, str, Callable[[Any, Config], object]]] = [
      lambda x, c: is_tiny(c.model) == (c.preset == "tiny")),
     ("data", "must be empty with --preset tiny, whose models read generated questions only",
      lambda x, c: c.preset != "tiny" or not x),
+    ("zero_stage", "has no effect unless DeepSpeed trains", lambda x, c: c.trainer == "deepspeed"),
+    ("engine_memory", "has no effect unless vLLM generates", lambda x, c: c.engine == "vllm"),
     ("out", "must be a folder that does not exist yet", lambda x, c: not os.path.exists(x)),
     ("out resume", "must be a name that a file can have here",
      lambda x, c: os.fsencode(x) == x.encode()),
@@ -42,8 +44,6 @@ RULES: list[tuple[str, str, Callable[[Any, Config], object]]] = [
     ("batch_size capacity eviction alpha epsilon base_priority decay tau beta",
      "has no effect with --replay_ratio 0", lambda x, c: c.replay_ratio),
     ("tau", "has no effect with --decay none", lambda x, c: c.decay != "none"),
-    ("zero_stage", "has no effect unless DeepSpeed trains", lambda x, c: c.trainer == "deepspeed"),
-    ("engine_memory", "has no effect unless vLLM generates", lambda x, c: c.engine == "vllm"),
 ]  # fmt: skip
 OF_TASKS = {"slippery", "data", "search_url"}  # flags that a task may list as its `settings`
 # Beside --resume: how long, and in how much memory.
