@@ -284,7 +284,7 @@ def main() -> int:
         results = pandas.DataFrame([summary(run, args.metric) for run in runs])
         results.drop(columns=["episodes", "values"]).to_csv(args.out / "results.csv", index=False)
         text = table(results)
-        (args.out / "table.md").write_text(text)
+        (args.out / "table.md").write_text(text, encoding="utf-8")
         print(text)
         figure(args, runs[0].config, results)
     return ending.status

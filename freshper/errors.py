@@ -2,6 +2,7 @@
 traceback."""
 
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -84,7 +85,7 @@ class Ending(contextlib.ExitStack):
 
 def protect_output() -> None:
     """Let no output end this program, if it cannot be written: a broken pipe, a full disk, a closed
-    file, a character that the terminal does not have."""
+    file. A character that the terminal does not have becomes "?"."""
 
     def forgiving(call: Callable) -> Callable:
         def attempt(*arguments: Any) -> Any:
@@ -96,6 +97,8 @@ def protect_output() -> None:
     for name in ("stdout", "stderr"):
         # Python sets a stream to None if it was closed from the start.
         stream: Any = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115
+        if isinstance(stream, io.TextIOWrapper):  # not a notebook's
+            stream.reconfigure(errors="replace")  # not every terminal has every character
         stream.write = forgiving(stream.write)
         stream.flush = forgiving(stream.flush)
         setattr(sys, name, stream)

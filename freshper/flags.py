@@ -34,7 +34,7 @@ RULES: list[tuple[str, str, Callable[[Any, Config], object]]] = [
     ("engine_memory", "has no effect unless vLLM generates", lambda x, c: c.engine == "vllm"),
     ("out", "must be a folder that does not exist yet", lambda x, c: not os.path.exists(x)),
     ("out resume", "must be a name that a file can have here",
-     lambda x, c: os.fsencode(x) == x.encode()),
+     lambda x, c: os.fsencode(x) == x.encode(errors="replace")),
     ("replay_ratio", "must be 0 with --method on_policy",
      lambda x, c: c.method != "on_policy" or x == 0),
     ("decay", "must be none with --method per", lambda x, c: c.method != "per" or x == "none"),

@@ -116,7 +116,7 @@ class Policy:
         header, *_ = re.split(THOUGHT_TAG, after)
         known = {"<assistant>", *self.tokenizer.get_added_vocab()}
         opened = {*re.findall(r"<\w[\w:-]*>", header)} - known
-        if opened or re.search(rf"(?i)[<＜\[◁|][^\s>\]]*(?:{THOUGHT})", header):
+        if opened or re.search(f"(?i){THOUGHT}", header):
             raise ValueError("its chat template marks a thought in a form other than <think>")
         return before.split(REPLY)[-1], after
 
