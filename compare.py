@@ -158,7 +158,7 @@ def summary(run: Run, metric: str) -> Row:
         values = metrics[f"eval_{metric}"].to_numpy()
         values = values[due[due < len(metrics)]]
         updates, wall_s = metrics[["step", "wall_s"]].iloc[-1]
-        if np.isnan([*values, updates, wall_s]).any():
+        if not np.isfinite([*values, updates, wall_s]).all():
             raise ValueError("it lacks numbers")
     # A damaged file may hold anything.
     except Exception as error:
