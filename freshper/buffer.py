@@ -202,11 +202,25 @@ class ReplayBuffer:
     def _lowest(self, n: int) -> np.ndarray:
         """Return the n slots of the lowest leaves, of equal ones the oldest."""
         leaves = self.tree.leaves[: len(self)]
-        nth = np.partition(leaves, n - 1)[n - 1]
-        below = np.flatnonzero(leaves < nth)
-        equal = np.flatnonzero(leaves == nth)
-        oldest = np.argpartition(self.arrival[equal], n - len(below) - 1)[: n - len(below)]
-        return np.sort(np.append(below, equal[oldest]))
+        nth = nth_lowest(leaves, n)
+        slots = np.flatnonzero(leaves <= nth)
+        # All below the n-th lowest, and of those that equal it the oldest.
+        order = np.where(leaves[slots] < nth, -1, self.arrival[slots])
+        return slots[order <= nth_lowest(order, n)]
+
+
+def nth_lowest(values: np.ndarray, n: int) -> np.ndarray:
+    """Return the n-th lowest of [N] values. Only the few that can be among the n are sorted."""
+    columns = 8 * n
+    rows = len(values) // columns
+    if rows > 1:
+        # The n-th lowest minimum of a column has n values at or below it.
+        minima = values[: rows * columns].reshape(rows, columns).min(0)
+        bound = np.partition(minima, n - 1)[n - 1]
+        values = values[values < bound]
+        if len(values) < n:
+            return bound
+    return np.partition(values, n - 1)[n - 1]
 
 
 def check_priorities(base_priorities: np.ndarray) -> None:
