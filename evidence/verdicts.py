@@ -4,7 +4,7 @@
 
 claims.csv is the table of the paper's claims (numbers) and of questions of ours (letters), a row
 per family of effects that are corrected together. README.md says what its words mean. A claim whose
-runs have not been made is named, and so is a task without all cells of the two-by-two.
+runs have not been made is left out.
 """
 
 from collections.abc import Sequence
@@ -170,19 +170,12 @@ def pooled(data: Data, formula: str) -> list[str]:
 
 
 def compared(data: Data, formulas: dict[str, str]) -> str:
-    """Return the effects by task, and over all nine if their runs have been made."""
-    tasks = TASKS
+    """Return the effects by task, and over all nine."""
+    columns = [[NAMES[task] for task in TASKS] + POOLED]
     for formula in formulas.values():
-        tasks = data.complete(formula, tasks)
-    missing = [NAMES[task] for task in TASKS if task not in tasks]
-
-    names = [NAMES[task] for task in tasks]
-    names += [f"missing: {', '.join(missing)}"] if missing else POOLED
-    columns = [names]
-    for formula in formulas.values():
-        effects = [data.effect(formula, [task]) for task in tasks]
+        effects = [data.effect(formula, [task]) for task in TASKS]
         cells = [f"{span(e)} {a}" for e, a in zip(effects, judge(effects), strict=True)]
-        columns.append(cells + ([""] if missing else pooled(data, formula)))
+        columns.append(cells + pooled(data, formula))
     return table(("success", *formulas), [*zip(*columns, strict=True)])
 
 
