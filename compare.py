@@ -235,9 +235,9 @@ def figure(args: argparse.Namespace, config: Config, results: pandas.DataFrame) 
         for number, (arm, runs) in enumerate(results.groupby("arm", sort=False)):
             color = COLORS.get(arm, f"C{number}")
             for episodes, values in zip(runs["episodes"], runs["values"]):
-                axes.plot(episodes, values, color, alpha=0.3, linewidth=1)
+                axes.plot(episodes, values, color=color, alpha=0.3, linewidth=1)
             mean = np.mean([*runs["values"]], axis=0)
-            axes.plot(episodes, mean, color, linewidth=2.2, label=arm)
+            axes.plot(episodes, mean, color=color, linewidth=2.2, label=arm)
 
 
 # -- the command line

@@ -86,7 +86,7 @@ def train(
             update = trainer.update(batch, norm.advantages(batch), weights)
             replays.append((drawn, update))
 
-            # section 3.5, "Priority Update": |r_i| stays, |A_i| follows the newest returns
+            # section 3.5, "Priority Update": |r_i| stays, |A_i| depends on the newest returns
             buffer.update_base_priorities(drawn.indices, base_priority(drawn.episodes))
 
         # 12: sync the inference engine, pi_mu <- pi_theta

@@ -95,7 +95,9 @@ def build(model: str, folder: str) -> None:
         policy = build_policy(
             ENVS["frozenlake_vlm" if model == "images" else "frozenlake"](), heads=2
         )
-    policy.save(folder)
+    # A folder under this name is complete, also if the process was killed.
+    policy.save(f"{folder}-unfinished")
+    os.rename(f"{folder}-unfinished", folder)
 
 
 def machine() -> str:

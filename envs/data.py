@@ -105,7 +105,8 @@ def read_file(path: Path) -> list:
 def read_hub(source: str) -> dict[str, list]:
     """Return the rows of a data set of the hub by split."""
     name, *configuration = source.split(":")
-    if name.count("/") != 1:
+    # `datasets` would take the name of a folder for a pattern.
+    if name.count("/") != 1 or Path(name).exists():
         raise ValueError("there is no such file or folder of files, nor is it a hub's owner/name")
 
     # The import takes a second, and files and generated questions do without.

@@ -177,7 +177,8 @@ def read_saved(folder: Path, damage: str) -> Saved:
         if found.get(name) != manifest[name]:
             raise ValueError(f"{name} has changed")
     run = json.loads((folder / "run.json").read_bytes())
-    return Saved(folder, damage, date.fromisoformat(run["today"]), int(run["threads"]))
+    threads = max(1, int(run["threads"]))
+    return Saved(folder, damage, date.fromisoformat(run["today"]), threads)
 
 
 def checksums(folder: Path) -> dict[str, str]:
@@ -230,5 +231,6 @@ def check_episodes(episodes: list[Episode], vocabulary: int) -> None:
     for episode in episodes:
         tokens = episode.tokens
         lengths = {len(tokens), len(episode.action_mask), len(episode.rewards)}
-        if len(lengths) > 1 or tokens.min() < 0 or tokens.max() >= vocabulary:
+        fits = 0 <= tokens.min() <= tokens.max() < vocabulary
+        if len(lengths) > 1 or not fits or not np.isfinite(episode.reward):
             raise ValueError(f"the episode of seed {episode.seed} does not fit this model")

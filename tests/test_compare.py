@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pandas
@@ -88,15 +87,18 @@ def test_real_runs_side_by_side(out):
 
 
 def test_a_finished_run_is_not_repeated(out, monkeypatch, capsys):
-    """The one that diverged is started again. The figure shows the random and the optimal
-    policy."""
-    started, figures = [], []
-    diverged = Mock(**{"poll.return_value": compare.NOT_FINITE})
-    monkeypatch.setattr(compare.Run, "start", lambda run: started.append(run.arm) or diverged)
+    """The one that diverged goes on, and diverges again. The figure shows the random and the
+    optimal policy."""
+    table = (out / "table.md").read_text()
+    figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    finished = out / "on_policy-seed3/metrics.csv"
+    before = finished.stat().st_mtime_ns
     assert call(monkeypatch, out, *ARMS) == 0
-    assert started == [DIVERGES]
-    assert (out / "table.md").read_text() in capsys.readouterr().out
+    assert finished.stat().st_mtime_ns == before
+    on_policy, diverged = (out / "table.md").read_text().splitlines()[2:]
+    assert on_policy in table and " | 1 of 1 | " in diverged
+    assert on_policy in capsys.readouterr().out
 
     env = ENVS["frozenlake"](max_turns=2)
     success = [env.baselines(EVAL_SEEDS + k) for k in range(4)]
@@ -104,8 +106,7 @@ def test_a_finished_run_is_not_repeated(out, monkeypatch, capsys):
     for name in ("random", "optimal"):
         level = np.mean([of_seed[name] for of_seed in success])
         assert lines[f"{name} policy: {level:.3f}"] == pytest.approx([level] * 2)
-    curve = read(out / "on_policy-seed3", "metrics.csv")["eval_success"]
-    assert lines["on_policy"] == pytest.approx(curve)
+    assert lines["on_policy"] == pytest.approx(read(finished.parent, "metrics.csv")["eval_success"])
 
 
 # Further flags, or a file of the finished run and what it holds instead
@@ -144,11 +145,10 @@ def test_what_cannot_be_compared_is_named(out, tmp_path, monkeypatch, capsys, se
 
 
 def test_a_run_that_fails_ends_the_comparison(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.executable", "/bin/false")
-    sentence = refusal(monkeypatch, capsys, tmp_path / "out")
+    sentence = refusal(monkeypatch, capsys, tmp_path / "out", "--max_tokens", "20")
     log = tmp_path / "out/on_policy-seed3.log"
     assert sentence == f"compare.py: error: a run ended with status 1: see {log}\n"
-    assert log.exists()
+    assert "--max_tokens is 20, but must be at least" in log.read_text()
 
 
 def test_ctrl_c_in_the_imports_leaves_no_traceback():

@@ -127,11 +127,11 @@ def test_what_follows_from_the_settings(tmp_path, monkeypatch):
 def test_a_folder_s_name_must_be_utf_8_for_other_libraries(monkeypatch, capsys):
     """In a locale of one byte a letter, Python writes ü as one byte, and safetensors as two. In the
     locale C it reads two surrogates."""
-    sentence = "must be a name that a file can have"
+    sentence = "but must be a name that a file can have here"
     with pytest.raises(ValueError, match=sentence):
         check(settings_of(""), {"out": "out/l\udcc3\udcbc"})
     monkeypatch.setattr(os, "fsencode", lambda name: name.encode("latin-1"))
-    assert sentence in refusal(["--out", "out/lü"], capsys)
+    assert refusal(["--out", "out/lü"], capsys) == f"--out is out/lü, {sentence}"
 
 
 # A range, a rule, no effect, a wrong choice: flags, and how their sentence begins.
@@ -151,6 +151,8 @@ SENTENCES = {
     "--batch_size 10001": "--batch_size is 10001, but --capacity must hold the episodes",
     "--method per --decay exponential": "--decay is exponential, but must be none with --method",
     "--data x --env aime": "--data is x, but must be empty with --preset tiny",
+    "--zero_stage 3": "--zero_stage is 3, but has no effect unless DeepSpeed trains",
+    "--engine_memory 0.3": "--engine_memory is 0.3, but has no effect unless vLLM generates",
     "--slippery --env gsm8k": "--slippery has no effect with --env gsm8k",
     "--alpha 1 --method on_policy": "--alpha is 1.0, but has no effect with --replay_ratio 0",
     "--tau 5 --method per": "--tau is 5.0, but has no effect with --decay none",

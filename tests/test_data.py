@@ -88,6 +88,7 @@ FEW = "too few different rows to hold some out"
 BAD = {  # file: content, a part of the sentence
     "empty.jsonl": ("", FEW),
     "text.parquet": ("hello", "cannot be read: ArrowInvalid"),
+    "deep.jsonl": ("[" * 100_000, "cannot be read: RecursionError"),
     "null.jsonl": ("null\n" + json.dumps(ROWS[0]), "row 1 is None, but each value must"),
     "blank.jsonl": ([*ROWS[:3], ROWS[0] | {"question": " \n"}], "row 4: the field question is"),
     "odd/test.jsonl": (

@@ -218,8 +218,8 @@ def test_a_tokenizer_that_does_not_fit_is_refused(text_policy):
         tokenizer.add_special_tokens({"additional_special_tokens": [token]})
         with pytest.raises(ValueError, match=re.escape(f"it needs {token}, a special token")):
             Policy(text_policy.model, tokenizer)
-    words = "Here are my reasoning steps:", "<|channel|>analysis<|message|>"
-    for mark in ("[THINK]", "◁think▷", "<|begin_of_thought|>", "<ponder>", "＜think＞", *words):
+    tags = "[THINK]", "◁think▷", "<|begin_of_thought|>", "[CoT]", "<ponder>", "＜think＞"
+    for mark in (*tags, "Here are my reasoning steps:", "<|channel|>analysis<|message|>"):
         tokenizer = build_tokenizer(())
         tokenizer.chat_template = tokenizer.chat_template.replace("assistant\n", f"assistant{mark}")
         with pytest.raises(ValueError, match="marks a thought in a form other than <think>"):

@@ -206,6 +206,25 @@ def test_build_and_serve_from_the_command_line(tmp_path):
     assert len(built) == 1
 
 
+REFUSED = {  # arguments: a part of the error
+    "--index c.jsonl": "not recognized",
+    "--corpus bad.jsonl": "contents",
+}
+
+
+def test_what_cannot_be_served_is_refused_and_no_file_is_overwritten(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "c.jsonl", CORPUS)
+    write_rows(tmp_path / "bad.jsonl", [{"contents": "fine"}, {"text": "x"}])
+
+    files = ["--corpus", "c.jsonl", "--index", "c.faiss"]
+    before = Path("c.jsonl").read_bytes()
+    for arguments, sentence in REFUSED.items():
+        with pytest.raises(Exception, match=re.escape(sentence)):
+            search_server.main([*files, *arguments.split()])
+    assert Path("c.jsonl").read_bytes() == before
+
+
 def test_a_transformer_needs_to_be_told_its_prefixes(capsys):
     """A folder's name does not say which model it holds."""
     files = ["--corpus", "c.jsonl", "--index", "c.faiss"]
