@@ -93,7 +93,7 @@ def train(
         sync = engine.sync(trainer)
 
         row = report.row(episodes, fresh, replays, trainer, buffer, mismatch | sync)
-        report.write(row | report.evaluate_if_due(iteration + 1, engine))
+        report.write(row | report.evaluate_if_due(engine))
         checkpoints.save_if_due()
 
 

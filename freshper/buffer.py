@@ -34,7 +34,6 @@ class Replay(NamedTuple):
     indices: np.ndarray  # int64 [B]: slots, for update_base_priorities
     probabilities: np.ndarray  # float64 [B]: P(i), eq. 2
     ages: np.ndarray  # int64 [B]: Delta_i = t - t_i
-    arrivals: np.ndarray  # int64 [B]: how many episodes had been added before each of them
 
 
 class ReplayBuffer:
@@ -140,23 +139,19 @@ class ReplayBuffer:
         episodes = [self.episodes[slot] for slot in indices]
         probabilities = self.tree[indices] / self.tree.total()
         ages = max(step, self.now) - self.collected_at[indices]
-        return Replay(episodes, indices, probabilities, ages, self.arrival[indices])
+        return Replay(episodes, indices, probabilities, ages)
 
-    def update_base_priorities(
-        self, indices: np.ndarray, priorities: np.ndarray, arrivals: np.ndarray | None = None
-    ) -> None:
+    def update_base_priorities(self, indices: np.ndarray, priorities: np.ndarray) -> None:
         """Set new base priorities [n] of drawn episodes (section 3.5, "Priority Update").
 
-        Slots that got another episode since the newest draw are left out. With several draws in
-        flight, give the `arrivals` of the draw. Unchanged ones keep their tree values."""
+        Slots that got another episode since the newest draw are left out. Unchanged ones keep
+        their tree values."""
         indices, priorities = np.broadcast_arrays(indices, priorities)
         check_priorities(priorities)
         self.pending.result()
         if np.min(indices, initial=0) < 0 or np.max(indices, initial=-1) >= len(self):
             raise ValueError(f"the buffer has {len(self)} episodes, but not all slots {indices}")
         there = self.arrival[indices] < self.added_at_draw
-        if arrivals is not None:
-            there = self.arrival[indices] == arrivals
         changed = there & (self.base_priorities[indices] != priorities)
         indices = indices[changed]
         self.base_priorities[indices] = priorities[changed]

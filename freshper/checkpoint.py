@@ -72,9 +72,7 @@ class Checkpoints:
         try:
             state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
             self.parts["trainer"].load_optimizer(str(folder))
-            episodes = unpack_episodes(state["buffer"]["episodes"])
-            state["buffer"]["episodes"] = episodes
-            check_episodes(episodes, self.policy.model.get_output_embeddings().out_features)
+            state["buffer"]["episodes"] = unpack_episodes(state["buffer"]["episodes"])
             for name, part in self.parts.items():
                 part.load_state_dict(state[name])
             self.policy.features.update(state["features"])
@@ -224,13 +222,3 @@ def unpack_episodes(columns: dict[str, Any]) -> list[Episode]:
             columns[name] = [part.numpy().copy() for part in parts]
     # A column that is missing is an error, although its field has a default.
     return list(map(Episode, *(columns[name] for name in Episode.__dataclass_fields__)))
-
-
-def check_episodes(episodes: list[Episode], vocabulary: int) -> None:
-    """Raise ValueError if an episode's arrays do not fit each other, or this vocabulary."""
-    for episode in episodes:
-        tokens = episode.tokens
-        lengths = {len(tokens), len(episode.action_mask), len(episode.rewards)}
-        fits = 0 <= tokens.min() <= tokens.max() < vocabulary
-        if len(lengths) > 1 or not fits or not np.isfinite(episode.reward):
-            raise ValueError(f"the episode of seed {episode.seed} does not fit this model")

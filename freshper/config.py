@@ -70,7 +70,6 @@ class Config:
     rollout_batch_size: int = flag(128, "episodes collected per iteration (appendix F: 128)")
     ppo_epochs: int = flag(1, "on-policy updates per iteration (Table 3: 1)")
     lr: float = flag(1e-6, "learning rate of AdamW (Table 4: 1e-6)")
-    ratio_clip: float = flag(0.2, "epsilon of the PPO ratio clip (section 4.1: 0.2)")
     dual_clip: float = flag(0.0, "bound c of rho A if A < 0 (not in the paper); 0: off")
     advantage_clip: float = flag(0.2, "Table 3: Config A 0.2, Default 20")
     kl_loss_coef: float = flag(0.0, "beta_KL (Table 3: Config A 0, Default 0.05 to 0.1)")

@@ -19,7 +19,7 @@ from freshper.config import Config, defaults
 # Of flags: their names, what is said if they break the rule, and the rule as a condition on a value
 # and all settings. NaN breaks every range.
 RULES: list[tuple[str, str, Callable[[Any, Config], object]]] = [
-    ("capacity batch_size epsilon tau iterations rollout_batch_size ppo_epochs lr ratio_clip "
+    ("capacity batch_size epsilon tau iterations rollout_batch_size ppo_epochs lr "
      "advantage_clip micro_batch_size temperature max_new_tokens eval_every eval_episodes",
      "must be above 0", lambda x, c: 0 < x < math.inf),
     ("max_turns format_penalty replay_ratio kl_loss_coef kl_reward_coef entropy_coef save_every "

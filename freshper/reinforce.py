@@ -39,6 +39,7 @@ from torch import Tensor
 from freshper.episode import Batch, Episode, collate
 
 WINDOW = 256  # episodes behind the running means of `--baseline turn`
+RATIO_CLIP = 0.2  # epsilon of the PPO ratio clip (section 4.1)
 EPS = 1e-8  # added to standard deviations
 # From 88.8 on, exp overflows in float32 and the gradient is NaN. OpenRLHF and verl bound by 20.
 MAX_LOG_RATIO = 20.0
@@ -173,7 +174,7 @@ def policy_loss(
     action_mask: Tensor,
     weights: Tensor | None = None,
     *,
-    ratio_clip: float = 0.2,
+    ratio_clip: float = RATIO_CLIP,
     dual_clip: float = 0.0,
     entropies: Tensor | None = None,
     entropy_coef: float = 0.0,

@@ -147,7 +147,7 @@ class Report(contextlib.AbstractContextManager):
         before the first."""
         if self.metrics.empty:
             first = {"iteration": 0, "step": 0, "episodes": 0, "wall_s": 0.0}
-            self.metrics.loc[0] = pandas.Series(first | self.evaluate_if_due(0, engine))
+            self.metrics.loc[0] = pandas.Series(first | self.evaluate_if_due(engine))
 
         # A run that was killed after its last checkpoint has written more rows to both tables.
         self.write_metrics()
@@ -216,10 +216,11 @@ class Report(contextlib.AbstractContextManager):
             **{f"replay_{name}": value for name, value in update.stats.items()},
         }
 
-    def evaluate_if_due(self, done: int, engine: Engine) -> Row:
-        """Return the columns of an evaluation on the held-out seeds, {} if none is due after `done`
-        iterations, and write its episodes."""
+    def evaluate_if_due(self, engine: Engine) -> Row:
+        """Return the columns of an evaluation on the held-out seeds, {} if none is due, and write
+        its episodes."""
         config = self.config
+        done = len(self.metrics)  # iterations, the one whose row is not yet written among them
         if done % config.eval_every and done != config.iterations:
             return {}
         lengths = config.max_tokens, config.max_new_tokens

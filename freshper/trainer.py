@@ -191,7 +191,6 @@ class TorchTrainer:
                 micro_batch.advantages,
                 micro_batch.action_mask,
                 micro_batch.weights,
-                ratio_clip=config.ratio_clip,
                 dual_clip=config.dual_clip,
                 entropies=entropies,
                 entropy_coef=config.entropy_coef,
@@ -279,10 +278,6 @@ class TorchTrainer:
         """Restore what `optimizer_state` returned."""
         # The settings stay: a resumed run may be on another device, which decides them (fused).
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state})
-        for parameter, moments in self.optimizer.state.items():
-            shapes = {moments[name].shape for name in ("exp_avg", "exp_avg_sq")}
-            if shapes != {parameter.shape}:
-                raise ValueError("the optimizer's state is that of another model")
 
 
 def recompute_layers(model: torch.nn.Module) -> None:

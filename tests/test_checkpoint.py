@@ -255,13 +255,6 @@ STATES = {
     "state no rows": lambda state: state["report"]["rows"].clear(),
     "state a step that is no number": lambda state: state["trainer"].update(step="x"),
     "state no images": lambda state: state["buffer"]["episodes"].pop("images"),
-    "state tokens of another model": lambda state: state["buffer"]["episodes"]["tokens"][0].add_(
-        10**6
-    ),
-    "state no rewards": lambda state: state["buffer"]["episodes"].update(
-        turn_rewards=[np.zeros(0, np.float32)] * 8
-    ),
-    "optimizer-0 of another model": lambda state: state[0].update(exp_avg=torch.zeros(3)),
 }
 
 

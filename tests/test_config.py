@@ -16,6 +16,7 @@ from freshper.config import CONFIG_A, CONFIG_DEFAULT, PRESETS, Config
 from freshper.engine_hf import Sampling
 from freshper.flags import check, parse_args
 from freshper.priority import age_decay
+from freshper.reinforce import RATIO_CLIP
 from freshper.report import folder_of, task
 from freshper.trainer import MAX_GRAD_NORM, WARMUP_STEPS
 
@@ -57,6 +58,7 @@ def test_the_paper_preset_holds_the_tables(env):
     assert config.zero_stage == training["zero"]
 
     constants = {"warmup_steps": WARMUP_STEPS, "max_grad_norm": MAX_GRAD_NORM, **vars(Sampling())}
+    constants["ratio_clip"] = RATIO_CLIP
     expected = paper_table("config_comparison", row["config"]) | TABLES["common"]
     for name, value in expected.items():
         assert (constants.get(name) or getattr(config, name)) == value, name

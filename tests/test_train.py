@@ -205,7 +205,7 @@ def test_options_together(tmp_path, monkeypatch):
     """They reach the code, and the trainer has --temperature, too."""
     text = """--slippery --format_penalty 0.3 --max_turns 4 --capacity 6 --eviction lowest_priority
     --alpha 0.3 --epsilon 0.01 --base_priority advantage --decay polynomial --tau 7 --beta 0.4
-    --baseline recompute --replay_ratio 1 --ppo_epochs 2 --ratio_clip 0.1 --dual_clip 2
+    --baseline recompute --replay_ratio 1 --ppo_epochs 2 --dual_clip 2
     --advantage_clip 0.2 --kl_loss_coef 0.05 --kl_reward_coef 0.1 --entropy_coef 0.01
     --micro_batch_size 2 --temperature 0.8 --max_tokens 400"""
     loss = Mock(wraps=policy_loss)
@@ -218,10 +218,8 @@ def test_options_together(tmp_path, monkeypatch):
     assert table["buffer_size"][1:].tolist() == [4, 6]
     assert (table["mismatch"][1:] < 1e-4).all()
     assert sampling.call_args.args == (0.8,)
-    terms = [
-        loss.call_args.kwargs[k] for k in ("ratio_clip", "dual_clip", "entropy_coef", "kl_coef")
-    ]
-    assert terms == [0.1, 2.0, 0.01, 0.05]
+    terms = [loss.call_args.kwargs[k] for k in ("dual_clip", "entropy_coef", "kl_coef")]
+    assert terms == [2.0, 0.01, 0.05]
     assert loss.call_args.kwargs["ref_logprobs"] is not None
 
 
