@@ -8,8 +8,6 @@ and why we differ.
 """
 
 import signal
-import sys
-from functools import partial
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in the imports leaves no traceback
@@ -20,8 +18,7 @@ from freshper.flags import parse_args
 if __name__ == "__main__":
     parse_args()  # answers --help and a wrong flag before torch is imported
 
-from envs.base import TextEnv
-from freshper.backends import backends, load
+from freshper.backends import Loaded, backends, load
 from freshper.buffer import ReplayBuffer
 from freshper.checkpoint import Checkpoints
 from freshper.episode import collate
@@ -35,7 +32,7 @@ from freshper.trainer import TorchTrainer
 
 
 def train(
-    config: Config, envs: list[TextEnv], trainer: TorchTrainer, engine: Engine, report: Report
+    config: Config, loaded: Loaded, trainer: TorchTrainer, engine: Engine, report: Report
 ) -> None:
     """Run Algorithm 1, from its start or from a checkpoint.
 
@@ -44,16 +41,13 @@ def train(
     decay = age_decay(config.decay, config.tau)
     buffer = ReplayBuffer(config.capacity, config.alpha, decay, config.eviction, config.seed)
     norm = ReturnNorm(config.baseline, config.kl_reward_coef)
-    base_priority = partial(
-        base_priorities, norm=norm, kind=config.base_priority, epsilon=config.epsilon
-    )
     checkpoints = Checkpoints(report, trainer=trainer, engine=engine, buffer=buffer, norm=norm)
 
     for iteration in report.iterations(engine):  # Algorithm 1, line 1
         # 2: roll out pi_mu in E to collect episodes {e_j} with rewards {r_j}
-        seeds = training_seeds(config.seed, iteration, config.rollout_batch_size)
+        seeds = training_seeds(config, iteration)
         episodes = rollout(
-            engine, engine.policy, envs, seeds, config.max_tokens, config.max_new_tokens
+            engine, loaded.policy, loaded.envs, seeds, config.max_tokens, config.max_new_tokens
         )
 
         # 3: compute behavior log-probs log pi_mu(e_j), before training
@@ -63,14 +57,13 @@ def train(
 
         # 4: store each e_j into B with base priority p_j^base and log pi_mu
         if config.replay_ratio:  # on-policy training keeps no episodes
-            buffer.add(episodes, base_priority(episodes), trainer.step)
+            buffer.add(episodes, base_priorities(episodes, norm, config), trainer.step)
 
         # 6: refresh priorities p_i <- p_i^base * exp(-Delta_i / tau), on a CPU thread beside 5
         buffer.refresh_async(trainer.step + config.ppo_epochs)  # t at the end of 5
 
         # 5: train pi_theta on the fresh batch {e_j}
-        advantages = norm.advantages(batch)
-        fresh = [trainer.update(batch, advantages) for _ in range(config.ppo_epochs)]
+        fresh = [trainer.update(batch, norm.advantages(batch)) for _ in range(config.ppo_epochs)]
 
         # 7: for k = 1, ..., K
         replays = []
@@ -87,13 +80,15 @@ def train(
             replays.append((drawn, update))
 
             # section 3.5, "Priority Update": |r_i| stays, |A_i| depends on the newest returns
-            buffer.update_base_priorities(drawn.indices, base_priority(drawn.episodes))
+            buffer.update_base_priorities(
+                drawn.indices, base_priorities(drawn.episodes, norm, config)
+            )
 
         # 12: sync the inference engine, pi_mu <- pi_theta
         sync = engine.sync(trainer)
 
         row = report.row(episodes, fresh, replays, trainer, buffer, mismatch | sync)
-        report.write(row | report.evaluate_if_due(engine))
+        report.write(row, engine)
         checkpoints.save_if_due()
 
 
@@ -106,10 +101,10 @@ def main(argv: list[str] | None = None) -> int:
             Report(config, loaded, ending) as report,
             backends(config, loaded) as (trainer, engine),
         ):
-            train(config, loaded.envs, trainer, engine, report)
+            train(config, loaded, trainer, engine, report)
     return ending.status
 
 
 if __name__ == "__main__":
     protect_output()
-    sys.exit(main())
+    raise SystemExit(main())

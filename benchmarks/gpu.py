@@ -49,7 +49,6 @@ PLAN = {
     "0.5B, vLLM, torch": f"{TEXT} vllm+torch",
     "0.5B, vLLM, ZeRO-3": f"{TEXT} vllm+deepspeed --zero_stage 3",
     "0.5B, embedded, ZeRO-2": f"{TEXT} hf+deepspeed --zero_stage 2",
-    "0.5B, embedded, ZeRO-3": f"{TEXT} hf+deepspeed --zero_stage 3",
     "images, vLLM, ZeRO-2": f"--preset tiny {TABLE} --env frozenlake_vlm --backend vllm+deepspeed",
     "SmolLM2, vLLM, ZeRO-2": f"{SMOLLM2} vllm+deepspeed",
     "SmolLM2, embedded": f"{SMOLLM2} hf+torch",

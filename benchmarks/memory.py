@@ -3,8 +3,8 @@ docs/gpus.md.
 
     export MALLOC_MMAP_THRESHOLD_=65536        freed memory goes back to the system at once
     python benchmarks/memory.py --backend hf+torch
-    python benchmarks/memory.py --backend hf+deepspeed --zero_stage 2
-    torchrun --nproc_per_node 2 benchmarks/memory.py --backend hf+deepspeed --zero_stage 2
+    python benchmarks/memory.py --backend vllm+deepspeed --zero_stage 2
+    torchrun --nproc_per_node 2 benchmarks/memory.py --backend vllm+deepspeed --zero_stage 2
 
 On the CPU: a model of 68 million parameters in bfloat16 as --dtype means it, and two micro-batches
 so small that activations do not count. `held` is the resident memory between two updates, `peak`

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import common
 import numpy as np
-
-from freshper.diagnostics import read
+import pandas
 
 ITERATIONS = 4
 MOST = 120  # seconds of a run
@@ -35,7 +34,7 @@ def seconds(threads: str) -> float:
         subprocess.run(command, env=variables, capture_output=True, check=True, timeout=MOST)
     except subprocess.TimeoutExpired:
         return MOST / ITERATIONS
-    metrics = read(folder, "metrics.csv")
+    metrics = pandas.read_csv(folder / "metrics.csv")
     columns = ("rollout_s", "logprobs_s", "update_s", "replay_s")
     return float(np.median(sum(metrics[name][1:] for name in columns)))
 

@@ -22,6 +22,7 @@ sys.path.extend([str(Path.cwd()), str(Path.cwd().parent)])
 
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas
 import torch
 
 from evidence.style import COLORS, GREY, STYLE, WIDTH
@@ -54,9 +55,9 @@ for name, folder in runs.items():
         flags = f"{FLAGS} {ARMS[name]} --iterations {ITERATIONS}".split()
         command = [sys.executable, "train.py", *flags, "--out", str(folder)]
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    metrics = diagnostics.read(folder, "metrics.csv")
-    print(f"{name}: {metrics['episodes'][-1]:.0f} episodes, {metrics['step'][-1]:.0f} updates,")
-    print(f"    held-out success {metrics['eval_success'][-1]:.2f}")
+    last = pandas.read_csv(folder / "metrics.csv").iloc[-1]
+    print(f"{name}: {last.episodes:.0f} episodes, {last.step:.0f} updates,")
+    print(f"    held-out success {last.eval_success:.2f}")
 
 
 DECAY = partial(exponential_decay, tau=20.0)
@@ -105,7 +106,7 @@ for (name, folder), panel in zip(runs.items(), axes):
     panel.set(title=f"p_i {name}", xlabel="age, optimizer steps", ylabel="priority")
     panel.legend()
 
-    drawn = diagnostics.read(folder)["age"]
+    drawn = pandas.read_csv(folder / "replay.csv")["age"]
     axes[2].hist(drawn, bins=40, histtype="step", lw=2, color=COLOR[name], label=name)
     p = exact(buffer)
     old = ages > np.median(ages)
@@ -136,8 +137,8 @@ BATCH = 32
 BINS = 8
 figure, axes = plt.subplots(2, 1, figsize=(WIDTH, 6.0), layout="constrained")
 for name, folder in runs.items():
-    rows = diagnostics.read(folder)
-    batches = diagnostics.by_age(rows, len(rows["age"]) // BATCH)
+    rows = pandas.read_csv(folder / "replay.csv")
+    batches = diagnostics.by_age(rows, len(rows) // BATCH)
     batches["bound"] = np.exp(-batches["kl"])
     means = {}
     for column, values in batches.items():

@@ -6,7 +6,6 @@ vllm+deepspeed    the paper's (section 4.1: ROLL with vLLM and DeepSpeed); needs
 """
 
 import contextlib
-import copy
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -201,15 +200,9 @@ def make_trainer(policy: Policy, config: Config) -> TorchTrainer:
 def backends(config: Config, loaded: Loaded) -> Iterator[tuple[TorchTrainer, Engine]]:
     """Yield rank 0's trainer and an engine with its weights. Their processes end afterwards."""
     policy = loaded.policy
-    of_engine = policy
-    if config.backend == "hf+deepspeed" and config.zero_stage == 3:
-        # The trainer's model will have no whole parameters.
-        of_engine = copy.deepcopy(policy)
-        of_engine.freeze_vision = False  # as with the trainer's
     with contextlib.closing(make_trainer(policy, config)) as trainer:
         if config.engine == "hf":
-            sampling = Sampling(config.temperature)
-            yield trainer, HFEngine(of_engine, sampling, config.seed, shared=of_engine is policy)
+            yield trainer, HFEngine(policy, Sampling(config.temperature), config.seed)
             return
 
         from freshper.engine_vllm import VLLMEngine

@@ -10,7 +10,6 @@ The defaults of `Config` are the paper's. A preset replaces them by the numbers 
     paper    the paper's models on vLLM and DeepSpeed
 """
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,83 +21,64 @@ Decay = Literal["exponential", "polynomial", "limit", "none"]
 Backend = Literal["hf+torch", "hf+deepspeed", "vllm+torch", "vllm+deepspeed"]
 
 
-def flag(default: Any, text: str) -> Any:
-    """Return a field of `Config` with its default and its text for --help."""
-    return dataclasses.field(default=default, metadata={"help": text})
-
-
 @dataclass(frozen=True)
 class Config:
-    """Hold every setting: its default, its meaning, what in the paper sets it. Each is a flag."""
+    """Hold every setting. Each is a flag, whose text in --help is the comment behind it."""
 
     # task
-    env: str = flag("frozenlake", "task (appendix D)")
-    preset: Preset = flag("tiny", "which model, numbers and backend")
-    model: str = flag("tiny", "tiny, the hub id of a chat model, or a folder")
-    slippery: bool = flag(False, "FrozenLake's ice (appendix D: slippery; docs/differences.md)")
-    max_turns: int = flag(0, "H, replies per episode; 0: the task's own (Table 2)")
-    format_penalty: float = flag(0.15, "cost of an unreadable reply (paper: 0; their code: 0.15)")
-    data: str = flag(
-        "", "questions: hub id (owner/name:config), file or folder; empty: generated ones"
-    )
-    search_url: str = flag("", "NQ's search server (envs/search_server.py); empty: generated texts")
+    env: str = "frozenlake"  # task (appendix D)
+    preset: Preset = "tiny"  # which model, numbers and backend
+    model: str = "tiny"  # tiny, the hub id of a chat model, or a folder
+    slippery: bool = False  # FrozenLake's ice (appendix D: slippery; docs/differences.md)
+    max_turns: int = 0  # H, replies per episode; 0: the task's own (Table 2)
+    format_penalty: float = 0.15  # cost of an unreadable reply (paper: 0; their code: 0.15)
+    data: str = ""  # questions: hub id (owner/name:config), file or folder; empty: generated ones
+    search_url: str = ""  # NQ's search server (envs/search_server.py); empty: generated texts
 
     # method and replay
-    method: Method = flag("freshper", "no replay; Standard PER; FreshPER (Table 5)")
-    replay_ratio: int = flag(2, "K, replay updates per iteration (Table 5: 2)")
-    batch_size: int = flag(
-        128, "B, episodes per replay update (not in the paper; 128: Table 4's BS/dev x GA, 0.5B)"
-    )
-    capacity: int = flag(50_000, "of the buffer, in episodes (Table 5: 50K)")
-    eviction: Literal["fifo", "lowest_priority"] = flag(
-        "fifo", "Table 5: FIFO; appendix A.1: lowest priority"
-    )
-    alpha: float = flag(0.6, "priority exponent, P(i) ~ p_i^alpha (section 4.1: 0.6)")
-    epsilon: float = flag(1e-6, "base priority |r| + epsilon (not in paper; authors' code: 1e-6)")
-    base_priority: Literal["reward", "advantage"] = flag(
-        "reward", "|r_i| or |A_i|, plus epsilon (section 3.4)"
-    )
-    decay: Decay = flag("exponential", "of age (eq. 13)")
-    tau: float = flag(500.0, "age decay constant in steps (section 4.1: 500; AIME 1000)")
-    beta: float = flag(0.0, "beta_0 of IS weights; 0: off (Table 5: FreshPER none, PER 0.4)")
-    baseline: Literal["batch", "turn", "recompute"] = flag(
-        "batch", "what a return is measured against (ours)"
-    )
+    method: Method = "freshper"  # no replay; Standard PER; FreshPER (Table 5)
+    replay_ratio: int = 2  # K, replay updates per iteration (Table 5: 2)
+    batch_size: int = 128  # B, episodes per replay update (ours: BS/dev x GA of Table 4, 0.5B)
+    capacity: int = 50_000  # of the buffer, in episodes (Table 5: 50K)
+    eviction: Literal["fifo", "lowest_priority"] = "fifo"  # Table 5: FIFO; A.1: lowest priority
+    alpha: float = 0.6  # priority exponent, P(i) ~ p_i^alpha (section 4.1: 0.6)
+    epsilon: float = 1e-6  # base priority |r| + epsilon (not in paper; authors' code: 1e-6)
+    base_priority: Literal["reward", "advantage"] = "reward"  # of |r_i| or |A_i| (section 3.4)
+    decay: Decay = "exponential"  # of age (eq. 13)
+    tau: float = 500.0  # age decay constant in steps (section 4.1: 500; AIME 1000)
+    beta: float = 0.0  # beta_0 of IS weights; 0: off (Table 5: FreshPER none, PER 0.4)
+    baseline: Literal["batch", "turn", "recompute"] = "batch"  # measure of returns (ours)
 
     # optimization
-    iterations: int = flag(400, "of Algorithm 1 (Table 4: 400; NQ 300; VLM 100)")
-    rollout_batch_size: int = flag(128, "episodes collected per iteration (appendix F: 128)")
-    ppo_epochs: int = flag(1, "on-policy updates per iteration (Table 3: 1)")
-    lr: float = flag(1e-6, "learning rate of AdamW (Table 4: 1e-6)")
-    dual_clip: float = flag(0.0, "bound c of rho A if A < 0 (not in the paper); 0: off")
-    advantage_clip: float = flag(0.2, "Table 3: Config A 0.2, Default 20")
-    kl_loss_coef: float = flag(0.0, "beta_KL (Table 3: Config A 0, Default 0.05 to 0.1)")
-    kl_reward_coef: float = flag(
-        0.0, "KL in the reward (Table 3, 'Init KL coefficient': Config A 0, Default 0.1)"
-    )
-    entropy_coef: float = flag(0.0, "lambda_ent (Table 3: Config A 0, Default 0.01)")
-    micro_batch_size: int = flag(
-        4, "episodes per forward pass; does not change the gradient (Table 4: 1 to 4)"
-    )
+    iterations: int = 400  # of Algorithm 1 (Table 4: 400; NQ 300; VLM 100)
+    rollout_batch_size: int = 128  # episodes collected per iteration (appendix F: 128)
+    ppo_epochs: int = 1  # on-policy updates per iteration (Table 3: 1)
+    lr: float = 1e-6  # learning rate of AdamW (Table 4: 1e-6)
+    dual_clip: float = 0.0  # bound c of rho A if A < 0 (not in the paper); 0: off
+    advantage_clip: float = 0.2  # Table 3: Config A 0.2, Default 20
+    kl_loss_coef: float = 0.0  # beta_KL (Table 3: Config A 0, Default 0.05 to 0.1)
+    kl_reward_coef: float = 0.0  # of KL in the reward (Table 3, 'Init KL': Config A 0, Default 0.1)
+    entropy_coef: float = 0.0  # lambda_ent (Table 3: Config A 0, Default 0.01)
+    micro_batch_size: int = 4  # episodes per forward pass, not of the gradient (Table 4: 1 to 4)
 
     # sampling
-    temperature: float = flag(0.99, "appendix F: 0.99; its top-k and top-p: freshper/engine_hf.py")
-    max_tokens: int = flag(2048, "of a conversation (Table 2, 'Seq Len': 2048 to 12800)")
-    max_new_tokens: int = flag(256, "of a reply (not in the paper)")
+    temperature: float = 0.99  # appendix F: 0.99; its top-k and top-p: freshper/engine_hf.py
+    max_tokens: int = 2048  # of a conversation (Table 2, 'Seq Len': 2048 to 12800)
+    max_new_tokens: int = 256  # of a reply (not in the paper)
 
     # backends
-    backend: Backend = flag("hf+torch", "who generates + who trains")
-    dtype: Literal["float32", "bfloat16"] = flag("bfloat16", "of all passes (appendix F: BF16)")
-    zero_stage: Literal[1, 2, 3] = flag(2, "of DeepSpeed (Table 4: 2; NQ 3)")
-    engine_memory: float = flag(0.5, "share of a GPU's memory that vLLM takes")
+    backend: Backend = "hf+torch"  # who generates + who trains
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of all passes (appendix F: BF16)
+    zero_stage: Literal[1, 2, 3] = 2  # of DeepSpeed (Table 4: 2; NQ 3)
+    engine_memory: float = 0.5  # share of a GPU's memory that vLLM takes
 
     # the run
-    seed: int = flag(42, "of everything random (appendix F: 42)")
-    out: str = flag("", "folder of all it writes; empty: out/<env>-<method>-<seed>, numbered")
-    resume: str = flag("", "folder of a run to go on with; freshper/flags.py: what may change")
-    save_every: int = flag(20, "iterations between checkpoints; 0: only the last")
-    eval_every: int = flag(10, "iterations between evaluations on held-out seeds")
-    eval_episodes: int = flag(128, "held-out episodes per evaluation (appendix F: 128)")
+    seed: int = 42  # of everything random (appendix F: 42)
+    out: str = ""  # folder of all it writes; empty: out/<env>-<method>-<seed>, numbered
+    resume: str = ""  # folder of a run to go on with; freshper/flags.py: what may change
+    save_every: int = 20  # iterations between checkpoints; 0: only the last
+    eval_every: int = 10  # iterations between evaluations on held-out seeds
+    eval_episodes: int = 128  # held-out episodes per evaluation (appendix F: 128)
 
     @property
     def updates_per_iteration(self) -> int:

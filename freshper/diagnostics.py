@@ -20,24 +20,14 @@ tokens. How to estimate is ours:
   the bin lies far from all others. So the line is fitted without it.
 """
 
-from collections import defaultdict
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-
-Table = dict[str, np.ndarray]  # the values of each column
-
-
-def read(folder: Path, name: str = "replay.csv") -> Table:
-    """Read the columns of a run's table, float64 [rows], NaN if empty.
-
-    A run without replay has no replay.csv."""
-    table = np.genfromtxt(folder / name, delimiter=",", names=True, ndmin=1)
-    return {column: table[column] for column in table.dtype.names or ()}
+import pandas
 
 
-def estimate(rows: Table) -> dict[str, float]:
+def estimate(rows: pandas.DataFrame) -> dict[str, float]:
     """Estimate staleness from rows of replay.csv.
 
     Returns the mean `age` in steps, ESS / n of trajectories (`ess`) and tokens (`ess_token`),
@@ -66,17 +56,12 @@ def estimate(rows: Table) -> dict[str, float]:
     }
 
 
-def by_age(rows: Table, bins: int = 12) -> Table:
-    """Apply `estimate` to groups of equal size, from young to old.
-
-    Returns its values, each float64 [bins]."""
+def by_age(rows: pandas.DataFrame, bins: int = 12) -> pandas.DataFrame:
+    """Apply `estimate` to groups of equal size, from young to old. Returns a row of its values per
+    group."""
     order = np.argsort(rows["age"], kind="stable")
-    columns = defaultdict(list)
-    for group in np.array_split(order, min(bins, len(order))):
-        rows_of_group = {name: values[group] for name, values in rows.items()}
-        for name, value in estimate(rows_of_group).items():
-            columns[name].append(value)
-    return {name: np.array(values) for name, values in columns.items()}
+    groups = np.array_split(order, min(bins, len(order)))
+    return pandas.DataFrame([estimate(rows.iloc[group]) for group in groups])
 
 
 def drift_rate(ages: np.ndarray, values: np.ndarray) -> tuple[float, float, float]:
@@ -91,7 +76,7 @@ def drift_rate(ages: np.ndarray, values: np.ndarray) -> tuple[float, float, floa
     return 1 / rate, offset, correlation**2
 
 
-def plot(folder: Path, estimates: Table) -> None:
+def plot(folder: Path, estimates: pandas.DataFrame) -> None:
     """Write diagnostics.png to the folder of a run, from the values of `by_age`."""
     from matplotlib.figure import Figure
 

@@ -10,11 +10,9 @@ lengths, so new tokens are padded on the left, and the cache has holes:
 
 Positions count real tokens only, so a row computes the same numbers as it would alone. Trainer and
 engine share one model object. After an update the engine already has the new weights, and `sync`
-drops the cache. The cache also ends with the rollout, because training needs its memory. At ZeRO-3
-no rank has the whole weights. There the engine has a copy of the model, which `sync` fills.
+drops the cache. The cache also ends with the rollout, because training needs its memory.
 """
 
-import time
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -91,11 +89,10 @@ class KVCache:
 
 
 class HFEngine:
-    """Generate replies with the trainer's own model or, if not `shared`, with a copy of it."""
+    """Generate replies with the trainer's own model."""
 
-    def __init__(self, policy: Policy, sampling: Sampling, seed: int, shared: bool = True):
+    def __init__(self, policy: Policy, sampling: Sampling, seed: int):
         self.policy = policy
-        self.shared = shared
         self.sampling = sampling
         # It stays on the CPU, so that a run can be resumed on another device.
         self.generator = torch.Generator().manual_seed(seed)
@@ -103,18 +100,10 @@ class HFEngine:
         # last of its conversations.
         self.rows: WeakKeyDictionary[Conversation, tuple[KVCache, int]] = WeakKeyDictionary()
 
-    @torch.no_grad()
-    def sync(self, trainer: TorchTrainer) -> dict[str, float]:
-        """Drop every key and value that older weights computed (line 12, pi_mu <- pi_theta). A copy
-        of the model gets the trainer's weights."""
-        began = time.perf_counter()
-        if not self.shared:
-            ours = dict(self.policy.model.named_parameters(remove_duplicate=False))
-            for name, parameter in trainer.parameters():
-                ours[name].copy_(parameter)
-
+    def sync(self, _trainer: TorchTrainer) -> dict[str, float]:
+        """Drop every key and value that older weights computed (line 12, pi_mu <- pi_theta)."""
         self.rows.clear()
-        return {} if self.shared else {"sync_s": time.perf_counter() - began}
+        return {}
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"generator": self.generator.get_state()}

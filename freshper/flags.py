@@ -6,9 +6,11 @@ allowed. So does a flag that has no effect with the others.
 
 import argparse
 import dataclasses
+import inspect
 import json
 import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -31,6 +33,8 @@ RULES: list[tuple[str, str, Callable[[Any, Config], object]]] = [
     ("data", "must be empty with --preset tiny, whose models read generated questions only",
      lambda x, c: c.preset != "tiny" or not x),
     ("zero_stage", "has no effect unless DeepSpeed trains", lambda x, c: c.trainer == "deepspeed"),
+    ("zero_stage", "must be 1 or 2 with --backend hf+deepspeed, which generates with whole weights",
+     lambda x, c: c.backend != "hf+deepspeed" or x < 3),
     ("engine_memory", "has no effect unless vLLM generates", lambda x, c: c.engine == "vllm"),
     ("out", "must be a folder that does not exist yet", lambda x, c: not os.path.exists(x)),
     ("out resume", "must be a name that a file can have here",
@@ -69,12 +73,13 @@ def make_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("-h", "--help", action="store_true", help="show this text and exit")
+    texts = dict(re.findall(r"^    (\w+): .+  # (.+)$", inspect.getsource(Config), re.MULTILINE))
     for field in dataclasses.fields(Config):
         choices = ENVS if field.name == "env" else get_args(field.type) or None
         options: dict[str, Any] = {"type": type(field.default), "choices": choices}
         if field.type is bool:
             options = {"action": argparse.BooleanOptionalAction}
-        text = f"{field.metadata['help']} [%(default)s]"
+        text = f"{texts[field.name]} [%(default)s]"
         parser.add_argument(f"--{field.name}", help=text, **options)
     return parser
 

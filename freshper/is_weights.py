@@ -8,34 +8,26 @@ These weights correct *which* trajectories are drawn; the ratio in freshper/rein
 for an older policy.
 
 The paper does not say over which j the maximum goes. Here it goes over the drawn batch. Over the
-buffer (`smallest`), it is the weight of a failure that is hardly ever drawn. At epsilon = 1e-6 it
-shrinks every drawn success to a few per cent. But the buffer's maximum does not depend on the
-batch: at beta = 1 it undoes the sampling exactly, and the batch's does not.
+buffer (examples/buffer_maximum.patch), it is the weight of a failure that is hardly ever drawn. At
+epsilon = 1e-6 it shrinks every drawn success to a few per cent. But the buffer's maximum does not
+depend on the batch: at beta = 1 it undoes the sampling exactly, and the batch's does not.
 """
 
 import numpy as np
 
 
-def importance_weights(
-    probabilities: np.ndarray, beta: float, smallest: float | None = None
-) -> np.ndarray:
+def importance_weights(probabilities: np.ndarray, beta: float) -> np.ndarray:
     """Return w_i in (0, 1], float64 [B] (eq. 3), from P(i) of drawn entries [B].
 
-    N cancels. `smallest` is the probability whose weight is 1 (None: the batch's smallest). Raises
-    ValueError unless 0 < smallest <= P(i) <= 1 and 0 <= beta <= 1."""
+    N cancels. Raises ValueError unless 0 < P(i) <= 1 and 0 <= beta <= 1."""
     probabilities = np.asarray(probabilities)
     least = probabilities.min()
     most = probabilities.max()
-    if smallest is None:
-        smallest = least
-
-    if not 0.0 < smallest <= least <= most <= 1.0:
-        raise ValueError(
-            f"probabilities must lie in [{smallest}, 1] and above 0, got {least} to {most}"
-        )
+    if not 0.0 < least <= most <= 1.0:
+        raise ValueError(f"probabilities must lie in (0, 1], got {least} to {most}")
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"beta must lie in [0, 1], got {beta}")
-    return (smallest / probabilities) ** beta  # the quotient inside the power: nothing overflows
+    return (least / probabilities) ** beta  # the quotient inside the power: nothing overflows
 
 
 def annealed_beta(beta0: float, progress: float) -> float:

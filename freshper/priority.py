@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from freshper.config import Config
     from freshper.episode import Episode
     from freshper.reinforce import ReturnNorm
 
@@ -47,23 +48,19 @@ def reward_priority(rewards: np.ndarray, epsilon: float) -> np.ndarray:
 advantage_priority = td_error_priority = reward_priority
 
 
-def base_priorities(
-    episodes: "list[Episode]", norm: "ReturnNorm", kind: str, epsilon: float
-) -> np.ndarray:
-    """Return p_i^base of episodes, float64 [n] (section 3.4). `kind` is --base_priority.
+def base_priorities(episodes: "list[Episode]", norm: "ReturnNorm", config: "Config") -> np.ndarray:
+    """Return p_i^base of episodes, float64 [n] (section 3.4), of the kind of --base_priority.
 
     `reward`: |r_i| + epsilon. `advantage`: |A_i| + epsilon, with A_i the mean A_t of the action
     tokens. A_t is unclipped: under Config A's clip of 0.2 all priorities would be equal. With
     --baseline batch it is 0 for fresh episodes whose rewards are equal, turn by turn."""
-    if kind == "reward":
+    if config.base_priority == "reward":
         returns = np.array([episode.reward for episode in episodes])
-        return reward_priority(returns, epsilon)
-    if kind != "advantage":
-        raise ValueError(f"no base priority is called {kind}")
+        return reward_priority(returns, config.epsilon)
 
     action_tokens = np.array([episode.action_mask.sum() for episode in episodes])
     totals = norm.collected_advantages(episodes).double().sum(-1).numpy()
-    return advantage_priority(totals / action_tokens, epsilon)
+    return advantage_priority(totals / action_tokens, config.epsilon)
 
 
 def exponential_decay(age: np.ndarray, tau: float) -> np.ndarray:

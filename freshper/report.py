@@ -228,8 +228,10 @@ class Report(contextlib.AbstractContextManager):
         self.write_file("episodes.html", episodes_page(episodes, self.policy, self.title))
         return {f"eval_{name}": mean for name, mean in summarize(episodes).items()}
 
-    def write(self, row: Row) -> None:
-        """Write the row of an iteration to metrics.csv."""
+    def write(self, row: Row, engine: Engine) -> None:
+        """Write the row of an iteration to metrics.csv. An evaluation completes it, if one is
+        due."""
+        row |= self.evaluate_if_due(engine)
         row["wall_s"] = time.perf_counter() - self.began
         self.metrics.loc[row["iteration"]] = pandas.Series(row)
         self.write_metrics()
@@ -286,9 +288,10 @@ class Report(contextlib.AbstractContextManager):
             axes.plot(episodes, training, label="training, each iteration", alpha=0.4)
             axes.plot(episodes, self.metrics["eval_success"], "o", label="held-out seeds")
 
-        if (self.folder / "replay.csv").exists():
-            replayed = diagnostics.read(self.folder)
-            diagnostics.plot(self.folder, diagnostics.by_age(replayed))
+        replay = self.folder / "replay.csv"
+        if replay.exists():
+            rows = pandas.read_csv(replay, dtype=float)
+            diagnostics.plot(self.folder, diagnostics.by_age(rows))
 
 
 def folder_of(config: Config) -> Path:

@@ -24,6 +24,7 @@ from freshper.episode import AnyImage, Episode
 from freshper.errors import NonFiniteError
 
 if TYPE_CHECKING:
+    from freshper.config import Config
     from freshper.models import Policy
     from freshper.trainer import TorchTrainer
 
@@ -225,11 +226,12 @@ def evaluate(
 GOLDEN_RATIO = 618_033_989
 
 
-def training_seeds(seed: int, iteration: int, n_episodes: int) -> list[int]:
-    """Return the environment seeds of an iteration, [n_episodes].
+def training_seeds(config: "Config", iteration: int) -> list[int]:
+    """Return the environment seeds of an iteration, [rollout_batch_size].
 
-    A run counts upwards from a start that follows from its `seed`, so that it goes through all rows
+    A run counts upwards from a start that follows from its --seed, so that it goes through all rows
     of a data set. The golden ratio keeps the starts of runs with neighbouring seeds apart: those of
     N consecutive seeds are at least 0.38 EVAL_SEEDS / N apart."""
-    first = seed * GOLDEN_RATIO + iteration * n_episodes
-    return [(first + k) % EVAL_SEEDS for k in range(n_episodes)]
+    n = config.rollout_batch_size
+    first = config.seed * GOLDEN_RATIO + iteration * n
+    return [(first + k) % EVAL_SEEDS for k in range(n)]

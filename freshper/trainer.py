@@ -77,8 +77,8 @@ class TorchTrainer:
         """Line 3: write log pi_mu of the action tokens into the episodes, and log pi_ref if needed.
 
         Returns the mismatch, the mean |trainer - engine log-prob|, and the seconds. Raises
-        NonFiniteError if a log-prob is not finite, BackendError if another model generated (vLLM's,
-        or the embedded engine's copy) and its weights are not the trainer's."""
+        NonFiniteError if a log-prob is not finite, BackendError if vLLM generated, with
+        other weights than the trainer's."""
         began = time.perf_counter()
         batch = collate(episodes)
         logprobs = self.logprobs(batch).numpy()  # [B, T]
@@ -91,8 +91,7 @@ class TorchTrainer:
         of_actions = difference[batch.action_mask.numpy()]
         mismatch = float(np.abs(of_actions).mean())
         most = MOST_MISMATCH[self.config.dtype] / self.config.temperature
-        has_own_model = self.config.backend != "hf+torch"
-        if has_own_model and mismatch > most:
+        if self.config.engine == "vllm" and mismatch > most:
             raise BackendError(
                 "the engine does not generate with the trainer's weights: log-probs of the same "
                 f"tokens differ by {mismatch:.2g} in the mean (at most {most:.2g})"

@@ -17,6 +17,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SHIM), os.environ.g
 
 import hypothesis
 import numpy as np
+import pandas
 import pyarrow.parquet
 import pytest
 import torch
@@ -52,6 +53,12 @@ def model_folder(tmp_path_factory, text_policy, vision_policy):
         folders[family] = str(tmp_path_factory.mktemp(family))
         policy.save(folders[family])
     return folders
+
+
+def read(folder, name="replay.csv"):
+    """Return the columns of a run's table, float64 [rows], NaN where it is empty."""
+    table = pandas.read_csv(Path(folder, name), dtype=float)
+    return {column: values.to_numpy() for column, values in table.items()}
 
 
 def make_episode(rng, turns=3, prompt=0, vocabulary=200, **fields):

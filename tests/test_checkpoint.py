@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import contents, make_episode
+from conftest import contents, make_episode, read
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
@@ -29,7 +29,6 @@ from freshper.checkpoint import (
     unpack_episodes,
 )
 from freshper.config import Config
-from freshper.diagnostics import read
 from freshper.engine_hf import HFEngine
 from freshper.episode import compressed
 from freshper.errors import Ending

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pandas
 import pytest
+from conftest import read
 from matplotlib.figure import Figure
 from scipy import stats
 
@@ -20,7 +21,6 @@ import compare
 from envs import ENVS
 from envs.base import EVAL_SEEDS
 from freshper.config import PRESETS, TINY
-from freshper.diagnostics import read
 from freshper.flags import parse_args
 
 SHORT = (

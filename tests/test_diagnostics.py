@@ -1,6 +1,7 @@
 """ESS and KL by age, against closed forms, the law of section 3.3, and SciPy."""
 
 import numpy as np
+import pandas
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ def rows_of(log_ratio, probability=None, age=None):
     n = len(log_ratio)
     log_ratio = np.asarray(log_ratio)
     ratio = np.exp(log_ratio)
-    return {
+    columns = {
         "age": np.zeros(n) if age is None else age,
         "probability": np.full(n, 1 / n) if probability is None else probability,
         "log_ratio": log_ratio,
@@ -24,6 +25,7 @@ def rows_of(log_ratio, probability=None, age=None):
         "clipped": np.zeros(n),
         "tokens": np.ones(n),
     }
+    return pandas.DataFrame(columns)
 
 
 @given(n=st.integers(2, 8), seed=st.integers(0, 1000))

@@ -143,7 +143,8 @@ def test_a_conversation_that_would_grow_too_long_is_truncated(text_policy):
 
 def test_training_seeds_do_not_repeat():
     def of_run(seed):
-        return [x for i in range(100) for x in training_seeds(seed, i, 6)]
+        config = Config(seed=seed, rollout_batch_size=6)
+        return [x for i in range(100) for x in training_seeds(config, i)]
 
     seeds = {*of_run(42)}
     assert len(seeds) == 600

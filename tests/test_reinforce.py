@@ -299,7 +299,8 @@ def test_a_base_priority_is_of_the_return_or_of_the_unclipped_advantage(kind):
     for drawn in (episodes, episodes[:2], episodes[:1]):
         means = [np.mean(row) for row in slow_advantages(drawn, unclipped, episodes)]
         for source, expected in (("advantage", means), ("reward", [e.reward for e in drawn])):
-            priorities = base_priorities(drawn, norm, source, epsilon=0.1)
+            kind = dataclasses.replace(config, base_priority=source)
+            priorities = base_priorities(drawn, norm, kind)
             np.testing.assert_allclose(priorities, np.abs(expected) + 0.1, rtol=1e-4)
 
 

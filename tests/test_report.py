@@ -11,14 +11,13 @@ from unittest.mock import Mock
 import numpy as np
 import pandas
 import pytest
-from conftest import make_episode
+from conftest import make_episode, read
 from PIL import Image
 
 import train
 from envs import ENVS
 from freshper.backends import Loaded, make_env
 from freshper.config import Config
-from freshper.diagnostics import read
 from freshper.errors import Ending, NonFiniteError
 from freshper.report import Report, episodes_page, summarize
 from freshper.rollout import rollout
@@ -171,8 +170,7 @@ def test_a_damaged_table_ends_no_run(run, tmp_path, text_policy, monkeypatch, da
     config = Config(eval_episodes=2, resume=str(tmp_path))
     with Report(config, Loaded(text_policy, [make_env(config)], None), Ending()) as report:
         report.metrics = pandas.read_csv(run[0] / "metrics.csv")
-    said = any(line.startswith("plots could not be written") for line in lines)
-    assert said == ("?" not in damage[1])
+    assert any(line.startswith("plots could not be written") for line in lines)
 
 
 @pytest.mark.parametrize("seconds, said", [(3.0, 0), (5.0, 1)])

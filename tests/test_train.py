@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from conftest import read
 from safetensors.torch import load_file
 
 import train
@@ -22,7 +23,7 @@ from envs.base import EVAL_SEEDS
 from envs.frozenlake import FrozenLake
 from freshper import report
 from freshper.buffer import ReplayBuffer
-from freshper.diagnostics import read
+from freshper.config import Config
 from freshper.engine_hf import HFEngine, Sampling
 from freshper.episode import collate
 from freshper.flags import parse_args
@@ -72,7 +73,7 @@ def test_algorithm_1_line_by_line(tmp_path, monkeypatch):
     def line_2(episodes, engine, policy, envs, seeds, *limits):
         done = calls.count("2 rollout")
         calls.append("2 rollout")
-        assert seeds == training_seeds(2, done, 4)
+        assert seeds == training_seeds(Config(seed=2, rollout_batch_size=4), done)
         assert limits == (300, 5)
         noted["collected"] = episodes
 

@@ -12,11 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import play, stock_logprobs
+from conftest import play, read, stock_logprobs
 from pretrained import smollm2
 from transformers import AutoModelForCausalLM
 
-from freshper.diagnostics import read
 from freshper.episode import collate
 from freshper.flags import parse_args
 from freshper.models import load_policy
