@@ -38,7 +38,7 @@ def train(
 
     Raises NonFiniteError, OSError (a disk, the search server, a first turn over --max_tokens, a
     backend), KeyboardInterrupt (a signal)."""
-    decay = age_decay(config.decay, config.tau)
+    decay = age_decay(config)
     buffer = ReplayBuffer(config.capacity, config.alpha, decay, config.eviction, config.seed)
     norm = ReturnNorm(config.baseline, config.kl_reward_coef)
     checkpoints = Checkpoints(report, trainer=trainer, engine=engine, buffer=buffer, norm=norm)

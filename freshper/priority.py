@@ -80,12 +80,13 @@ def polynomial_decay(age: np.ndarray, tau: float, power: float) -> np.ndarray:
     return (1.0 + np.asarray(age) / tau) ** -power
 
 
-def age_decay(kind: str, tau: float) -> Callable[[np.ndarray], np.ndarray]:
+def age_decay(config: "Config") -> Callable[[np.ndarray], np.ndarray]:
     """Return the decay of age that --decay names; 1 everywhere for Standard PER."""
+    tau = config.tau
     forms = {
         "exponential": partial(exponential_decay, tau=tau),
         "polynomial": partial(polynomial_decay, tau=tau, power=1.0),
         "limit": partial(age_limit, tau=tau),
         "none": partial(exponential_decay, tau=np.inf),
     }
-    return forms[kind]
+    return forms[config.decay]

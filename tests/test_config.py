@@ -12,7 +12,7 @@ import pytest
 from envs import ENVS
 from envs.frozenlake import FrozenLake
 from freshper.backends import join_ranks, load, make_env
-from freshper.config import CONFIG_A, CONFIG_DEFAULT, PRESETS
+from freshper.config import CONFIG_A, CONFIG_DEFAULT, PRESETS, Config
 from freshper.engine_hf import Sampling
 from freshper.flags import check, parse_args
 from freshper.priority import age_decay
@@ -120,7 +120,7 @@ def test_what_follows_from_the_settings(tmp_path, monkeypatch):
     # at tau = 20
     factors = {"exponential": 0.36788, "polynomial": 0.5, "limit": 1.0, "none": 1.0}
     for decay, factor in factors.items():
-        assert age_decay(decay, 20.0)(20) == pytest.approx(factor, abs=1e-5)
+        assert age_decay(Config(decay=decay, tau=20.0))(20) == pytest.approx(factor, abs=1e-5)
     per = settings_of("--method per --iterations 11")
     assert [per.beta_at(i) for i in (0, 5, 10)] == pytest.approx([0.4, 0.7, 1.0])
     assert config.beta_at(0) == config.beta_at(199) == 0.0
