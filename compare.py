@@ -37,25 +37,12 @@ from scipy import stats
 
 from envs import ENVS
 from freshper.backends import make_env
-from freshper.config import CONFIG_A, CONFIG_DEFAULT, Config
+from freshper.config import TABLES, Config
 from freshper.errors import Ending, protect_output
 from freshper.flags import parse_args
 from freshper.report import Row, baselines, drawing, task
 
-A = " ".join(f"--{name} {value}" for name, value in CONFIG_A.items())
-DEFAULT = " ".join(f"--{name} {value}" for name, value in CONFIG_DEFAULT.items())
-NO_TAU = ("freshper --decay none", "per", "on_policy")
-EXHIBITS = {
-    # Table 1, Fig. 3, 4 and 6
-    "main": ["on_policy", "per", "freshper"],
-    # Fig. 5: with the steps of a tiny model, and with those of the paper
-    "tau": [*(f"freshper --tau {tau}" for tau in (5, 20, 80, 320)), *NO_TAU],
-    "tau_paper": [*(f"freshper --tau {tau}" for tau in (500, 1000, 1500)), *NO_TAU],
-    # Fig. 7
-    "is": ["on_policy", "freshper", "freshper --beta 0.4", "per --beta 0", "per"],
-    # Table 3, and Config A with the clip of Default
-    "config": [f"freshper {A}", f"freshper {DEFAULT}", f"freshper {A} --advantage_clip 20"],
-}
+EXHIBITS = TABLES["exhibit"]  # the arms of each
 # As in the figures of RESULTS.md
 COLORS = {"on_policy": "#4285F4", "per": "#FBBC04", "freshper": "#EA4335"}
 NOT_FINITE = 3  # the exit status of a run that met such numbers

@@ -258,6 +258,8 @@ def build(out: Path) -> None:
     edition = Edition()
     pages = {"index": edition.index(), "paper_to_code": edition.table()}
     pages |= {name: edition.module(name) for name in edition.modules}
+    tables = (ROOT / "freshper/tables.toml").read_text(encoding="utf-8")
+    pages["freshper.config"] += f"<h2>tables.toml</h2><pre>{escape(tables)}</pre>"
 
     out.mkdir(parents=True, exist_ok=True)
     shutil.copy(DOCS / "explore.html", out)

@@ -165,11 +165,6 @@ class TextEnv(gymnasium.Env):
             policies["optimal"] = self.optimal_reply
         return {name: play_out(self, seed, reply)[1]["success"] for name, reply in policies.items()}
 
-    def data_summary(self) -> str:
-        """Return how many rows of `data` a run trains on, and holds out."""
-        train, held_out = map(len, self.rows.values())
-        return f"{self.data}: {train} rows for training, {held_out} held out"
-
 
 def play_out(env: TextEnv, seed: int, reply: Callable[[], str]) -> tuple[float, dict]:
     """Play the episode of this seed with replies from `reply`. Returns the episode's return and the

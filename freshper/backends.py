@@ -164,12 +164,11 @@ def load_model(config: Config, saved: Saved | None, observation: Observation) ->
 def check_rows(policy: Policy, env: TextEnv, config: Config) -> None:
     """Raise ValueError unless the policy can read the first turn of each row, and has room for a
     reply."""
-    longest = 0
+    needed = 0
     for first, rows in zip((0, EVAL_SEEDS), env.rows.values()):
         for seed in range(first, first + len(rows)):
             observation, _ = env.reset(seed=seed)
-            longest = max(longest, len(policy.user_turn(observation)))
-    needed = longest + config.max_new_tokens
+            needed = max(needed, len(policy.user_turn(observation)) + config.max_new_tokens)
     if needed > config.max_tokens:
         raise ValueError(
             f"--max_tokens is {config.max_tokens}, but must be at least {needed} "

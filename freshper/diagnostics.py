@@ -31,8 +31,7 @@ def estimate(rows: pandas.DataFrame) -> dict[str, float]:
     """Estimate staleness from rows of replay.csv.
 
     Returns the mean `age` in steps, ESS / n of trajectories (`ess`) and tokens (`ess_token`),
-    KL(pi_theta || pi_mu) (`kl`) and its reverse (`kl_reverse`) in nats, and the share of clipped
-    tokens (`clipped`)."""
+    KL(pi_theta || pi_mu) (`kl`) and its reverse (`kl_reverse`) in nats."""
     # E_mu. Replay draws by priority, so each row has the weight v_i = 1 / P(i).
     mean = partial(np.average, weights=1.0 / rows["probability"])
 
@@ -43,16 +42,14 @@ def estimate(rows: pandas.DataFrame) -> dict[str, float]:
     ess = mean_rho**2 / mean(rho**2)
     kl = mean(rho * log_rho) / mean_rho - np.log(mean_rho)
 
-    tokens = mean(rows["tokens"])
     ratio = mean(rows["ratio"])
     ratio_square = mean(rows["ratio_sq"])
     return {
         "age": mean(rows["age"]),
         "ess": ess,
-        "ess_token": ratio**2 / (tokens * ratio_square),
+        "ess_token": ratio**2 / (mean(rows["tokens"]) * ratio_square),
         "kl": kl,
         "kl_reverse": -mean(rows["log_ratio"]),
-        "clipped": mean(rows["clipped"]) / tokens,
     }
 
 
@@ -84,24 +81,22 @@ def plot(folder: Path, estimates: pandas.DataFrame) -> None:
     kl = estimates["kl"]
     kl_reverse = estimates["kl_reverse"]
     steps, offset, r2 = drift_rate(age[:-1], kl_reverse[:-1])
-    figure = Figure(figsize=(13, 4.8), layout="constrained")
-    left, middle, right = figure.subplots(1, 3)
+    figure = Figure(figsize=(9, 4.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
 
     left.set(title="How much replayed episodes are worth", ylabel="ESS / n", ylim=(0, 1.05))
     left.plot(age, estimates["ess_token"], "s-", label="of tokens")
     left.plot(age, estimates["ess"], "o-", label="of trajectories")
     left.plot(age, np.exp(-kl), "k--", label=r"its bound, $\exp(-KL)$ (eq. 11)")
 
-    middle.set(title="How far the policy has moved", ylabel="KL of a trajectory, nats")
-    middle.plot(age, kl, "s-", label=r"$KL(\pi_\theta\|\pi_\mu)$, of eq. 11")
-    middle.plot(age, kl_reverse, "o-", label=r"$KL(\pi_\mu\|\pi_\theta)$")
+    right.set(title="How far the policy has moved", ylabel="KL of a trajectory, nats")
+    right.plot(age, kl, "s-", label=r"$KL(\pi_\theta\|\pi_\mu)$, of eq. 11")
+    right.plot(age, kl_reverse, "o-", label=r"$KL(\pi_\mu\|\pi_\theta)$")
     line = f"""its line: one nat in 1/c = {steps:.0f} steps (R² {r2:.2f}). By eq. 12
 and 13 tau would be 1/c. This run uses the value of --tau."""
     if steps > 0:
-        middle.plot(age, offset + age / steps, "k--", label=line)
+        right.plot(age, offset + age / steps, "k--", label=line)
 
-    right.set(title="How many tokens the clip stops", ylabel="share of action tokens")
-    right.plot(age, estimates["clipped"], "o-", label="clipped tokens")
     for axes in figure.axes:
         axes.set_xlabel("age of the episodes, optimizer steps")
         axes.spines[["top", "right"]].set_visible(False)

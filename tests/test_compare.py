@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pandas
@@ -20,7 +21,7 @@ from scipy import stats
 import compare
 from envs import ENVS
 from envs.base import EVAL_SEEDS
-from freshper.config import PRESETS, TINY
+from freshper.config import Preset
 from freshper.flags import parse_args
 
 SHORT = (
@@ -207,10 +208,10 @@ def test_arms_whose_seeds_are_all_equal_have_an_interval_of_no_width():
 
 
 @pytest.mark.parametrize("name", compare.EXHIBITS)
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", get_args(Preset))
 def test_every_arm_of_every_exhibit_is_a_valid_command_with_a_name_of_its_own(preset, name):
     arms = compare.EXHIBITS[name]
-    for env in TINY:
+    for env in ENVS:
         args = argparse.Namespace(env=env, out=Path("nowhere"), flags=["--preset", preset])
         runs = [compare.plan(args, arm, 0) for arm in arms]
         assert len({run.folder for run in runs}) == len(arms) > 1
