@@ -201,7 +201,7 @@ def second_stage(data: Data) -> str:
             confirmed = two.low * two.high > 0 and one.estimate * two.estimate > 0
             rows.append([NAMES[task], formula, span(one), span(two), span(ten), str(confirmed)])
     if not rows:
-        return "Its runs have not been made.\n"
+        return "Not all of its runs have been made.\n"
     return table(("task", "effect", "first", "second", "both", "confirmed"), rows)
 
 
