@@ -9,14 +9,16 @@ and why we differ.
 
 import signal
 
+# While the imports take their seconds, Ctrl-C leaves no traceback.
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in the imports leaves no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from freshper.config import Config
 from freshper.flags import parse_args
 
+# --help and a wrong flag are answered before torch is imported.
 if __name__ == "__main__":
-    parse_args()  # answers --help and a wrong flag before torch is imported
+    parse_args()
 
 from freshper.backends import Loaded, backends, load
 from freshper.buffer import ReplayBuffer
@@ -59,7 +61,7 @@ def train(
         if config.replay_ratio:  # on-policy training keeps no episodes
             buffer.add(episodes, base_priorities(episodes, norm, config), trainer.step)
 
-        # 6: refresh priorities p_i <- p_i^base * exp(-Delta_i / tau), on a CPU thread beside 5
+        # 6, on a CPU thread beside 5: refresh priorities p_i <- p_i^base * exp(-Delta_i / tau)
         buffer.refresh_async(trainer.step + config.ppo_epochs)  # t at the end of 5
 
         # 5: train pi_theta on the fresh batch {e_j}

@@ -142,7 +142,7 @@ class ReplayBuffer:
         return Replay(episodes, indices, probabilities, ages)
 
     def update_base_priorities(self, indices: np.ndarray, priorities: np.ndarray) -> None:
-        """Set new base priorities [n] of drawn episodes (section 3.5, "Priority Update").
+        """Set new base priorities [n] of the newest draw (section 3.5, "Priority Update").
 
         Slots that got another episode since the newest draw are left out. Unchanged ones keep
         their tree values."""

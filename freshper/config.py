@@ -2,11 +2,12 @@
 
 Paper: section 4.1 ("Implementation Details"), Tables 2 to 5, appendix F ("Common Settings").
 
-The defaults of `Config` are the paper's. A preset replaces them by the numbers of its task, the
-method by those of Table 5 (freshper/tables.toml), and flags by their own (freshper/flags.py):
+The defaults of `Config` are the paper's numbers (model and backend: those of a laptop). A preset
+replaces them by the numbers of its task, the method by those of Table 5 (freshper/tables.toml), and
+flags by their own (freshper/flags.py):
 
     tiny     a model of 0.1 to 0.3 M parameters that freshper/tiny.py builds, on a laptop
-    small    a pretrained model of up to 1 B on one machine: numbers for any task, and for gsm8k
+    small    a pretrained model of up to 1 B on one machine, for any task
     paper    the paper's models on vLLM and DeepSpeed
 """
 

@@ -5,7 +5,7 @@ A). REINFORCE++ itself: Hu et al., arXiv 2501.03262, as in OpenRLHF.
 
     ReturnNorm       r_t   the turn's reward, on its last action token, - kl_reward_coef * k1_t
                      G_t   = sum_{s >= t} r_s     undiscounted (gamma = 1), to the episode's end
-                     A_t   = (G_t - mean) / std, clipped by the trainer to +-eps_clip of Table 3
+                     A_t   = (G_t - mean) / std, clipped by the trainer to +-advantage_clip
     policy_loss      rho_t = pi_theta(a_t | s_t) / pi_mu(a_t | s_t)
                      l_i   = -sum_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t) / C
                              + sum_t (kl_loss_coef * k3_t - entropy_coef * H_t) / C
@@ -40,7 +40,7 @@ from freshper.episode import Batch, Episode, collate
 
 WINDOW = 256  # episodes behind the running means of `--baseline turn`
 RATIO_CLIP = 0.2  # epsilon of the PPO ratio clip (section 4.1)
-EPS = 1e-8  # added to standard deviations
+SMALL = 1e-8  # added to standard deviations
 # From 88.8 on, exp overflows in float32 and the gradient is NaN. OpenRLHF and verl bound by 20.
 MAX_LOG_RATIO = 20.0
 
@@ -57,12 +57,12 @@ def whiten(values: Tensor, mask: Tensor, moments: Moments | None = None) -> Tens
 
     If `moments` is None, mean and std are those of the masked entries. Equal entries become 0."""
     if moments is None:
-        # In float32, the mean of equal values can differ from them by more than EPS.
+        # In float32, the mean of equal values can differ from them by more than SMALL.
         selected = values[mask].double()
         moments = selected.mean(), selected.std(correction=0)
 
     mean, std = moments
-    whitened = (values.double() - mean) / (std + EPS)
+    whitened = (values.double() - mean) / (std + SMALL)
     return torch.where(mask, whitened, 0.0).to(values.dtype)
 
 
@@ -117,6 +117,7 @@ class ReturnNorm:
 
     def observe(self, episodes: list[Episode] | Batch) -> None:
         """Take mean and std of freshly collected episodes; with `turn`, of the last WINDOW."""
+        # Turn and return of each action token: of this batch, or with `turn` of the window
         batch = collate(episodes)
         turns = turn_numbers(batch.action_mask)
         turn_and_return = torch.stack([turns, self.returns(batch)]).double()  # [2, B, T]
@@ -126,11 +127,12 @@ class ReturnNorm:
             self.window.append(turn_and_return[:, row, mask])  # [2, n]
         del self.window[: -max(WINDOW, len(batch.tokens))]
 
+        # One mean for all turns, or one per turn: with `turn`, and if all returns are equal
         turns, returns = torch.cat(self.window, dim=1)  # of all action tokens
         turns = turns.long()
         spread = self.spread()
         if spread and self.kind != "turn":
-            turns.zero_()  # so that there is one mean for all turns
+            turns.zero_()
         self.means = torch.bincount(turns, returns) / torch.bincount(turns)
         if spread:
             self.std = (returns - self.means[turns]).square().mean().sqrt().float()

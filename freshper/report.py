@@ -101,7 +101,7 @@ class Report(contextlib.AbstractContextManager):
         self.say(f"{type(model).__name__}, {model.num_parameters():,} parameters")
         self.say(f"backend {config.backend} on {config.device}, threads {torch.get_num_threads()}")
         for split, rows in env.rows.items():
-            self.say(f"{config.data}: {len(rows)} rows {split}")
+            self.say(f"{split}: {len(rows)} rows of {config.data}")
         self.say(f"success on held-out seeds: {self.baseline_text}")
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -169,7 +169,7 @@ def rollout(
     """
     episodes = [LiveEpisode(policy, env, seed) for env, seed in zip(envs, seeds)]
 
-    # `load` has checked the first turn of one held-out seed only.
+    # Only rows of --data have been measured before.
     longest = max(episodes, key=len)
     needed = len(longest) + max_new_tokens
     if needed > max_tokens:

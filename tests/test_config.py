@@ -184,7 +184,7 @@ def test_a_value_of_300_characters_is_one_sentence(capsys):
     assert "--model" in refusal(["--model", "a" * 300], capsys)
 
 
-def test_resuming_keeps_all_settings_but_iterations(tmp_path):
+def test_resuming_keeps_all_settings_but_three(tmp_path):
     stored = vars(settings_of("--env aime --seed 7"))
     (tmp_path / "config.json").write_text(json.dumps(stored))
     resumed = stored | {"resume": str(tmp_path)}
