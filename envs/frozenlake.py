@@ -99,6 +99,7 @@ class FrozenLake(GridWorld):
 
     def start(self, seed: int) -> None:
         self.cells = random_map(seed)
+        self.edged = np.pad(self.cells, 1, constant_values="#")
         self.lake = gymnasium.make(
             "FrozenLake-v1", desc=self.cells, is_slippery=self.slippery
         ).unwrapped
@@ -125,9 +126,7 @@ class FrozenLake(GridWorld):
     def beside(self) -> list[str]:
         """Return the cells left, below, right and above of the player."""
         row, col = divmod(self.lake.s, SIDE)
-        edged = np.pad(self.cells, 1, constant_values="#")
-        around = edged[row : row + 3, col : col + 3]
-        return around.flat[[3, 7, 5, 1]].tolist()
+        return self.edged[row : row + 3, col : col + 3].flat[[3, 7, 5, 1]].tolist()
 
     def caption(self) -> str:
         """Return the cells of player, goal and holes, such as `P b1 G d3 O a2 c4`. The caption of
