@@ -42,7 +42,7 @@ from freshper.errors import Ending, protect_output
 from freshper.flags import parse_args
 from freshper.report import Row, baselines, drawing, task
 
-EXHIBITS = TABLES["exhibit"]  # the arms of each
+EXHIBITS = TABLES["exhibit"]  # names, and their arms
 # As in the figures of RESULTS.md
 COLORS = {"on_policy": "#4285F4", "per": "#FBBC04", "freshper": "#EA4335"}
 NOT_FINITE = 3  # the exit status of a run that met such numbers

@@ -43,11 +43,10 @@ def estimate(rows: pandas.DataFrame) -> dict[str, float]:
     kl = mean(rho * log_rho) / mean_rho - np.log(mean_rho)
 
     ratio = mean(rows["ratio"])
-    ratio_square = mean(rows["ratio_sq"])
     return {
         "age": mean(rows["age"]),
         "ess": ess,
-        "ess_token": ratio**2 / (mean(rows["tokens"]) * ratio_square),
+        "ess_token": ratio**2 / (mean(rows["tokens"]) * mean(rows["ratio_sq"])),
         "kl": kl,
         "kl_reverse": -mean(rows["log_ratio"]),
     }

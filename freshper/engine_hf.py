@@ -100,7 +100,7 @@ class HFEngine:
         # last of its conversations.
         self.rows: WeakKeyDictionary[Conversation, tuple[KVCache, int]] = WeakKeyDictionary()
 
-    def sync(self, _trainer: TorchTrainer) -> dict[str, float]:
+    def sync(self, trainer: TorchTrainer) -> dict[str, float]:
         """Drop every key and value that older weights computed (line 12, pi_mu <- pi_theta)."""
         self.rows.clear()
         return {}

@@ -1,5 +1,6 @@
 """Settings: the paper's tables value for value, and a sentence for a wrong or idle flag."""
 
+import dataclasses
 import json
 import os
 import re
@@ -10,6 +11,7 @@ from typing import get_args
 
 import pytest
 
+from compare import EXHIBITS
 from envs import ENVS
 from envs.frozenlake import FrozenLake
 from freshper.backends import join_ranks, load, make_env
@@ -68,6 +70,14 @@ def test_the_paper_preset_holds_the_tables(env):
     assert config.slippery is (env == "frozenlake")  # docs/differences.md
 
 
+def test_the_arms_of_table_3_have_its_numbers():
+    a, default, wide = (settings_of(f"--method {arm}") for arm in EXHIBITS["config"])
+    for config, name in ((a, "A"), (default, "Default")):
+        expected = paper_table("config_comparison", name)
+        assert {column: getattr(config, column) for column in expected} == expected
+    assert wide == dataclasses.replace(a, advantage_clip=20.0)
+
+
 @pytest.mark.parametrize("preset", get_args(Preset))
 @pytest.mark.parametrize("env", ENVS)
 def test_the_methods_differ_in_nothing_but_their_rows_of_table_5(preset, env):
@@ -98,8 +108,10 @@ def test_help_shows_what_will_run_before_torch_is_imported():
     assert done.stdout.endswith("set()\n")
     shown, config = " ".join(done.stdout.split()), settings_of("--env gsm8k --seed 5")
     assert config.iterations == 600
+    source = (ROOT / "freshper/config.py").read_text()
     for name, value in vars(config).items():
-        assert re.search(rf"--{name}\b[^\[]+\w\)? \[{re.escape(str(value))}\]", shown), name
+        (text,) = re.findall(rf"^    {name}: .+  # (.+)$", source, re.MULTILINE)
+        assert f"{text} [{value}]" in shown
 
 
 def test_what_follows_from_the_settings(tmp_path, monkeypatch):
@@ -154,6 +166,8 @@ SENTENCES = {
     "--method per --decay exponential": "--decay is exponential, but must be none with --method",
     "--data x --env aime": "--data is x, but must be empty with --preset tiny",
     "--zero_stage 3": "--zero_stage is 3, but has no effect unless DeepSpeed trains",
+    "--zero_stage 3 --backend hf+deepspeed": "--zero_stage is 3, but hf+deepspeed needs",
+    "--backend hf+deepspeed --preset paper --env nq_search": "--backend is hf+deepspeed, but hf+",
     "--engine_memory 0.3": "--engine_memory is 0.3, but has no effect unless vLLM generates",
     "--slippery --env gsm8k": "--slippery has no effect with --env gsm8k",
     "--alpha 1 --method on_policy": "--alpha is 1.0, but has no effect with --replay_ratio 0",
