@@ -140,8 +140,8 @@ class Table:
             self.updates.append((weights is not None, sum(batch.lengths), sampled))
             return update(trainer, batch, advantages, weights)
 
-        def written(report, row):
-            write(report, row)
+        def written(report, row, engine):
+            write(report, row, engine)
             self.write()
 
         TorchTrainer.update = counted
