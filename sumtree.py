@@ -24,7 +24,7 @@ class SumTree:
     """Hold `capacity` non-negative float64 leaves, all zero at first.
 
     Raises ValueError on an index out of range, on values that are negative, NaN, infinite or so
-    large that their sum could be, and on a draw if the total is zero."""
+    large that their sum could be infinite, and on a draw if the total is zero."""
 
     def __init__(self, capacity: int):
         if capacity < 1:

@@ -43,6 +43,7 @@ def train(
     decay = age_decay(config)
     buffer = ReplayBuffer(config.capacity, config.alpha, decay, config.eviction, config.seed)
     norm = ReturnNorm(config.baseline, config.kl_reward_coef)
+    # From here on everything is as in the checkpoint of --resume, if there is one.
     checkpoints = Checkpoints(report, trainer=trainer, engine=engine, buffer=buffer, norm=norm)
 
     for iteration in report.iterations(engine):  # Algorithm 1, line 1

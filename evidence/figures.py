@@ -114,7 +114,7 @@ def late(data: Data, figure: Figure) -> None:
         ylabel="success",
         ylim=(-0.03, 0.26),
         xlabel="% of the episodes",
-        title="decay pays late: FreshPER minus no decay",
+        title="FreshPER minus no decay, in the course of training",
     )
     above.legend(loc="upper left")
 

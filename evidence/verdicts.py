@@ -236,9 +236,9 @@ def decay_pays(data: Data, tasks: list[str]) -> list[Effect]:
 
 
 def late_pay(data: Data) -> str:
-    rows = []
-    for name, tasks in (("nine tasks", TASKS), ("without NQ Search, CliffWalking", OTHERS)):
-        rows.append([name, *map(span, decay_pays(data, tasks))])
+    groups = {NAMES[task]: [task] for task in TASKS}
+    groups |= {"nine tasks": TASKS, "without NQ Search, CliffWalking": OTHERS}
+    rows = [[name, *map(span, decay_pays(data, tasks))] for name, tasks in groups.items()]
     return table(["episodes", *(f"{share:.0%}" for share in SHARES)], rows)
 
 

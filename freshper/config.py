@@ -2,7 +2,8 @@
 
 Paper: section 4.1 ("Implementation Details"), Tables 2 to 5, appendix F ("Common Settings").
 
-The defaults of `Config` are the paper's numbers (model and backend: those of a laptop). A preset
+The defaults of `Config` are the paper's numbers where it gives one (model and backend: those of a
+laptop). A preset
 replaces them by the numbers of its task, the method by those of Table 5 (freshper/tables.toml), and
 flags by their own (freshper/flags.py):
 
@@ -50,7 +51,7 @@ class Config:
     decay: Decay = "exponential"  # of age (eq. 13)
     tau: float = 500.0  # age decay constant in steps (section 4.1: 500; AIME 1000)
     beta: float = 0.0  # beta_0 of IS weights; 0: off (Table 5: FreshPER none, PER 0.4)
-    baseline: Literal["batch", "turn", "recompute"] = "batch"  # measure of returns (ours)
+    baseline: Literal["batch", "turn", "recompute"] = "batch"  # mean and std of returns (ours)
 
     # optimization
     iterations: int = 400  # of Algorithm 1 (Table 4: 400; NQ 300; VLM 100)

@@ -8,8 +8,8 @@ the buffer holds).
     behavior_logprobs  0 0 0 0 0 0 0 0 x x x 0 0 0 0 0 0 0 0 x x x 0 0 0 0 0 0 0 0 x x x
     turn_rewards                     r_0                 r_1                 r_2
 
-Tokens are those the engine sampled, never re-encoded text. Masks are positions, never comparisons
-with a pad or eos id.
+Tokens are those the engine sampled, never re-encoded text. A mask marks
+positions, and is never found by a pad or eos id.
 """
 
 import hashlib
@@ -75,8 +75,8 @@ class Episode:
 class Batch(NamedTuple):
     """B episodes, padded with 0 or False on the right to T tokens.
 
-    Under a causal mask no real token sees padding. Advantages and weights come from the
-    trainer."""
+    Under a causal mask no real token sees padding. `TorchTrainer.update` attaches advantages and
+    weights."""
 
     tokens: Tensor  # int64 [B, T]
     action_mask: Tensor  # bool [B, T]

@@ -51,7 +51,7 @@ RULES: list[tuple[str, str, Callable[[Any, Config], object]]] = [
     ("tau", "has no effect with --decay none", lambda x, c: c.decay != "none"),
 ]  # fmt: skip
 OF_TASKS = {"slippery", "data", "search_url"}  # flags that a task may list as its `settings`
-# Beside --resume: how long, and in how much memory.
+# The only flags beside --resume: how long, and in how much memory.
 MAY_CHANGE = ("iterations", "micro_batch_size", "engine_memory")
 
 

@@ -6,9 +6,9 @@ Paper: section 3.3 (eq. 13), section 3.4 (eq. 14).
 
 The buffer draws with P(i) ~ p_i^alpha: at the paper's tau = 500 and alpha = 0.6 the priority halves
 in tau ln 2 = 347 steps, the leaf p_i^alpha in 578. The authors count *iterations*: their 500 are
-1,500 of our steps, 1 + K = 3 each. Exponential decay shrinks all entries by the same factor, so a
-refresh changes their P(i) only relative to the entries added since the last one. Polynomial decay
-shrinks young entries faster than old ones.
+1,500 of our steps, 1 + K = 3 each. Exponential decay shrinks all entries by the same factor: a
+refresh keeps the ratios among them, and lowers them only against entries added since the last one.
+Polynomial decay shrinks young entries faster than old ones.
 
 The paper gives no epsilon (the authors' code: 1e-6). With 0/1 rewards it decides how often failures
 are replayed: P(success) / P(failure) = ((1 + epsilon) / epsilon)^alpha, about 4,000 at 1e-6 and 4

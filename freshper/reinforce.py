@@ -19,9 +19,9 @@ belong to one episode. The paper is silent on these points (docs/differences.md)
   batch. A fresh batch is then whitened over its action tokens, as in REINFORCE++. A replay batch is
   not whitened over itself: it can consist of successes only, and its advantages would all be 0.
   `recompute` does so nevertheless (the authors' code).
-- `turn` takes the mean of the returns from the same turn on, over the last WINDOW collected
-  episodes. If turns have a cost, one mean for all turns pushes early replies down and late ones up,
-  whatever they say, and replies lose their form.
+- `turn` measures G_t against the mean G_t of the tokens with the same turn number, over the last
+  WINDOW collected episodes. If turns have a cost, one mean for all turns pushes early replies down
+  and late ones up, whatever they say, and replies lose their form.
 - If all returns are equal after the KL term (all failures, say), each turn is measured alone, with
   the std of the batch before. If the rewards also fall in the same turns, all advantages are 0.
 - The KL penalty in the reward is that of the policy that acted, also in replay.
@@ -55,7 +55,7 @@ def returns_to_go(rewards: Tensor) -> Tensor:
 def whiten(values: Tensor, mask: Tensor, moments: Moments | None = None) -> Tensor:
     """Return (x - mean) / std of the masked entries, 0 elsewhere. [B, T] -> [B, T].
 
-    If `moments` is None, mean and std are those of the masked entries. Equal entries become 0."""
+    If `moments` is None, mean and std are those of the masked entries, and equal ones become 0."""
     if moments is None:
         # In float32, the mean of equal values can differ from them by more than SMALL.
         selected = values[mask].double()

@@ -7,16 +7,25 @@
     diagnostics.png    staleness by age (freshper/diagnostics.py)
     episodes.html      held-out episodes of the last evaluation
 
-Columns of metrics.csv: means over the updates of an iteration; row 0 is the evaluation before
-training. `train_*` is of the policy before the updates of its row, `eval_*` (held-out seeds) after
-them. `invalid`: share of replies that could not be read. `cut`: of replies that --max_new_tokens
-ended. `truncated`: of episodes cut by --max_tokens. `mismatch`: mean |engine - trainer log-prob|.
-`kl`: k3 of pi_mu against pi_theta, 0 in the first epoch, as is `clip_fraction`.
-`nonzero_advantages`: share of action tokens whose advantage is not 0. `replay_*`, `ess` and
-`ess_token` (ESS / n of trajectories and of tokens, eq. 5): replayed batches as drawn, not weighted
-by 1 / P(i). A batch has an ESS / n of at least 1 / B, so compare `ess` between runs of one
---batch_size only. `rollout_s`: the iteration's remaining time. `wall_s` has evaluations and
-checkpoints, too.
+Columns of metrics.csv are means over the updates of an iteration; row 0 is the evaluation before
+training:
+
+    train_*             of the policy before the updates of the row
+    eval_*              on held-out seeds, after them
+    turns               replies per episode
+    invalid             share of replies that could not be read
+    cut                 share of replies that --max_new_tokens ended
+    truncated           share of episodes cut by --max_tokens
+    mismatch            mean |engine - trainer log-prob|
+    clip_fraction, kl   share of clipped tokens; k3 of pi_mu against pi_theta: 0 in the first epoch
+    nonzero_advantages  share of action tokens whose advantage is not 0
+    replay_*            of replayed batches
+    ess, ess_token      ESS / n of trajectories and of tokens (eq. 5)
+    rollout_s           the iteration's remaining time
+    wall_s              all time so far, with evaluations and checkpoints
+
+Replayed batches are measured as drawn, not weighted by 1 / P(i). A batch has an ESS / n of at least
+1 / B, so compare `ess` between runs of one --batch_size only.
 """
 
 import base64
@@ -220,8 +229,8 @@ class Report(contextlib.AbstractContextManager):
         """Return the columns of an evaluation on the held-out seeds, {} if none is due, and write
         its episodes."""
         config = self.config
-        done = len(self.metrics)  # iterations, the one whose row is not yet written among them
-        if done % config.eval_every and done != config.iterations:
+        iteration = len(self.metrics)  # whose row is not yet written
+        if iteration % config.eval_every and iteration != config.iterations:
             return {}
         lengths = config.max_tokens, config.max_new_tokens
         episodes = evaluate(engine, self.envs, config.eval_episodes, *lengths, self.features)

@@ -169,7 +169,7 @@ def rollout(
     """
     episodes = [LiveEpisode(policy, env, seed) for env, seed in zip(envs, seeds)]
 
-    # Only rows of --data have been measured before.
+    # Rows of --data were measured when they were loaded, but not generated tasks.
     longest = max(episodes, key=len)
     needed = len(longest) + max_new_tokens
     if needed > max_tokens:
@@ -207,8 +207,8 @@ def evaluate(
 ) -> list[Episode]:
     """Play one episode on each of the first held-out seeds and return them.
 
-    Training stays as it is: the engine's random numbers are restored, and image features are those
-    of `features`, by key, which is completed."""
+    Training stays as it is: the engine's random numbers are restored. Image features are cached in
+    `features`, apart from those of training."""
     policy = engine.policy
     seeds = [EVAL_SEEDS + k for k in range(n_episodes)]
     engine_state = engine.state_dict()

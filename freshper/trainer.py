@@ -149,13 +149,13 @@ class TorchTrainer:
 
         self.lr = self._scheduled_lr()
         self.optimizer.param_groups[0]["lr"] = self.lr
-        norm = self.clip_and_step() if math.isfinite(loss) else math.nan
-        if not math.isfinite(norm):
+        grad_norm = self.clip_and_step() if math.isfinite(loss) else math.nan
+        if not math.isfinite(grad_norm):
             phase = "the on-policy update" if weights is None else "the replay update"
             finite = np.isfinite(drift["log_ratio"])
             seeds = [batch.seeds[row] for row in np.flatnonzero(~finite)]
             raise NonFiniteError(
-                f"{phase} met numbers that are not finite: loss {loss}, gradient norm {norm}, "
+                f"{phase} met numbers that are not finite: loss {loss}, gradient norm {grad_norm}, "
                 f"and such log-probs in episode seeds {seeds or 'none'}"
             )
         self.step += 1
@@ -166,7 +166,7 @@ class TorchTrainer:
             "kl": float(drift["kl"].sum() / n),
             "nonzero_advantages": advantages.count_nonzero().item() / n,
             "loss": loss,
-            "grad_norm": norm,
+            "grad_norm": grad_norm,
             "seconds": time.perf_counter() - began,
         }
         return Update(stats, drift)
@@ -207,7 +207,8 @@ class TorchTrainer:
         return total_loss.item(), dict(zip(DRIFT, drift.numpy()))
 
     def _scheduled_lr(self) -> float:
-        """Return the learning rate of the next step: a warm-up from 0, then a cosine to 0."""
+        """Return the learning rate of the next step: a warm-up from 0 (the first step
+        changes nothing), then a cosine to 0."""
         progress = (self.step - WARMUP_STEPS) / max(1, self.total_updates - WARMUP_STEPS)
         cosine = 0.5 * (1.0 + math.cos(math.pi * np.clip(progress, 0.0, 1.0)))
         return self.config.lr * min(self.step / WARMUP_STEPS, cosine)
