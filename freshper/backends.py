@@ -68,8 +68,7 @@ def load(config: Config) -> Loaded:
 
         sys.exit(serve(make_trainer(policy, config)))
 
-    if env.rows:
-        check_rows(policy, env, config)
+    check_rows(policy, env, config)
     n = max(config.rollout_batch_size, config.eval_episodes)
     # Those with data share its rows.
     envs = [make_env(config, env.rows) for _ in range(n)]
@@ -87,7 +86,7 @@ def set_up_process(config: Config, saved: Saved | None) -> None:
     # transformers lists every weight that does not fit; `load_policy` raises one sentence instead.
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    torch.manual_seed(config.seed)
+    torch.manual_seed(config.seed)  # for forks: nothing here draws from it
 
 
 def make_env(config: Config, rows: Mapping[str, list] | None = None) -> TextEnv:

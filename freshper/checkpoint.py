@@ -8,9 +8,8 @@
 The .pt files are read with `torch.load(weights_only=True)`: one from someone else cannot run code.
 On a CPU a resumed run is bitwise identical to one that never stopped. It computes with the same
 number of threads, unless OMP_NUM_THREADS says another. A checkpoint is written to .checkpoint-new
-and renamed, after the one before it: a kill at any moment leaves one of the two whole. Of the
-global random generators only torch's for the CPU is saved. Nothing draws from Python's, NumPy's and
-a GPU's.
+and renamed, after the one before it: a kill at any moment leaves one of the two whole. Nothing
+draws from a global random generator, so none is saved.
 """
 
 import hashlib
@@ -61,7 +60,7 @@ class Checkpoints:
         report.ending.training = True
 
     def restore(self, saved: Saved) -> None:
-        """Load the state of a checkpoint. Raises OSError if it does not hold plain data."""
+        """Load the state of a checkpoint."""
         folder = saved.folder
         say = self.report.say
         if saved.damage:
@@ -69,18 +68,12 @@ class Checkpoints:
             # The next save would make it the one before, and so remove the whole one.
             remove(folder.with_name("checkpoint"))
 
-        try:
-            state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
-            self.parts["trainer"].load_optimizer(str(folder))
-            state["buffer"]["episodes"] = unpack_episodes(state["buffer"]["episodes"])
-            for name, part in self.parts.items():
-                part.load_state_dict(state[name])
-            self.policy.features.update(state["features"])
-            torch.set_rng_state(state["torch"])
-        # A file from someone else may hold anything.
-        except Exception as error:
-            reason = str(error).partition("\n")[0]
-            raise OSError(f"{folder} is not a checkpoint of this run: {reason}") from error
+        state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+        self.parts["trainer"].load_optimizer(str(folder))
+        state["buffer"]["episodes"] = unpack_episodes(state["buffer"]["episodes"])
+        for name, part in self.parts.items():
+            part.load_state_dict(state[name])
+        self.policy.features.update(state["features"])
 
         say(
             f"resuming from {folder}, after iteration {self.report.done} "
@@ -134,7 +127,6 @@ class Checkpoints:
         state["buffer"]["episodes"] = pack_episodes(state["buffer"]["episodes"])
         # The last bit of a feature can depend on the batch in which it was computed.
         state["features"] = self.policy.features
-        state["torch"] = torch.get_rng_state()
         # With a path instead of a file, torch does not say that the disk is full.
         with open(folder / "state.pt", "wb") as file:
             torch.save(state, file)
@@ -175,8 +167,7 @@ def read_saved(folder: Path, damage: str) -> Saved:
         if found.get(name) != manifest[name]:
             raise ValueError(f"{name} has changed")
     run = json.loads((folder / "run.json").read_bytes())
-    threads = max(1, int(run["threads"]))
-    return Saved(folder, damage, date.fromisoformat(run["today"]), threads)
+    return Saved(folder, damage, date.fromisoformat(run["today"]), run["threads"])
 
 
 def checksums(folder: Path) -> dict[str, str]:

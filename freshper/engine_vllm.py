@@ -110,7 +110,6 @@ def options_of_vllm(config: Config, env: TextEnv, gpus: list[str]) -> dict[str, 
     """Return the options of vLLM besides the model."""
     options: dict[str, Any] = {
         "dtype": config.dtype,
-        "seed": config.seed,
         "max_model_len": config.max_tokens,
         "max_num_seqs": min(512, max(config.rollout_batch_size, config.eval_episodes)),
         # No repetition penalty or the like from the model's own configuration.
@@ -137,13 +136,6 @@ def options_of_vllm(config: Config, env: TextEnv, gpus: list[str]) -> dict[str, 
     else:
         options["gpu_memory_utilization"] = config.engine_memory
     return options
-
-
-def gather(trainer: TorchTrainer) -> dict[str, torch.Tensor]:
-    """Return copies of all parameters on the CPU, by name."""
-    # A tied output layer is among them, because vLLM would keep the old one. They are copies,
-    # because a file must not hold two views of one tensor.
-    return {name: x.detach().to("cpu", copy=True) for name, x in trainer.parameters()}
 
 
 def end_waits(core: Any) -> None:
@@ -254,7 +246,9 @@ class VLLMEngine:
     def sync(self, trainer: TorchTrainer) -> dict[str, float]:
         """Line 12, pi_mu <- pi_theta: hand over the parameters. Returns the seconds."""
         began = time.perf_counter()
-        parameters = gather(trainer)
+        # A tied output layer is among them, because vLLM would keep the old one. They are copies,
+        # because a file must not hold two views of one tensor.
+        parameters = {name: x.detach().to("cpu", copy=True) for name, x in trainer.parameters()}
 
         with phase("handing the weights to vLLM", Exception):
             save_file(parameters, f"{self.folder}/model.safetensors")

@@ -145,8 +145,7 @@ class Report(contextlib.AbstractContextManager):
         return {"rows": self.metrics.to_dict("records"), "features": self.features}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        columns = self.metrics.columns
-        self.metrics = pandas.DataFrame(state["rows"], dtype=float)[columns]
+        self.metrics = pandas.DataFrame(state["rows"], dtype=float)
         self.features = state["features"]
 
     # -- an iteration
