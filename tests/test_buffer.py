@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs import ENVS
-from freshper.buffer import ReplayBuffer, nth_lowest
+from freshper.buffer import ReplayBuffer
 from freshper.priority import age_limit, exponential_decay
 
 fast_decay = partial(exponential_decay, tau=3.0)
@@ -78,14 +78,6 @@ def test_priorities_ages_and_eviction(eviction, tau, capacity, batches, seed):
         p = [leaf_of[e.seed] / sum(leaf_of.values()) for e in replay.episodes]
         assert replay.ages.tolist() == [now - e.step for e in replay.episodes]
         np.testing.assert_allclose(replay.probabilities, p, rtol=1e-7)
-
-
-@settings(deadline=None)
-@given(st.integers(1, 400), st.integers(1, 8), st.integers(1, 50), st.integers(0, 1000))
-def test_the_nth_lowest_is_that_of_a_sort(size, n, different, seed):
-    values = np.random.default_rng(seed).integers(different, size=size)
-    n = min(n, size)
-    assert nth_lowest(values, n) == np.sort(values)[n - 1]
 
 
 def test_standard_per_forgets_nothing_and_stale_entries_can_still_be_drawn():
