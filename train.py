@@ -54,7 +54,7 @@ def train(
         )
 
         # 3: compute behavior log-probs log pi_mu(e_j), before training
-        mismatch = trainer.record_behavior_logprobs(episodes)
+        measured = trainer.record_behavior_logprobs(episodes)
         batch = collate(episodes)
         norm.observe(batch)  # mean and std, against which returns are measured (ours)
 
@@ -88,9 +88,9 @@ def train(
             )
 
         # 12: sync the inference engine, pi_mu <- pi_theta
-        sync = engine.sync(trainer)
+        measured |= engine.sync(trainer)
 
-        row = report.row(episodes, fresh, replays, trainer, buffer, mismatch | sync)
+        row = report.row(episodes, fresh, replays, trainer, buffer, measured)
         report.write(row, engine)
         checkpoints.save_if_due()
 

@@ -197,7 +197,7 @@ def outside_think(reply: str) -> str:
 
 def parse_block(reply: str, names: str) -> tuple[str, str]:
     """Return name and text of the only block <name> ... </name>, without the spaces around the
-    text. Returns ("", "") if there is not exactly one of these `names`, as "search|answer".
+    text. Returns ("", "") if there is not exactly one. `names` are alternatives: "search|answer".
 
     Tags are read in any case. Text around them and in a thought is ignored.
     """

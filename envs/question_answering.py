@@ -63,7 +63,7 @@ class QuestionAnswering(QuestionEnv):
 
     def __init__(self, **common: Any):
         """Read the questions of `data`, or generate them. The random policy chooses from the
-        answers to those for training."""
+        answers to the training questions."""
         super().__init__(**common)
         answers = {question.gold for question in self.rows.get("train", ())}
         in_order = sorted(answers) or sorted(self.generated(self.style)["train"], key=float)

@@ -1,14 +1,15 @@
 """Checkpoints: what shapes the rest of a run, saved between two iterations, restored by --resume.
 
-    out/checkpoint/          the newest: a Hugging Face folder, which `--model` takes, and state.pt,
+    checkpoint/              the newest: a Hugging Face folder, which `--model` takes, and state.pt,
                              optimizer-0.pt (one file per rank of the trainer), run.json
                              (date, threads), manifest.json (checksums)
-    out/checkpoint-before/   the one before it, used if the newest is not what its manifest says
+    checkpoint-before/       the one before it, used if the newest is not what its manifest says
 
 The .pt files are read with `torch.load(weights_only=True)`: one from someone else cannot run code.
 On a CPU a resumed run is bitwise identical to one that never stopped. It computes with the same
-number of threads, unless OMP_NUM_THREADS says another. A checkpoint is written to .checkpoint-new
-and renamed, after the one before it: a kill at any moment leaves one of the two whole. Nothing
+number of threads, unless OMP_NUM_THREADS says another. A checkpoint is written to .checkpoint-new.
+Then the newest is renamed to checkpoint-before, and the new one to checkpoint: a kill at any moment
+leaves one of the two whole. Nothing
 draws from a global random generator, so none is saved.
 """
 

@@ -2,10 +2,9 @@
 
 Paper: section 4.1 ("Implementation Details"), Tables 2 to 5, appendix F ("Common Settings").
 
-The defaults of `Config` are the paper's numbers where it gives one (model and backend: those of a
-laptop). A preset
-replaces them by the numbers of its task, the method by those of Table 5 (freshper/tables.toml), and
-flags by their own (freshper/flags.py):
+The defaults of `Config` are the paper's numbers where it gives one, except for model, backend, ice
+and format penalty. A preset replaces them by the numbers of its task, the method by those of
+Table 5 (freshper/tables.toml), and flags by their own (freshper/flags.py):
 
     tiny     a model of 0.1 to 0.3 M parameters that freshper/tiny.py builds, on a laptop
     small    a pretrained model of up to 1 B on one machine, for any task
@@ -110,7 +109,9 @@ class Config:
     def beta_at(self, iteration: int) -> float:
         """Return beta of the IS weights, which reaches 1 in the last iteration. --beta 0 stays 0:
         no correction."""
-        return self.beta and annealed_beta(self.beta, iteration / max(1, self.iterations - 1))
+        if not self.beta:
+            return 0.0
+        return annealed_beta(self.beta, iteration / max(1, self.iterations - 1))
 
 
 TABLES: dict[str, dict[str, Any]] = tomllib.loads(

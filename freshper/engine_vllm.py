@@ -78,8 +78,9 @@ def folder_of_weights(size: int, model_config: Any) -> str:
     roomy = shutil.disk_usage(SHARED_MEMORY).free > 1.2 * size
     root = SHARED_MEMORY if roomy else tempfile.gettempdir()
     model = hashlib.sha256(model_config.to_json_string().encode()).hexdigest()
+    folder = f"{root}/freshper-{model}"
     try:
-        os.mkdir(folder := f"{root}/freshper-{model}", 0o700)
+        os.mkdir(folder, 0o700)
     except FileExistsError:
         # Another run of this model has it.
         folder = tempfile.mkdtemp(prefix="freshper-", dir=root)
@@ -232,8 +233,8 @@ class VLLMEngine:
         return replies
 
     def _request(self, conversation: Conversation) -> dict[str, Any]:
-        """Return a conversation as vLLM wants it: with one placeholder per image, the first of
-        ours."""
+        """Return a conversation as vLLM wants it: with the first of our placeholders of each
+        image. vLLM adds the others."""
         ids = np.array(conversation.tokens)
         is_image = ids == self.policy.image_token_id
         repeated = is_image & np.roll(is_image, 1)

@@ -29,9 +29,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from envs.base import THOUGHT, THOUGHT_TAG, Observation
 from freshper.episode import AnyImage, Batch, image_key
 
-# The `model_type` of models that are computed right here: with the engine's cache and its holes, in
-# a padded batch, saved and loaded again. tests/test_families.py compares each with the model's own
-# forward pass. Add a family there first.
+# The `model_type` of models that this code computes correctly: with the engine's cache and its
+# holes, in a padded batch, saved and loaded again. tests/test_families.py compares each with the
+# model's own forward pass. Add a family there first.
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 FAMILIES = (
     "qwen2", "qwen3", "llama", "mistral", "smollm3", "granite", "phi3", "olmo2", *VISION_FAMILIES,
@@ -260,7 +260,7 @@ class Policy:
 
 
 def check_family(config: transformers.PretrainedConfig, max_tokens: int) -> None:
-    """Raise ValueError unless a model is computed right for conversations of `max_tokens`."""
+    """Raise ValueError unless this code computes a model correctly for `max_tokens` tokens."""
     kind = config.model_type
     if kind not in FAMILIES:
         raise ValueError(

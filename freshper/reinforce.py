@@ -23,7 +23,8 @@ belong to one episode. The paper is silent on these points (docs/differences.md)
   WINDOW collected episodes. If turns have a cost, one mean for all turns pushes early replies down
   and late ones up, whatever they say, and replies lose their form.
 - If all returns are equal after the KL term (all failures, say), each turn is measured alone, with
-  the std of the batch before. If the rewards also fall in the same turns, all advantages are 0.
+  the std of the batch before (1 in the first one, and with `recompute`). If the rewards also fall
+  in the same turns, all advantages are 0.
 - The KL penalty in the reward is that of the policy that acted, also in replay.
 - If A_t < 0, rho_t A_t has no lower bound: one stale failure whose tokens have become likely since
   can dominate the batch. Dual clip (Ye et al., AAAI 2020) bounds it by `dual_clip` * A_t, and 0
@@ -210,7 +211,7 @@ def policy_loss(
     episode_loss = token_loss.sum(1) / scale  # l_i [B]
     if weights is not None:
         episode_loss = weights * episode_loss  # w_i l_i
-    loss = episode_loss.sum() / (batch_size or len(logprobs))
+    loss = episode_loss.sum() / (batch_size or len(logprobs))  # L
 
     with torch.no_grad():
         per_token = {

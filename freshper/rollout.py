@@ -169,7 +169,7 @@ def rollout(
     """
     episodes = [LiveEpisode(policy, env, seed) for env, seed in zip(envs, seeds)]
 
-    # Rows of --data were measured when they were loaded, but not generated tasks.
+    # Generated tasks are measured here, rows of --data when they are loaded.
     longest = max(episodes, key=len)
     needed = len(longest) + max_new_tokens
     if needed > max_tokens:

@@ -5,9 +5,9 @@ inside ROLL).
 
 There are two ideas, one class each. `DeepSpeedTrainer` shares the rows of a batch among the ranks:
 
-    rows grouped by length  0 1 2 3 | 4 5 6 7 | 8        micro_batch_size 2, two ranks
-    rank 0                  0   2     4   6     8
-    rank 1                    1   3     5   7     (8)    with an empty action mask
+    rows grouped by length   0  | 1 2 3 4 | 5 6 7 8      micro_batch_size 2, two ranks
+    rank 0                   0    1   3     5   7
+    rank 1                  (0)     2   4     6   8      (0): with an empty action mask
 
 All ranks make the same number of forward passes, because ZeRO-3 gathers parameters in each. So a
 rank without a row takes one whose action mask it empties. Gradients are added up: `backward` undoes
