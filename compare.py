@@ -10,9 +10,9 @@ figure.png. Finished runs are not repeated, and interrupted ones go on. A line a
 the runs are.
 
 The table has the mean of the last three held-out evaluations beside the peak, which the paper
-reports: of success, or with `--metric score` of what the paper reports for Sokoban and CliffWalking. 95 % intervals:
-Student's t for means, Welch's t for the difference to the first arm. Diverged: numbers that are not
-finite ended the run.
+reports: of success, or with `--metric score` of what the paper reports for Sokoban and
+CliffWalking. 95 % intervals: Student's t for means, Welch's t for the difference to the first arm.
+Diverged: numbers that are not finite ended the run.
 """
 
 import signal
