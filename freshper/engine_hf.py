@@ -41,8 +41,8 @@ class KVCache:
     `Cache`."""
 
     def __init__(self, n: int, device: torch.device):
-        # Of each layer: keys and values, [2, B, heads, capacity, head_dim].
-        self.layers: list[Tensor] = []
+        # Of each layer: keys and values, [B, heads, capacity, head_dim].
+        self.layers: list[list[Tensor]] = []
         self.visible = torch.zeros(n, 0, dtype=torch.bool, device=device)  # [B, slots]: not holes
         self.images_fed = torch.zeros(n, dtype=torch.long)  # [B]
         self.last_position = torch.full((n,), -1)  # [B]
@@ -64,22 +64,25 @@ class KVCache:
     def update(self, keys: Tensor, values: Tensor, layer: int, *_, **__) -> tuple[Tensor, Tensor]:
         """Write [B, heads, T, head_dim] into a layer's newest slots, and return all its slots,
         [B, heads, slots, head_dim]."""
-        new = torch.stack([keys, values])  # [2, B, heads, T, head_dim]
         if layer == len(self.layers):
-            self.layers.append(new)
+            self.layers.append([keys, values])
+        buffers = self.layers[layer]
         end = self.visible.shape[1]
-        missing = end - self.layers[layer].shape[3]
-        if missing > 0:
-            # Twice what is needed, so that not every token copies the cache.
-            self.layers[layer] = pad(self.layers[layer], (0, 0, 0, missing + end))
+        start = end - keys.shape[2]
 
-        slots = self.layers[layer][:, :, :, :end]
-        slots[:, :, :, -keys.shape[2] :] = new
-        return slots[0], slots[1]
+        for k, new in enumerate((keys, values)):
+            capacity = buffers[k].shape[2]
+            if end > capacity:
+                # Twice what is needed, so that not every token copies the cache.
+                room = 2 * end - capacity
+                buffers[k] = pad(buffers[k], (0, 0, 0, room))
+            buffers[k][:, :, start:end] = new
+
+        return buffers[0][:, :, :end], buffers[1][:, :, :end]
 
     def keep(self, rows: list[int]) -> None:
         """Drop all rows but these."""
-        self.layers = [layer[:, rows] for layer in self.layers]
+        self.layers = [[keys[rows], values[rows]] for keys, values in self.layers]
         self.visible = self.visible[rows]
         self.images_fed = self.images_fed[rows]
         self.last_position = self.last_position[rows]
