@@ -22,9 +22,8 @@ RIVALS = ("on_policy", "epochs", "no_decay", "per", "uniform")
 FACTORS = {"age factor": COLORS["freshper"], "priority": "#7B1FA2"}
 COSTS = np.geomspace(0.001, 10.0, 60)  # seconds that an episode costs more
 PAYS = {"nq_search": 0.9, "aime": 0.5, "geoqa": 0.5, "cliffwalking": 0.5}  # a success to reach
-# Of these KL and ESS by age are drawn: with the age factor and without it, both without priority
-AGED = ("freshper --epsilon 1e6", 0.5)
-UNAGED = ("per --beta 0 --alpha 0", 0.5)
+# Of these KL and ESS by age are drawn, at one learning rate
+BY_AGE = {"freshper": "FreshPER", "no_decay": "no decay"}
 TAUS = ("1.25", "5", "20", "80", "450", "none")
 
 
@@ -129,7 +128,7 @@ def late(data: Data, figure: Figure) -> None:
 
 
 def tau(data: Data, figure: Figure) -> None:
-    """Draw success by tau; and KL and ESS by age on AIME."""
+    """Draw success by tau; and KL and ESS by age on text FrozenLake."""
     panels = figure.subplots(2, 2)
     for axes, task in zip(panels[0], PAIR, strict=True):
         for rate, style, name in ((0.125, "s--", "a quarter"), (0.5, "o-", "best")):
@@ -145,10 +144,10 @@ def tau(data: Data, figure: Figure) -> None:
         axes.set(title=f"success, {NAMES[task]}", xlabel="tau, steps", ylim=(0.3, 1.03))
     panels[0, 0].legend(loc="lower left", title="learning rate")
 
-    task = "aime"
+    task = "frozenlake"
     kl_axes, ess_axes = panels[1]
-    for key, arm, label in ((AGED, "freshper", "age factor"), (UNAGED, "no_decay", "without it")):
-        runs = data.ages[task, *key]
+    for arm, label in BY_AGE.items():
+        runs = data.ages[task, arm, 0.5]
         count = min((run["effective"] >= 30).sum() for run in runs)
         columns = ("age", "kl_reverse", "ess", "kl")
         age, reverse, ess, kl = (np.array([run[name][:count] for run in runs]) for name in columns)
