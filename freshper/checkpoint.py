@@ -9,8 +9,7 @@ The .pt files are read with `torch.load(weights_only=True)`: one from someone el
 On a CPU a resumed run is bitwise identical to one that never stopped. It computes with the same
 number of threads, unless OMP_NUM_THREADS says another. A checkpoint is written to .checkpoint-new.
 Then the newest is renamed to checkpoint-before, and the new one to checkpoint: a kill at any moment
-leaves one of the two whole. Nothing
-draws from a global random generator, so none is saved.
+leaves one of the two whole. Nothing draws from a global random generator, so none is saved.
 """
 
 import hashlib

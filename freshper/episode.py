@@ -8,8 +8,8 @@ the buffer holds).
     behavior_logprobs  0 0 0 0 0 0 0 0 x x x 0 0 0 0 0 0 0 0 x x x 0 0 0 0 0 0 0 0 x x x
     turn_rewards                     r_0                 r_1                 r_2
 
-Tokens are those the engine sampled, never re-encoded text. A mask marks
-positions, and is never found by a pad or eos id.
+Tokens are those the engine sampled, never re-encoded text. A mask marks positions, and
+is never found by a pad or eos id.
 """
 
 import hashlib

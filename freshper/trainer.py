@@ -207,8 +207,8 @@ class TorchTrainer:
         return total_loss.item(), dict(zip(DRIFT, drift.numpy()))
 
     def _scheduled_lr(self) -> float:
-        """Return the learning rate of the next step: a warm-up from 0 (the first step
-        changes nothing), then a cosine to 0."""
+        """Return the learning rate of the next step: a warm-up from 0 (the first step changes
+        nothing), then a cosine to 0."""
         progress = (self.step - WARMUP_STEPS) / max(1, self.total_updates - WARMUP_STEPS)
         cosine = 0.5 * (1.0 + math.cos(math.pi * np.clip(progress, 0.0, 1.0)))
         return self.config.lr * min(self.step / WARMUP_STEPS, cosine)
