@@ -15,6 +15,11 @@ CliffWalking. 95 % intervals: Student's t for means, Welch's t for the differenc
 Diverged: numbers that are not finite ended the run.
 """
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in the imports leaves no traceback
+
 import argparse
 import dataclasses
 import os

@@ -7,6 +7,12 @@ Each line of the algorithm stands with its number. The module behind it says how
 and why we differ.
 """
 
+import signal
+
+# While the imports take their seconds, Ctrl-C leaves no traceback.
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 from freshper.config import Config
 from freshper.flags import parse_args
 
