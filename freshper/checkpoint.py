@@ -60,7 +60,7 @@ class Checkpoints:
         report.ending.training = True
 
     def restore(self, saved: Saved) -> None:
-        """Load the state of a checkpoint."""
+        """Load the state of a checkpoint. Raises OSError if it does not hold plain data."""
         folder = saved.folder
         say = self.report.say
         if saved.damage:
@@ -68,12 +68,17 @@ class Checkpoints:
             # The next save would make it the one before, and so remove the whole one.
             remove(folder.with_name("checkpoint"))
 
-        state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
-        self.parts["trainer"].load_optimizer(str(folder))
-        state["buffer"]["episodes"] = unpack_episodes(state["buffer"]["episodes"])
-        for name, part in self.parts.items():
-            part.load_state_dict(state[name])
-        self.policy.features.update(state["features"])
+        try:
+            state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+            self.parts["trainer"].load_optimizer(str(folder))
+            state["buffer"]["episodes"] = unpack_episodes(state["buffer"]["episodes"])
+            for name, part in self.parts.items():
+                part.load_state_dict(state[name])
+            self.policy.features.update(state["features"])
+        # A file from someone else may hold anything.
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            raise OSError(f"{folder} is not a checkpoint of this run: {reason}") from error
 
         say(
             f"resuming from {folder}, after iteration {self.report.done} "
@@ -167,7 +172,8 @@ def read_saved(folder: Path, damage: str) -> Saved:
         if found.get(name) != manifest[name]:
             raise ValueError(f"{name} has changed")
     run = json.loads((folder / "run.json").read_bytes())
-    return Saved(folder, damage, date.fromisoformat(run["today"]), run["threads"])
+    threads = max(1, int(run["threads"]))
+    return Saved(folder, damage, date.fromisoformat(run["today"]), threads)
 
 
 def checksums(folder: Path) -> dict[str, str]:

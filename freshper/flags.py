@@ -99,7 +99,9 @@ def with_flags(flags: dict[str, Any]) -> Config:
     folder = flags["resume"]
     try:
         settings = json.loads(Path(folder, "config.json").read_bytes())
-        if settings.keys() != vars(Config()).keys() or settings["env"] not in ENVS:
+        types = {field.name: type(field.default) for field in dataclasses.fields(Config)}
+        same = {name: type(value) for name, value in settings.items()} == types
+        if not same or settings["env"] not in ENVS:
             raise ValueError("its settings are those of another version")
     # A file from someone else may hold anything.
     except Exception as error:
@@ -124,6 +126,8 @@ def parse_args(argv: list[str] | None = None) -> Config:
     flags = vars(parser.parse_args(argv))
     wants_help = flags.pop("help", False)
     try:
+        if [] in flags.values():  # so argparse reads `--tau=--`
+            raise ValueError("-- is no value of a flag")
         config = with_flags(flags)
         if wants_help:
             parser.set_defaults(**vars(config))

@@ -145,7 +145,8 @@ class Report(contextlib.AbstractContextManager):
         return {"rows": self.metrics.to_dict("records"), "features": self.features}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.metrics = pandas.DataFrame(state["rows"], dtype=float)
+        columns = self.metrics.columns
+        self.metrics = pandas.DataFrame(state["rows"], dtype=float)[columns]
         self.features = state["features"]
 
     # -- an iteration

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import pickle
 import random
 import resource
 import shutil
@@ -229,13 +228,43 @@ class Malicious:
         return os.mkdir, ("executed",)
 
 
-@pytest.mark.parametrize("name", ["state.pt", "optimizer-0.pt"])
-def test_code_in_a_checkpoint_does_not_run(copy, monkeypatch, name):
+FORGED = {
+    "code": ("state.pt", Malicious()),
+    "code of the optimizer": ("optimizer-0.pt", {"python": Malicious()}),
+    "no episodes": ("state.pt", {"buffer": {"episodes": {"tokens": (3, "x")}}}),
+    "no date": ("run.json", {"threads": 1}),
+    "threads that are no number": ("run.json", {"today": "2026-01-01", "threads": "x"}),
+}
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_a_forged_checkpoint_is_one_sentence_and_no_code(copy, monkeypatch, capsys, kind):
     monkeypatch.chdir(copy)
-    forge(copy / "checkpoint", name, {"python": Malicious()})
-    with pytest.raises(pickle.UnpicklingError):
-        resume(copy, "--iterations", "7")
+    forge(copy / "checkpoint", *FORGED[kind])
+    shutil.rmtree(copy / "checkpoint-before")
+    assert resume(copy, "--iterations", "7") == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert line.startswith("train.py: error: ")
     assert not (copy / "executed").exists()
+
+
+# Changes of what a file holds, its name first.
+STATES = {
+    "state a row with a text": lambda state: state["report"]["rows"][-1].update(loss="x"),
+    "state no rows": lambda state: state["report"]["rows"].clear(),
+    "state a step that is no number": lambda state: state["trainer"].update(step="x"),
+    "state no images": lambda state: state["buffer"]["episodes"].pop("images"),
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_a_forged_state_is_one_sentence(copy, capsys, kind):
+    name = f"{kind.split()[0]}.pt"
+    state = torch.load(copy / "checkpoint" / name, weights_only=True)
+    STATES[kind](state)
+    forge(copy / "checkpoint", name, state)
+    assert resume(copy, "--iterations", "7") == 2
+    assert "checkpoint is not a checkpoint of this run: " in capsys.readouterr().err
 
 
 def test_the_date_and_the_threads_of_the_first_start_are_kept(tmp_path, model_folder, monkeypatch):

@@ -172,6 +172,7 @@ SENTENCES = {
     "--slippery --env gsm8k": "--slippery has no effect with --env gsm8k",
     "--alpha 1 --method on_policy": "--alpha is 1.0, but has no effect with --replay_ratio 0",
     "--tau 5 --method per": "--tau is 5.0, but has no effect with --decay none",
+    "--tau=--": "-- is no value of a flag",
     "--resume nowhere": "--resume is nowhere, which has no run: [Errno 2] No such file",
     "--resume broken": "--resume is broken, which has no run: Expecting property name",
     "--resume other": "--resume is other, which has no run: its settings are those of another",
