@@ -100,11 +100,11 @@ class Data:
             until = np.array([episodes_until(success, curve) for curve in curves])
             runs[f"until {success}"] = until
             runs[f"log until {success}"] = np.log(np.minimum(until, runs["episodes"]))
-            runs[f"reach {success}"] = (until < np.inf).astype(float)
+            runs[f"reach {success}"] = np.where(np.isnan(until), np.nan, until < np.inf)
 
         # c of eq. 12, in nats per 1,000 steps; where KL falls with age, no line fits
         runs["c"] = 1000.0 / runs["reverse_tau"]
-        runs["r2"] = runs["reverse_r2"].clip(lower=0.0).where(runs["c"] > 0, 0.0)
+        runs["r2"] = runs["reverse_r2"].mask(runs["c"] < 0, 0.0)
 
     def names(self, task: str, arm: str, seeds: tuple = SEEDS) -> list[tuple]:
         """Return the keys of an arm's runs. The arm is "no_decay" or "no_decay @ 0.5"."""

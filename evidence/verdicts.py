@@ -256,16 +256,17 @@ def plateau(data: Data) -> str:
 def readings(ages: pandas.DataFrame) -> list[float]:
     """Return 1/c of a run in steps, from KL(mu, theta) by bin of age: of a line with an intercept,
     of one through the origin, at the mean age drawn, in the youngest bin; and the log-log slope."""
-    used = ages[(ages["effective"] >= 30) & (ages["kl_reverse"] > 0)]
+    used = ages[ages["effective"] >= 30]
     age, kl, drawn = used[["age", "kl_reverse", "trajectories"]].to_numpy().T
     root = np.sqrt(drawn)
+    there = kl > 0  # noise can bring a small KL below 0
     mean_age = np.average(age, weights=drawn)
     return [
         1 / np.polyfit(age, kl, 1, w=root)[0],
         (drawn @ age**2) / (drawn @ (age * kl)),
         mean_age / np.interp(mean_age, age, kl),
         age[0] / kl[0],
-        np.polyfit(np.log(age), np.log(kl), 1, w=root)[0],
+        np.polyfit(np.log(age[there]), np.log(kl[there]), 1, w=root[there])[0],
     ]
 
 
@@ -282,9 +283,9 @@ def drift(data: Data) -> str:
 def write_arms(data: Data) -> None:
     """Write arms.csv: the means of each arm, and half of the 95 % interval of its final success.
 
-    Its main seeds apart from others, those of the tuning and of the second stage."""
-    is_main = data.runs.index.isin(SEEDS, level="seed")
-    groups = data.runs.assign(main=is_main).groupby([*RUN[:3], "main"])
+    Stage 0 is the tuning, 1 and 2 are the first and the second five seeds."""
+    stage = np.searchsorted((500, 505), data.runs.index.get_level_values("seed"))
+    groups = data.runs.assign(stage=stage).groupby([*RUN[:3], "stage"])
     runs = groups.size()
     arms = groups[COLUMNS].mean()
     arms.insert(0, "runs", runs)
