@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from runs import ARMS, CELLS, FOLDER, NAMES, PAIR, TASKS, Data
 from stats import SMALLEST_EFFECT, Effect, contrast
 from style import COLORS, STYLE, WIDTH
-from verdicts import CELL_EFFECTS, OTHERS, SHARES, after_updates, decay_pays
+from verdicts import CELL_EFFECTS, NO_DECAY, OTHERS, SHARES, after_updates, decay_pays
 
 RIVALS = ("on_policy", "epochs", "no_decay", "per", "uniform")
 # The two factors of the two-by-two, in colours of their own
@@ -85,14 +85,14 @@ def two_by_two(data: Data, figure: Figure) -> None:
         above.text(x, y, f"{mean:.3f}{label}", size=14, ha="center", va="center")
     above.set_xticks((0, 1), ("no age factor", "age factor exp(-age / tau)"))
     above.set_yticks((0, 1), ("priority |r|", "no priority"))
-    above.set_title("held-out success, mean of nine tasks")
+    above.set_title("success at one learning rate, mean of nine tasks")
     above.tick_params(length=0)
     above.spines[:].set_visible(False)
 
     below.set(
         xlim=(-0.15, 0.5),
-        title="what each factor adds, 95 % interval",
-        xlabel="success (grey: too little to matter)",
+        title="what each factor adds, mean over the other",
+        xlabel="success, 95 %, five runs a cell (grey: too little to matter)",
     )
     effects = {}
     for name in FACTORS:
@@ -104,18 +104,20 @@ def two_by_two(data: Data, figure: Figure) -> None:
 def late(data: Data, figure: Figure) -> None:
     """Draw what decay adds in the course of training, and success after equally many updates."""
     above, below = figure.subplots(2, 1, height_ratios=(2, 3))
-    for tasks, style in ((TASKS, "-"), (OTHERS, "--")):
-        name = "nine tasks" if tasks is TASKS else "without NQ Search, CliffWalking"
-        effect = Effect(*np.array(decay_pays(data, tasks)).T)
-        curve(above, 100 * SHARES, effect, "freshper", linestyle=style, label=name)
+    for arm, (no_decay, rate) in zip(("freshper", "no_decay"), NO_DECAY.items(), strict=True):
+        effect = Effect(*np.array(decay_pays(data, TASKS, no_decay)).T)
+        curve(above, 100 * SHARES, effect, arm, label=rate)
+        others = [effect.estimate for effect in decay_pays(data, OTHERS, no_decay)]
+        above.plot(100 * SHARES, others, "--", color=COLORS[arm])
+    above.plot([], [], "k--", label="without NQ Search, CliffWalking")
     above.axhline(0.0, color="black", linewidth=1)
     above.set(
         ylabel="success",
-        ylim=(-0.03, 0.26),
+        ylim=(-0.03, 0.41),
         xlabel="% of the episodes",
-        title="FreshPER minus no decay, in the course of training",
+        title="FreshPER minus no decay, mean of nine tasks",
     )
-    above.legend(loc="upper left")
+    above.legend(loc="upper left", title="learning rate of no decay")
 
     below.set(
         xlim=(-0.5, 0.3),
@@ -128,8 +130,8 @@ def late(data: Data, figure: Figure) -> None:
 
 
 def tau(data: Data, figure: Figure) -> None:
-    """Draw success by tau; and KL and ESS by age on text FrozenLake."""
-    panels = figure.subplots(2, 2)
+    """Draw success by tau; and KL and ESS by age on text and image FrozenLake."""
+    panels = figure.subplots(3, 2)
     for axes, task in zip(panels[0], PAIR, strict=True):
         for rate, style, name in ((0.125, "s--", "a quarter"), (0.5, "o-", "best")):
             arms = {x: f"freshper --tau {x} @ {rate}" for x in TAUS}
@@ -144,21 +146,26 @@ def tau(data: Data, figure: Figure) -> None:
         axes.set(title=f"success, {NAMES[task]}", xlabel="tau, steps", ylim=(0.3, 1.03))
     panels[0, 0].legend(loc="lower left", title="learning rate")
 
-    task = "frozenlake"
-    kl_axes, ess_axes = panels[1]
+    by_age(data, "frozenlake", *panels[1])
+    by_age(data, "frozenlake_vlm", *panels[2])
+
+
+def by_age(data: Data, task: str, kl_axes: Axes, ess_axes: Axes) -> None:
+    """Draw KL and ESS of what is drawn, by its age."""
     for arm, label in BY_AGE.items():
         runs = data.ages[task, arm, 0.5]
         count = min((run["effective"] >= 30).sum() for run in runs)
         columns = ("age", "kl_reverse", "ess", "kl")
         age, reverse, ess, kl = (np.array([run[name][:count] for run in runs]) for name in columns)
         curve(kl_axes, age[0], contrast([reverse.T], [1.0]), arm, label=label)
-        curve(ess_axes, age[0], contrast([ess.T], [1.0]), arm, label=label)
+        curve(ess_axes, age[0], contrast([ess.T], [1.0]), arm)
         ess_axes.plot(age[0], np.exp(-kl).mean(0), ":", color=COLORS[arm])
-    kl_axes.plot([2, 200], [0.02, 2], "k:", label="c · age (eq. 12)")
+    kl_axes.plot([2, 200], [0.02, 2], "k:", label="as age (eq. 12)")
     ess_axes.plot([], [], "k:", label="exp(-KL)")
     for axes, name in ((kl_axes, "KL in nats"), (ess_axes, "ESS / n")):
         axes.set(title=f"{name}, {NAMES[task]}", xlabel="age, steps", xscale="log")
-        axes.legend()
+    kl_axes.legend(loc="lower right")
+    ess_axes.legend(loc="lower left")
     kl_axes.set_yscale("log")
     ess_axes.set_ylim(0, 1.05)
 
@@ -204,7 +211,7 @@ FIGURES: dict[Callable[[Data, Figure], None], float] = {  # and their height in 
     rivals: 5.4,
     two_by_two: 5.8,
     late: 6.4,
-    tau: 5.4,
+    tau: 7.8,
     pays: 4.8,
     frozenlake: 3.4,
 }

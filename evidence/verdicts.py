@@ -30,6 +30,7 @@ TWO_BY_TWO = {
     "priority alone": "{N} - {Z}",
 }
 CELL_EFFECTS = {name: formula.format(**CELLS) for name, formula in TWO_BY_TWO.items()}
+NO_DECAY = {CELLS["N"]: "FreshPER's", "no_decay": "twice FreshPER's, its best"}
 SECOND_SEEDS = (506, 507, 508, 509, 510)
 COLUMNS = """final last peak normalised updates cpu_s unreadable replay_age ess r2 c late
 age_rank age_r2""".split()
@@ -143,9 +144,12 @@ def claims(data: Data) -> str:
         except KeyError:
             continue
         numbers = "; ".join(f"{part.name}: {span(part.effect)} {part.answer}" for part in parts)
-        # Those of many tasks stand in another table. Ratios (h) do not.
-        if len(parts) > 4 and not number.startswith("h"):
-            estimates = [part.effect.estimate for part in parts]
+        estimates = [part.effect.estimate for part in parts]
+        if number.startswith("h"):
+            medians = np.median(np.split(np.array(estimates), 2), axis=1)
+            numbers += "; medians: on_policy {:.3f}, epochs {:.3f}".format(*medians)
+        # Those of many tasks stand in another table.
+        elif len(parts) > 4:
             above = sum(part.effect.low > 0 for part in parts)
             below = sum(part.effect.high < 0 for part in parts)
             numbers = f"{len(parts)} effects, {min(estimates):.3f} to {max(estimates):.3f}; "
@@ -224,10 +228,10 @@ def per_update(data: Data) -> str:
     return table(("minus on-policy", "FreshPER", "Standard PER"), rows)
 
 
-def decay_pays(data: Data, tasks: list[str]) -> list[Effect]:
-    """Return FreshPER minus no decay at shares of the episodes, means over tasks."""
+def decay_pays(data: Data, tasks: list[str], no_decay: str) -> list[Effect]:
+    """Return FreshPER minus an arm without decay at shares of the episodes, means over tasks."""
     groups = []
-    for arm in ("freshper", "no_decay"):
+    for arm in ("freshper", no_decay):
         for task in tasks:
             episodes = data.values(task, arm, "episodes")[0] * SHARES
             groups.append(data.interpolated(task, arm, "episodes", episodes))
@@ -238,8 +242,11 @@ def decay_pays(data: Data, tasks: list[str]) -> list[Effect]:
 def late_pay(data: Data) -> str:
     groups = {NAMES[task]: [task] for task in TASKS}
     groups |= {"nine tasks": TASKS, "without NQ Search, CliffWalking": OTHERS}
-    rows = [[name, *map(span, decay_pays(data, tasks))] for name, tasks in groups.items()]
-    return table(["episodes", *(f"{share:.0%}" for share in SHARES)], rows)
+    rows = []
+    for no_decay, rate in NO_DECAY.items():
+        for name, tasks in groups.items():
+            rows.append([name, rate, *map(span, decay_pays(data, tasks, no_decay))])
+    return table(["", "no decay's rate", *(f"{share:.0%}" for share in SHARES)], rows)
 
 
 def plateau(data: Data) -> str:

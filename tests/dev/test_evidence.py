@@ -13,8 +13,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "evidence"))
 
 import stats
 import verdicts
-from runs import ARMS, FOLDER, RATES, TASKS, Data
+from runs import ARMS, FOLDER, NAMES, RATES, TASKS, Data
 
+KEYS = {name: task for task, name in NAMES.items()}
 RNG = np.random.default_rng(0)
 
 
@@ -105,13 +106,91 @@ def test_effects_of_the_pages(data, rows):
     assert f"{np.median(gains):.3f}" in (FOLDER / "tables.md").read_text()
 
 
-def test_the_two_by_two_of_a_task(data, rows):
-    arms = "freshper", "no_decay", "freshper --epsilon 1e6", "per --beta 0 --alpha 0"
-    cells = np.array([finals(rows, "aime", arm, 0.5) for arm in arms])
-    effect = data.effect(verdicts.CELL_EFFECTS["age factor"], ["aime"])
-    assert np.isclose(effect.estimate, [0.5, -0.5, 0.5, -0.5] @ cells.mean(1))
-    error = np.sqrt(cells.var(1, ddof=1).sum() / 20)
-    assert np.isclose((effect.high - effect.low) / 2, error * reference.t.ppf(0.975, effect.df))
+def printed(title):
+    """Return the rows of a table of tables.md, without its header."""
+    text = (FOLDER / "tables.md").read_text()
+    lines = text.partition(f"## {title}\n\n")[2].partition("\n\n")[0].splitlines()
+    return [line[2:-2].split(" | ") for line in lines[2:]]
+
+
+def assert_printed(cells, expected):
+    assert np.allclose([float(cell.split()[0]) for cell in cells], expected, atol=6e-4)
+
+
+def test_the_two_by_two(rows):
+    for name, *cells in printed("The two-by-two")[:9]:
+        arms = "freshper", "no_decay", "freshper --epsilon 1e6", "per --beta 0 --alpha 0"
+        f, n, a, z = (finals(rows, KEYS[name], arm, 0.5).mean() for arm in arms)
+        effects = [(f - n + a - z) / 2, (f - a + n - z) / 2, f - n - a + z, f - n, a - z, f - a]
+        assert_printed(cells, [*effects, n - z])
+
+
+def test_the_second_stage(rows):
+    for name, formula, *cells, _ in printed("The second stage"):
+        rival = formula.removeprefix("freshper - ").removesuffix(" @ 0.5")
+        rate = 1.0 if rival in ("on_policy", "uniform") else 0.5
+        of_task = rows[rows["task"] == KEYS[name]].set_index(["arm", "rate", "seed"])["final"]
+        ours, theirs = of_task["freshper", 0.5], of_task[rival, rate]
+        stages = range(501, 506), range(506, 511), range(501, 511)
+        assert_printed(cells, [ours[seeds].mean() - theirs[seeds].mean() for seeds in stages])
+
+
+@pytest.fixture(scope="module")
+def curves():
+    return pandas.read_csv(FOLDER / "runs_curves.csv.gz").query("501 <= seed <= 505")
+
+
+def success(curves, task, arm, rate, column, at):
+    """Return the mean success of five runs at points of a column."""
+    runs = curves.query("task == @task and arm == @arm and rate == @rate").groupby("seed")
+    return np.mean([np.interp(at, run[column], run["eval_success"]) for _, run in runs], axis=0)
+
+
+def test_after_as_many_updates(curves):
+    for name, *cells in printed("After as many updates as on-policy training"):
+        task = KEYS[name]
+        end = curves.query("task == @task and arm == 'on_policy' and rate == 1")["step"].max()
+        theirs = success(curves, task, "on_policy", 1.0, "step", end)
+        ours = [success(curves, task, *arm, "step", end) for arm in (("freshper", 0.5), ("per", 1))]
+        assert_printed(cells, ours - theirs)
+
+
+def test_no_decay_by_the_share_of_the_episodes(curves):
+    table = printed("FreshPER minus no decay, by the share of the episodes")
+    gains = {0.5: [], 1.0: []}
+    for name, rate, *cells in table:
+        rate = 0.5 if rate == "FreshPER's" else 1.0
+        if name in KEYS:
+            at = np.linspace(0.1, 1, 10) * curves.query("task == @KEYS[@name]")["episodes"].max()
+            ours = success(curves, KEYS[name], "freshper", 0.5, "episodes", at)
+            gain = ours - success(curves, KEYS[name], "no_decay", rate, "episodes", at)
+            gains[rate].append(gain)
+        elif name == "nine tasks":
+            gain = np.mean(gains[rate], axis=0)
+        else:
+            gain = np.mean([x for k, x in enumerate(gains[rate]) if k not in (1, 7)], axis=0)
+        assert_printed(cells, gain)
+
+
+def test_who_leaves_the_plateau(curves):
+    runs = curves.query("task == 'nq_search'").groupby(["arm", "rate", "seed"])["eval_success"]
+    left = (runs.max() >= 0.65).groupby(["arm", "rate"]).sum()
+    for name, of_five, _ in printed("The plateau of NQ Search"):
+        arm, rate = name.split(" @ ")
+        assert of_five == f"{left[arm, float(rate)]} of 5"
+
+
+def test_drift_by_age():
+    ages = pandas.read_csv(FOLDER / "runs_ages.csv.gz").query("effective >= 30")
+    for name, arm, _, _, origin, _, youngest, _ in printed("Drift by age"):
+        arm, rate = arm.split(" @ ")
+        own = ages[ages["task"].eq(KEYS[name]) & ages["arm"].eq(arm) & ages["rate"].eq(float(rate))]
+        readings = []
+        for _, run in own.groupby("seed"):
+            age, kl, root = run["age"].array, run["kl_reverse"].array, run["trajectories"] ** 0.5
+            (c,), *_ = np.linalg.lstsq(np.outer(age * root, 1), kl * root)
+            readings.append((1 / c, age[0] / kl[0]))
+        assert_printed([origin, youngest], np.mean(readings, axis=0))
 
 
 def test_the_tables_are_those_of_the_data(data):
