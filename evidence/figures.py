@@ -160,7 +160,7 @@ def by_age(data: Data, task: str, kl_axes: Axes, ess_axes: Axes) -> None:
         curve(kl_axes, age[0], contrast([reverse.T], [1.0]), arm, label=label)
         curve(ess_axes, age[0], contrast([ess.T], [1.0]), arm)
         ess_axes.plot(age[0], np.exp(-kl).mean(0), ":", color=COLORS[arm])
-    kl_axes.plot([2, 200], [0.02, 2], "k:", label="as age (eq. 12)")
+    kl_axes.plot([2, 200], [0.02, 2], "k:", label="∝ age (eq. 12)")
     ess_axes.plot([], [], "k:", label="exp(-KL)")
     for axes, name in ((kl_axes, "KL in nats"), (ess_axes, "ESS / n")):
         axes.set(title=f"{name}, {NAMES[task]}", xlabel="age, steps", xscale="log")

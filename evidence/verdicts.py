@@ -30,6 +30,7 @@ TWO_BY_TWO = {
     "priority alone": "{N} - {Z}",
 }
 CELL_EFFECTS = {name: formula.format(**CELLS) for name, formula in TWO_BY_TWO.items()}
+# FreshPER without the age factor, and its learning rate
 NO_DECAY = {CELLS["N"]: "FreshPER's", "no_decay": "doubled"}
 SECOND_SEEDS = (506, 507, 508, 509, 510)
 COLUMNS = """final last peak normalised updates cpu_s unreadable replay_age ess r2 c late
