@@ -161,7 +161,8 @@ class VLLMEngine:
 
         size = sum(parameter.nbytes for _, parameter in trainer.parameters())
         self.folder = folder_of_weights(size, policy.model.config)
-        room = "with a KV cache (--engine_memory, VLLM_CPU_KVCACHE_SPACE)"
+        # vLLM measures what is free, so another process on the GPU spoils its start.
+        room = "alone on its GPU, with a KV cache (--engine_memory, VLLM_CPU_KVCACHE_SPACE)"
         start = f"the start of vLLM {room} for --max_tokens {config.max_tokens}"
         try:
             trainer.save(self.folder)
