@@ -67,7 +67,8 @@ def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
     splits["train"] = [row for row in train if asked(row) not in held_out]
 
     if not all(splits.values()):
-        raise ValueError(f"--data is {source}, which has too few different rows to hold some out")
+        few = "no files of rows, or too few different rows to hold some out"
+        raise ValueError(f"--data is {source}, which has {few}")
     for rows in splits.values():
         np.random.default_rng(0).shuffle(rows)
     return splits

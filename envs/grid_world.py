@@ -40,7 +40,7 @@ class GridWorld(TextEnv):
     """The base class of the three tasks. Every task defines `start` and `act`.
 
     An unreadable reply earns `turn_reward` less the format penalty, and leaves the state as it is.
-    `score` is the sum of rewards without these penalties.
+    `score`, where `metrics` lists it, is the sum of rewards without these penalties.
     """
 
     act: Callable[[int], Outcome]  # take an action

@@ -49,7 +49,7 @@ def normalize(text: str) -> str:
 
 def exact_match(answer: str, golden_answers: list[str]) -> bool:
     """Return whether a normalised answer equals a normalised golden answer. A sentence around the
-    answer is not accepted, because it may hold several answers."""
+    answer is not accepted, because it may hold several answers. As in SQuAD, "a" equals "the"."""
     return normalize(answer) in map(normalize, golden_answers)
 
 

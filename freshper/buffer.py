@@ -6,8 +6,8 @@ Paper: section 3.5 and appendix A.1; Algorithm 1 lines 4 (add), 6 (refresh), 8 (
 
 These are eq. 2 and eq. 14 (freshper/priority.py). `decay` is a function of age in steps, such as
 `partial(exponential_decay, tau=500)`; without it (None) nothing ages, as in Standard PER. The
-refresh runs on a thread of its own. `add`, `sample`, `ages`, `update_base_priorities` and the
-methods of the state wait for its end. A new entry gets its own base priority, not the largest so
+refresh runs on a thread of its own. `add`, `sample`, `ages`, `update_base_priorities` and
+`state_dict` wait for its end. A new entry gets its own base priority, not the largest so
 far. Eviction is first-in-first-out (Table 5), or takes the lowest leaf, of equal ones the oldest
 (appendix A.1).
 """

@@ -7,9 +7,10 @@
 
 The .pt files are read with `torch.load(weights_only=True)`: one from someone else cannot run code.
 On a CPU a resumed run is bitwise identical to one that never stopped. It computes with the same
-number of threads, unless OMP_NUM_THREADS says another. A checkpoint is written to .checkpoint-new.
-Then the newest is renamed to checkpoint-before, and the new one to checkpoint: a kill at any moment
-leaves one of the two whole. Nothing draws from a global random generator, so none is saved.
+number of threads, unless OMP_NUM_THREADS says another or the machine has fewer. A checkpoint is
+written to .checkpoint-new. Then the newest is renamed to checkpoint-before, and the new one to
+checkpoint: a kill at any moment leaves one of the two whole. Nothing draws from a global random
+generator, so none is saved.
 """
 
 import hashlib

@@ -22,7 +22,7 @@ training:
     replay_*            of replayed batches
     ess, ess_token      ESS / n of trajectories and of tokens (eq. 5)
     rollout_s           the iteration's remaining time
-    wall_s              all time so far, with evaluations and checkpoints
+    wall_s              time since the first evaluation, with later ones and checkpoints
 
 Replayed batches are measured as drawn, not weighted by 1 / P(i). A batch has an ESS / n of at least
 1 / B, so compare `ess` between runs of one --batch_size only.
@@ -31,6 +31,7 @@ Replayed batches are measured as drawn, not weighted by 1 / P(i). A batch has an
 import base64
 import contextlib
 import json
+import shlex
 import time
 from collections.abc import Iterator
 from itertools import islice
@@ -83,7 +84,8 @@ class Report(contextlib.AbstractContextManager):
         self.ending = ending
         self.folder = folder_of(config)
         self.title = f"{task(config)}, {config.method}, preset {config.preset}, seed {config.seed}"
-        self.command = f"python train.py --resume {self.folder} --iterations {config.iterations}"
+        self.command = f"python train.py --resume {shlex.quote(str(self.folder))}"
+        self.command += f" --iterations {config.iterations}"
         self.features: dict = {}  # of held-out images, by key
         self.slow = False  # whether the last iterations were
 
@@ -197,11 +199,12 @@ class Report(contextlib.AbstractContextManager):
         }
         if replays:
             row |= means([self.replay_row(*replay) for replay in replays])
-        for name, mean in summarize(episodes).items():
-            row[name if name in COLUMNS else f"train_{name}"] = mean
-
         others = sum(seconds for name, seconds in row.items() if name.endswith("_s"))
         row["rollout_s"] = time.perf_counter() - self.began_iteration - others
+
+        for name, mean in summarize(episodes).items():
+            of_training = f"train_{name}"
+            row[of_training if of_training in self.metrics else name] = mean
         return row
 
     def replay_row(self, drawn: Replay, update: Update) -> Row:

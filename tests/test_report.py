@@ -38,6 +38,7 @@ def run(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "rollout", recorded)
+        patch.setattr(ENVS["frozenlake"], "metrics", ("lr",))  # it stays 0
         patch.setattr("freshper.report.LEAST_ESS", 1.0)  # healthy batches are just below it
         patch.setattr(Report, "say", staticmethod(lambda text: lines.extend(text.splitlines())))
         assert train.main([*FLAGS, "--out", str(folder)]) == 0
@@ -73,6 +74,8 @@ def test_the_summary_of_four_episodes_by_hand():
 def test_metrics_agree_with_the_trajectories_that_were_replayed(run):
     folder = run[0]
     metrics, replayed = read(folder, "metrics.csv"), read(folder)
+    # The task has a metric of that name, too.
+    assert metrics["lr"][2] > metrics["train_lr"][2] == metrics["eval_lr"][0] == 0
     assert metrics["step"].tolist() == [*range(0, 44, 4)]  # two epochs and two replay updates
     assert metrics["episodes"].tolist() == [*range(0, 88, 8)]
     assert np.flatnonzero(~np.isnan(metrics["eval_success"])).tolist() == [0, 4, 8, 10]
