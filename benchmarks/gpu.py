@@ -294,6 +294,7 @@ def run_part(flags: list[str], folder: Path, deadline: float) -> list[str]:
     shutil.rmtree(folder, ignore_errors=True)
     log = Path(f"{folder}.log")
     command = [sys.executable, "-u", "-X", "faulthandler", __file__, "--run", str(folder), *flags]
+    ended = ""
     with open(log, "w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file)
         try:
@@ -302,12 +303,13 @@ def run_part(flags: list[str], folder: Path, deadline: float) -> list[str]:
             # This writes the stack to the log, and vLLM's processes see the end of the run.
             process.send_signal(signal.SIGABRT)
             process.wait()
+            ended = f"stopped: its time was over, {log} has the stack"
 
     table = folder / "table.txt"
     lines = [table.read_text()] if table.exists() else []
-    if process.returncode:
-        lines.append(f"ended with status {process.returncode}: {log.read_text()[-2000:]}")
-    return lines
+    if process.returncode and not ended:
+        ended = f"ended with status {process.returncode}: {log.read_text()[-2000:]}"
+    return [*lines, ended] if ended else lines
 
 
 def main() -> int:
