@@ -132,7 +132,7 @@ def rule(name: str, answers: list[str]) -> str:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return "".join(f"|{'|'.join(line)}|\n" for line in lines)
 
 
 def claims(data: Data) -> str:

@@ -119,7 +119,7 @@ def printed(title):
     """Return the rows of a table of tables.md, without its header."""
     text = (FOLDER / "tables.md").read_text()
     lines = text.partition(f"## {title}\n\n")[2].partition("\n\n")[0].splitlines()
-    return [line[2:-2].split(" | ") for line in lines[2:]]
+    return [line[1:-1].split("|") for line in lines[2:]]
 
 
 def assert_printed(cells, expected):
