@@ -6,11 +6,11 @@
     python benchmarks/gpu.py --build 0.5B out/m      only a model of that size, with random weights
     python benchmarks/gpu.py --run out/r --model out/m --env frozenlake     one run with its table
 
-Paper: section 4.1, appendix F. The parts are ordered by what they prove in a second. A part is
-stopped after a fifth of --minutes, or when they are over, and the others are left out then. A part
-that fails, perhaps because its packages are not installed, does not stop the others. Its output
-goes to OUT/<part>.log and its table, after each iteration but the first, to OUT/<part>/table.txt.
-OUT/results.txt has all tables.
+Paper: section 4.1, appendix F. The parts are ordered by what they prove in a second. Each is
+stopped after a fifth of --minutes. When all minutes are over, the part that runs is stopped, too,
+and the others are left out. A part that fails, perhaps because its packages are not installed, does
+not stop the others. Its output goes to OUT/<part>.log and its table, after each iteration but the
+first, to OUT/<part>/table.txt. OUT/results.txt has all tables.
 
 The 0.5B model has random weights, which find no reward, and writes replies as long as allowed. Only
 an entropy bonus moves its weights, so that a sync has something to do. SmolLM2 and the tiny models
@@ -39,7 +39,7 @@ import pandas
 
 ROOT = Path(__file__).resolve().parents[1]
 EVIDENCE = ROOT / "evidence"
-# SmolLM2 is put there.
+# tests/engines/pretrained.py puts SmolLM2 there.
 CACHE = Path(os.environ.get("FRESHPER_CACHE", Path.home() / ".cache" / "freshper"))
 
 TABLE = """--iterations 3 --eval_every 3 --eval_episodes 8 --max_turns 2 --max_new_tokens 32
@@ -128,8 +128,8 @@ def matmul_ceiling() -> float:
 
 
 def profile_call(owner: type, name: str, number: int, lines: list[str]) -> None:
-    """Let the call of this number of a method add a line: how many kernels it starts, on a CPU
-    torch's operators, and how long they are busy."""
+    """Measure one call of a method, the first if `number` is 1. It adds a line: how many kernels it
+    starts (on a CPU: torch's operators), and how long they are busy."""
     import torch
     from torch.profiler import profile
 
@@ -147,7 +147,7 @@ def profile_call(owner: type, name: str, number: int, lines: list[str]) -> None:
                 torch.cuda.synchronize()
 
         events = [x for x in profiler.events() if (x.device_type.name == "CUDA") == on_gpu]
-        kernels = [x for x in events if "#" not in x.name]  # no annotations, as of the optimizer
+        kernels = [x for x in events if "#" not in x.name]  # without the optimizer's annotations
         busy = sum(x.time_range.elapsed_us() if on_gpu else x.self_cpu_time_total for x in kernels)
         lines.append(f"a call of {name}: {len(kernels):,} kernels, busy for {busy / 1e3:.2f} ms")
         return result

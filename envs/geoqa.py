@@ -6,8 +6,8 @@ Data: the fields `image`, `problem` and `solution` (`<answer> 145° </answer>`) 
 
 A reply's answer is the letter of a choice, a value (envs/answer_parsing.py), or both, as "B) 60°".
 It is right if it shares the letter or the value with the gold answer and contradicts neither. The
-data set has answers of all these forms. A sentence around the letter or the value, told by a word
-of three letters, is not read, because it may say anything about them.
+data set has answers of all these forms. A reply with a sentence around the letter or the value (a
+word of three letters is enough) is not read, because it may say anything about them.
 
 Without data: a triangle or a quadrilateral on a grid of 4 x 4 squares. A question asks for the
 length of the red side, the angle at the red dot, or the area: 10,163 problems for training and

@@ -41,8 +41,9 @@ def phase(name: str, errors: type[Exception]) -> Iterator[None]:
 
 class Ending(contextlib.ExitStack):
     """A context around a run, or a comparison, that says with which `status` the `program` ends: 0
-    done, 1 a backend, a disk or a server failed after the start, 2 bad input, or one of them failed
-    before, or a run of a comparison did, 3 numbers that are not finite, 130 Ctrl-C, 143 SIGTERM.
+    done, 1 a backend, a disk or a server failed in training, 2 bad input, such a failure before
+    training, or a run of a comparison failed, 3 numbers that are not finite, 130 Ctrl-C, 143
+    SIGTERM.
 
     Ctrl-C and SIGTERM raise KeyboardInterrupt. While a run is `training`, the first one is noted in
     `signal`, and the run ends after its iteration."""

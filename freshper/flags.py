@@ -1,7 +1,7 @@
 """The command line: from flags to a checked `Config`.
 
 A wrong flag ends the program at once, with one sentence that names the flag, its value and what is
-allowed. So does a flag that RULES knows to have no effect with the others.
+allowed. So does a flag that has no effect with the others, if RULES has the case.
 """
 
 import argparse

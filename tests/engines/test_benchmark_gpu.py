@@ -27,6 +27,10 @@ def test_the_table_of_a_part(part, tmp_path):
         assert re.search(r"^0 +0\.\d+ +0\.[12]", text, re.MULTILINE)
 
 
+def test_after_its_minutes_all_parts_are_left_out(tmp_path):
+    assert results(tmp_path, "--minutes", "0").count("\nleft out: ") == 10
+
+
 def test_a_part_has_a_fifth_of_the_minutes(tmp_path):
     # Of 21 seconds: a second part would have fewer than it needs.
     text = results(tmp_path, "--minutes", "0.35", "--only", "tiny")
