@@ -92,7 +92,7 @@ def two_by_two(data: Data, figure: Figure) -> None:
     below.set(
         xlim=(-0.15, 0.5),
         title="what each factor adds, mean over the other",
-        xlabel="success, 95 %, five runs a cell (grey: too little to matter)",
+        xlabel="success, five runs a cell (grey: too little to matter)",
     )
     effects = {}
     for name in FACTORS:
@@ -159,14 +159,14 @@ def by_age(data: Data, task: str, kl_axes: Axes, ess_axes: Axes) -> None:
         age, reverse, ess, kl = (np.array([run[name][:count] for run in runs]) for name in columns)
         curve(kl_axes, age[0], contrast([reverse.T], [1.0]), arm, label=label)
         curve(ess_axes, age[0], contrast([ess.T], [1.0]), arm)
-        ess_axes.plot(age[0], np.exp(-kl).mean(0), ":", color=COLORS[arm])
+        curve(ess_axes, age[0], contrast([np.exp(-kl).T], [1.0]), arm, linestyle=":")
     kl_axes.plot([2, 200], [0.02, 2], "k:", label="∝ age (eq. 12)")
-    ess_axes.plot([], [], "k:", label="exp(-KL)")
-    for axes, name in ((kl_axes, "KL in nats"), (ess_axes, "ESS / n")):
+    ess_axes.plot([], [], "k:", label="exp(-KL(θ, μ))")
+    for axes, name in ((kl_axes, "KL(μ, θ)"), (ess_axes, "ESS / n")):
         axes.set(title=f"{name}, {NAMES[task]}", xlabel="age, steps", xscale="log")
     kl_axes.legend(loc="lower right")
     ess_axes.legend(loc="lower left")
-    kl_axes.set_yscale("log")
+    kl_axes.set(ylabel="nats", yscale="log")
     ess_axes.set_ylim(0, 1.05)
 
 

@@ -1,6 +1,7 @@
 """Numbers of the pages recomputed from runs.csv by other code; statistics against SciPy and closed
 forms."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -13,8 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "evidence"))
 
 import stats
 import verdicts
-from runs import ARMS, FOLDER, NAMES, RATES, TASKS, Data
+from runs import ARMS, FOLDER, NAMES, RATES, Data
 
+LEFT_OUT = ("NQ Search", "CliffWalking")  # of some means
 KEYS = {name: task for task, name in NAMES.items()}
 RNG = np.random.default_rng(0)
 
@@ -94,27 +96,6 @@ def test_the_rates_are_the_best_of_the_tuning(rows):
     assert dict(means.groupby("arm").idxmax()) == {arm: (arm, RATES.get(arm, 1.0)) for arm in ARMS}
 
 
-def test_effects_of_the_pages(data, rows):
-    gains = []
-    for task in TASKS:
-        ours, theirs = finals(rows, task, "freshper", 0.5), finals(rows, task, "on_policy", 1.0)
-        interval = reference.ttest_ind(ours, theirs, equal_var=False).confidence_interval()
-        effect = data.effect("freshper - on_policy", [task])
-        assert np.allclose([effect.low, effect.high], interval)
-        gains.append(ours.mean() - theirs.mean())
-    assert np.isclose(data.effect("freshper - on_policy", TASKS).estimate, np.mean(gains))
-    assert f"{np.median(gains):.3f}" in (FOLDER / "tables.md").read_text()
-
-
-def test_the_two_by_two_of_a_task(data, rows):
-    arms = "freshper", "no_decay", "freshper --epsilon 1e6", "per --beta 0 --alpha 0"
-    cells = np.array([finals(rows, "aime", arm, 0.5) for arm in arms])
-    effect = data.effect(verdicts.CELL_EFFECTS["age factor"], ["aime"])
-    assert np.isclose(effect.estimate, [0.5, -0.5, 0.5, -0.5] @ cells.mean(1))
-    error = np.sqrt(cells.var(1, ddof=1).sum() / 20)
-    assert np.isclose((effect.high - effect.low) / 2, error * reference.t.ppf(0.975, effect.df))
-
-
 def printed(title):
     """Return the rows of a table of tables.md, without its header."""
     text = (FOLDER / "tables.md").read_text()
@@ -123,15 +104,56 @@ def printed(title):
 
 
 def assert_printed(cells, expected):
-    assert np.allclose([float(cell.split()[0]) for cell in cells], expected, atol=6e-4)
+    """Compare the numbers of cells, with their intervals if `expected` has these."""
+    numbers = [re.findall(r"-?\d+\.\d+", cell)[: np.size(expected[0])] for cell in cells]
+    assert np.allclose(
+        np.array(numbers, float).squeeze(), np.squeeze(expected), atol=5.1e-4, rtol=0
+    )
 
 
-def test_the_two_by_two_of_all_tasks(rows):
-    for name, *cells in printed("The two-by-two")[:9]:
-        arms = "freshper", "no_decay", "freshper --epsilon 1e6", "per --beta 0 --alpha 0"
-        f, n, a, z = (finals(rows, KEYS[name], arm, 0.5).mean() for arm in arms)
-        effects = [(f - n + a - z) / 2, (f - a + n - z) / 2, f - n - a + z, f - n, a - z, f - a]
-        assert_printed(cells, [*effects, n - z])
+def interval(groups, weights):
+    """Return a weighted sum of means and its 95 % interval, by Welch and Satterthwaite."""
+    means, variances, sizes = np.array([(np.mean(g), np.var(g, ddof=1), len(g)) for g in groups]).T
+    parts = np.square(weights) * variances / sizes
+    df = parts.sum() ** 2 / (parts**2 / (sizes - 1)).sum()
+    half = reference.t.ppf(0.975, df) * np.sqrt(parts.sum())
+    return np.dot(weights, means) + np.array([0, -half, half])
+
+
+RIVALS = [(arm, RATES.get(arm, 1.0)) for arm in ARMS if arm != "freshper"]
+CELLS = [("no_decay", 0.5), ("freshper --epsilon 1e6", 0.5), ("per --beta 0 --alpha 0", 0.5)]
+F, N, A, Z = np.eye(4)
+FACTORS = [(F - N + A - Z) / 2, (F - A + N - Z) / 2, F - N - A + Z, F - N, A - Z, F - A, N - Z]
+WEIGHTS = {  # of the arms' means in the columns of a table, FreshPER's first
+    "FreshPER minus its rivals": (RIVALS, np.column_stack([np.ones(5), -np.eye(5)])),
+    "The two-by-two": (CELLS, FACTORS),
+}
+
+
+@pytest.mark.parametrize("title", WEIGHTS)
+def test_a_table_of_effects(rows, title):
+    others, weights = WEIGHTS[title]
+    arms = [("freshper", 0.5), *others]
+    *table, (_, *medians), mean, normalised, without, _ = printed(title)
+    groups = {
+        name: np.array([finals(rows, KEYS[name], *arm) for arm in arms]) for name, *_ in table
+    }
+    effects = [[interval(of_task, w) for w in weights] for of_task in groups.values()]
+    for (_, *cells), expected in zip(table, effects, strict=True):
+        assert_printed(cells, expected)
+    assert_printed(medians, np.median(effects, axis=0)[:, 0])
+
+    level = rows.groupby("task")[["random", "optimal"]].mean().T
+    low, high = level[[KEYS[name] for name in groups]].to_numpy()[:, :, None, None]
+    every = np.array([*groups.values()])
+    rest = [group for name, group in groups.items() if name not in LEFT_OUT]
+    for (_, *cells), some in (
+        (mean, every),
+        (normalised, (every - low) / (high - low)),
+        (without, rest),
+    ):
+        flat = np.concatenate(some)
+        assert_printed(cells, [interval(flat, np.tile(w, len(some)) / len(some)) for w in weights])
 
 
 def test_the_second_stage(rows):
@@ -141,7 +163,7 @@ def test_the_second_stage(rows):
         of_task = rows[rows["task"] == KEYS[name]].set_index(["arm", "rate", "seed"])["final"]
         ours, theirs = of_task["freshper", 0.5], of_task[rival, rate]
         stages = range(501, 506), range(506, 511), range(501, 511)
-        assert_printed(cells, [ours[seeds].mean() - theirs[seeds].mean() for seeds in stages])
+        assert_printed(cells, [interval([ours[seeds], theirs[seeds]], [1, -1]) for seeds in stages])
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +197,7 @@ def test_no_decay_by_the_share_of_the_episodes(curves):
             gain = ours - success(curves, KEYS[name], "no_decay", rate, "episodes", at)
             gains[rate][name] = gain
         else:
-            left_out = () if name == "nine tasks" else ("NQ Search", "CliffWalking")
+            left_out = () if name == "nine tasks" else LEFT_OUT
             gain = np.mean([x for task, x in gains[rate].items() if task not in left_out], axis=0)
         assert_printed(cells, gain)
 
@@ -183,22 +205,40 @@ def test_no_decay_by_the_share_of_the_episodes(curves):
 def test_who_leaves_the_plateau(curves):
     runs = curves.query("task == 'nq_search'").groupby(["arm", "rate", "seed"])["eval_success"]
     left = (runs.max() >= 0.65).groupby(["arm", "rate"]).sum()
-    for name, of_five, _ in printed("The plateau of NQ Search"):
+    for name, of_five, episodes in printed("The plateau of NQ Search"):
         arm, rate = name.split(" @ ")
-        assert of_five == f"{left[arm, float(rate)]} of 5"
+        rate = float(rate)
+        assert of_five == f"{left[arm, rate]} of 5"
+        times = []
+        for _, run in curves.query("task == 'nq_search' and arm == @arm and rate == @rate").groupby(
+            "seed"
+        ):
+            at = np.arange(run["episodes"].max() + 1)
+            times += [*at[np.interp(at, run["episodes"], run["eval_success"]) >= 0.65][:1]]
+        assert np.allclose(np.array(episodes.split(), int), times, atol=1)
 
 
 def test_drift_by_age():
     ages = pandas.read_csv(FOLDER / "runs_ages.csv.gz").query("effective >= 30")
-    for name, arm, _, _, origin, _, youngest, _ in printed("Drift by age"):
+    for name, arm, _, *cells in printed("Drift by age"):
         arm, rate = arm.split(" @ ")
         own = ages[ages["task"].eq(KEYS[name]) & ages["arm"].eq(arm) & ages["rate"].eq(float(rate))]
         readings = []
         for _, run in own.groupby("seed"):
-            age, kl, root = run["age"].array, run["kl_reverse"].array, run["trajectories"] ** 0.5
-            (c,), *_ = np.linalg.lstsq(np.outer(age * root, 1), kl * root)
-            readings.append((1 / c, age[0] / kl[0]))
-        assert_printed([origin, youngest], np.mean(readings, axis=0))
+            age, kl, drawn = run[["age", "kl_reverse", "trajectories"]].to_numpy().T
+            spread = np.cov(age, kl, aweights=drawn)
+            (c,), *_ = np.linalg.lstsq(np.outer(age * drawn**0.5, 1), kl * drawn**0.5)
+            mean = age @ drawn / drawn.sum()
+            logs = np.cov(*np.log([age[kl > 0], kl[kl > 0]]), aweights=drawn[kl > 0])
+            steps = (
+                spread[0, 0] / spread[0, 1],
+                1 / c,
+                mean / np.interp(mean, age, kl),
+                age[0] / kl[0],
+            )
+            readings.append([*steps, logs[0, 1] / logs[0, 0]])
+        expected = [interval([reading], [1]) for reading in np.transpose(readings)]
+        assert_printed(cells, expected)
 
 
 def test_the_tables_are_those_of_the_data(data):
