@@ -39,7 +39,7 @@ from envs import ENVS
 from freshper.backends import make_env
 from freshper.config import TABLES, Config
 from freshper.errors import Ending, protect_output
-from freshper.flags import parse_args
+from freshper.flags import make_parser, parse_args
 from freshper.report import Row, baselines, drawing, task
 
 EXHIBITS = TABLES["exhibit"]  # names, and their arms
@@ -86,9 +86,14 @@ class Run:
 
 
 def plan(args: argparse.Namespace, arm: str, seed: int) -> Run:
-    """Return a checked run. Raises ValueError if its folder has one with other settings."""
-    method, *of_arm = arm.split()
-    flags = [*args.flags, *of_arm, f"--env={args.env}", f"--method={method}", f"--seed={seed}"]
+    """Return a checked run. Raises ValueError if its folder has one with other settings, or if the
+    flags set what the comparison sets."""
+    method, *of_arm = arm.split() or [""]
+    flags = [*args.flags, *of_arm]
+    given = vars(make_parser().parse_args(flags))
+    for name in given.keys() & {"env", "method", "seed", "out", "resume"}:
+        raise ValueError(f"--{name} is {given[name]}, but the comparison sets it")
+    flags += [f"--env={args.env}", f"--method={method}", f"--seed={seed}"]
     name = re.sub(r"[^A-Za-z0-9_.+]+", "-", arm)
     run = Run(arm, args.out / f"{name}-seed{seed}", flags, parse_args(flags))
     if run.folder.exists():
@@ -249,7 +254,10 @@ def parse() -> argparse.Namespace:
     args.flags = flags
     metrics = ("success", *ENVS[args.env].metrics)
     if args.metric not in metrics:
-        parser.error(f"--metric must be one of {', '.join(metrics)} with --env {args.env}")
+        allowed = f"{', '.join(metrics)} with --env {args.env}"
+        parser.error(f"--metric is {args.metric}, but must be one of {allowed}")
+    if args.jobs < 1:
+        parser.error(f"--jobs is {args.jobs}, but must be above 0")
     args.out = args.out or Path(f"out/compare-{args.env}-{'own' if args.arm else args.exhibit}")
     return args
 
@@ -262,6 +270,8 @@ def main() -> int:
         arms = args.arm or EXHIBITS[args.exhibit]
         # Wrong ones are noticed before hours of runs.
         runs = [plan(args, arm, seed) for arm in arms for seed in args.seeds]
+        if len({run.folder for run in runs}) < len(runs):
+            raise ValueError("--seeds or --arm names a run twice")
         args.out.mkdir(parents=True, exist_ok=True)
         print(
             f"{len(runs)} runs in {args.out}; if interrupted, the same command goes on", flush=True

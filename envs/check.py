@@ -20,7 +20,7 @@ def check_environment(env: TextEnv) -> None:
     chosen = type(env).random_reply is not TextEnv.random_reply
     require(env, env.actions or chosen, "actions is empty, but the random policy chooses from them")
     for name in env.metrics:
-        free = name not in COLUMNS and not hasattr(TextEnv, name)
+        free = name not in COLUMNS and not hasattr(TextEnv(), name)
         require(env, free, f"metrics has the name {name!r}, which something else has")
 
     for seed in range(8):

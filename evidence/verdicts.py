@@ -3,8 +3,7 @@
     python evidence/verdicts.py
 
 claims.csv is the table of the paper's claims (numbers) and of questions of ours (letters), a row
-per family of effects that are corrected together. README.md says what its words mean. A claim whose
-runs have not been made is left out.
+per family of effects that are corrected together. README.md says what its words mean.
 """
 
 from collections.abc import Sequence
@@ -136,14 +135,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def claims(data: Data) -> str:
-    """Return each claim whose runs have been made, with its verdict and the numbers behind it."""
+    """Return each claim, with its verdict and the numbers behind it."""
     claims = pandas.read_csv(FOLDER / "claims.csv", keep_default_na=False)
     rows = []
     for number, own in claims.groupby("claim", sort=False):
-        try:
-            parts = [part for row in own.to_dict("records") for part in parts_of(data, row)]
-        except KeyError:
-            continue
+        parts = [part for row in own.to_dict("records") for part in parts_of(data, row)]
         numbers = "; ".join(f"{part.name}: {span(part.effect)} {part.answer}" for part in parts)
         estimates = [part.effect.estimate for part in parts]
         if number.startswith("h"):
@@ -205,8 +201,6 @@ def second_stage(data: Data) -> str:
             one, two, ten = (data.effect(formula, [task], seeds=seeds) for seeds in stages)
             confirmed = two.low * two.high > 0 and one.estimate * two.estimate > 0
             rows.append([NAMES[task], formula, span(one), span(two), span(ten), str(confirmed)])
-    if not rows:
-        return "Not all of its runs have been made.\n"
     return table(("task", "effect", "first", "second", "both", "confirmed"), rows)
 
 

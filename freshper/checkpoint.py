@@ -81,6 +81,10 @@ class Checkpoints:
             reason = str(error).partition("\n")[0]
             raise OSError(f"{folder} is not a checkpoint of this run: {reason}") from error
 
+        if self.report.done > self.config.iterations:
+            raise ValueError(
+                f"--iterations is {self.config.iterations}, but {self.report.done} are done"
+            )
         say(
             f"resuming from {folder}, after iteration {self.report.done} "
             f"of {self.config.iterations}"

@@ -22,10 +22,11 @@ from freshper.config import Config, defaults
 # and all settings. NaN breaks every range.
 RULES: list[tuple[str, str, Callable[[Any, Config], object]]] = [
     ("capacity batch_size epsilon tau iterations rollout_batch_size ppo_epochs lr "
-     "advantage_clip micro_batch_size temperature max_new_tokens eval_every eval_episodes",
-     "must be above 0", lambda x, c: 0 < x < math.inf),
+     "advantage_clip micro_batch_size temperature max_tokens max_new_tokens eval_every "
+     "eval_episodes",
+     "must be above 0 and finite", lambda x, c: 0 < x < math.inf),
     ("max_turns format_penalty replay_ratio kl_loss_coef kl_reward_coef entropy_coef save_every "
-     "seed", "must be 0 or more", lambda x, c: 0 <= x < math.inf),
+     "seed", "must be 0 or more and below 2^63", lambda x, c: 0 <= x < 2**63),
     ("alpha beta engine_memory", "must be between 0 and 1", lambda x, c: 0 <= x <= 1),
     ("dual_clip", "must be 0 or above 1", lambda x, c: x == 0 or 1 < x < math.inf),
     ("model preset", "--preset tiny takes tiny models only, --preset small and paper take others",
@@ -44,7 +45,7 @@ RULES: list[tuple[str, str, Callable[[Any, Config], object]]] = [
      lambda x, c: c.method != "on_policy" or x == 0),
     ("decay", "must be none with --method per", lambda x, c: c.method != "per" or x == "none"),
     ("capacity batch_size rollout_batch_size",
-     "--capacity must hold the episodes of an iteration and of an update",
+     "--capacity must be at least --batch_size and --rollout_batch_size",
      lambda x, c: not c.replay_ratio or c.capacity >= max(c.batch_size, c.rollout_batch_size)),
     ("batch_size capacity eviction alpha epsilon base_priority decay tau beta",
      "has no effect with --replay_ratio 0", lambda x, c: c.replay_ratio),
@@ -80,7 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
         options: dict[str, Any] = {"type": type(field.default), "choices": choices}
         if field.type is bool:
             options = {"action": argparse.BooleanOptionalAction}
-        text = f"{texts[field.name]} [%(default)s]"
+        text = f"{texts.get(field.name, '')} [%(default)s]"
         parser.add_argument(f"--{field.name}", help=text, **options)
     return parser
 

@@ -199,6 +199,7 @@ def test_no_row_of_replay_csv_is_there_twice(copy, finished):
     assert [header, *rows] == [header, *(finished / "replay.csv").read_text().splitlines()[-16:]]
     (copy / "replay.csv").write_text("\n".join([header, *rows, "7,1"]))  # half a row
     assert resume(copy, "--iterations", "8") == 0
+    assert resume(copy, "--iterations", "7") == 2  # 8 are done
     assert parse_args(["--resume", str(copy)]).iterations == 8
     assert read(copy)["iteration"].tolist() == [5.0] * 8 + [6.0] * 8 + [7.0] * 8 + [8.0] * 8
 

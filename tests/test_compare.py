@@ -114,6 +114,9 @@ def test_a_finished_run_is_not_repeated(out, monkeypatch, capsys):
 REFUSED = {
     "on_policy-seed3 is a run with other settings, use another --out": ["--lr", "0.5"],
     "must be one of success with --env frozenlake": ["--metric", "score"],
+    "--jobs is 0, but must be above 0": ["--jobs", "0"],
+    "--seed is 4, but the comparison sets it": ["--arm", "per --seed 4"],
+    "--seeds or --arm names a run twice": ONE[:2],
     "File exists: 'compare.py'": ["--out", "compare.py"],
     "on_policy-seed3, which has no run: ": ("config.json", "[]"),
     "on_policy-seed3 has a damaged metrics.csv, remove it: it lacks numbers": (

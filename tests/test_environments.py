@@ -229,6 +229,7 @@ def raises_for_the_unreadable(env, reply):
 BROKEN = [
     ({"actions": ()}, "actions is empty"),
     ({"metrics": ("turns",)}, "metrics has the name 'turns'"),
+    ({"metrics": ("style",)}, "metrics has the name 'style'"),
     ({"observe": lambda _: Observation("", (np.zeros((9, 9, 3)),))}, "observe() is Observation("),
     ({"observe": unseeded}, "reset(seed=0) began two different episodes"),
     ({"step": returns(float("nan"))}, "step() gave rewards with the sum nan"),

@@ -48,14 +48,6 @@ def test_a_mean_and_a_difference_are_those_of_student_and_welch():
         assert np.allclose([effect.low, effect.high, effect.p, effect.df], expected)
 
 
-def test_groups_of_equal_spread_add_their_degrees_of_freedom():
-    x = RNG.normal(size=5)
-    effect = stats.contrast([x, x + 1, x + 2, x + 3], [1.0, -1.0, -1.0, 1.0])
-    assert np.isclose(effect.df, 16) and np.isclose(effect.estimate, 0.0)
-    half = reference.t.ppf(0.975, 16) * np.sqrt(4 * x.var(ddof=1) / 5)
-    assert np.isclose(effect.high, half)
-
-
 def test_holm_and_the_bound_from_below():
     p = [0.01, 0.04, 0.03, 0.005]
     assert np.allclose(stats.holm(p), [0.03, 0.06, 0.06, 0.02])  # Holm 1979
@@ -77,16 +69,6 @@ def test_the_permutation_test_of_one_stratum_is_scipys():
     mean = lambda a, b, axis: a.mean(axis) - b.mean(axis)  # noqa: E731
     exact = reference.permutation_test((x, y), mean, n_resamples=np.inf).pvalue
     assert abs(stats.permutation_p([x], [y]) - exact) < 0.01
-
-
-@pytest.mark.parametrize("power", [1.0, 0.5])
-def test_all_readings_of_a_line_through_the_origin_are_1_over_c(power):
-    age = np.arange(1.0, 200.0)
-    ages = pandas.DataFrame({"age": age, "kl_reverse": (age / 80) ** power})
-    ages["effective"] = ages["trajectories"] = 100
-    *readings, slope = verdicts.readings(ages)
-    assert np.isclose(slope, power)
-    assert np.allclose(readings, 80) == (power == 1.0)
 
 
 def test_the_rates_are_the_best_of_the_tuning(rows):
@@ -203,19 +185,15 @@ def test_no_decay_by_the_share_of_the_episodes(curves):
 
 
 def test_who_leaves_the_plateau(curves):
-    runs = curves.query("task == 'nq_search'").groupby(["arm", "rate", "seed"])["eval_success"]
-    left = (runs.max() >= 0.65).groupby(["arm", "rate"]).sum()
+    runs = curves.query("task == 'nq_search'").groupby(["arm", "rate"])
     for name, of_five, episodes in printed("The plateau of NQ Search"):
         arm, rate = name.split(" @ ")
-        rate = float(rate)
-        assert of_five == f"{left[arm, rate]} of 5"
         times = []
-        for _, run in curves.query("task == 'nq_search' and arm == @arm and rate == @rate").groupby(
-            "seed"
-        ):
+        for _, run in runs.get_group((arm, float(rate))).groupby("seed"):
             at = np.arange(run["episodes"].max() + 1)
             times += [*at[np.interp(at, run["episodes"], run["eval_success"]) >= 0.65][:1]]
         assert np.allclose(np.array(episodes.split(), int), times, atol=1)
+        assert of_five == f"{len(times)} of 5"
 
 
 def test_drift_by_age():
