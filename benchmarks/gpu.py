@@ -304,7 +304,7 @@ def run_part(flags: list[str], folder: Path, deadline: float) -> list[str]:
             process.send_signal(signal.SIGABRT)
             process.wait()
             ended = f"stopped: its time was over, {log} has the stack"
-            # While a part compiles for DeepSpeed it holds a file, for which the next one waits.
+            # DeepSpeed holds this file while it compiles, and the next part would wait for it.
             for lock in Path("~/.cache/torch_extensions").expanduser().rglob("lock"):
                 lock.unlink()
 
