@@ -7,12 +7,6 @@ Each line of the algorithm stands with its number. The module behind it says how
 and why we differ.
 """
 
-import signal
-
-# While the imports take their seconds, Ctrl-C leaves no traceback.
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 from freshper.config import Config
 from freshper.flags import parse_args
 
@@ -20,41 +14,52 @@ from freshper.flags import parse_args
 if __name__ == "__main__":
     parse_args()
 
-from freshper.backends import Loaded, backends, load
+import time
+
+from envs.base import TextEnv
+from freshper.backends import backends, join_ranks, make_envs, serve
 from freshper.buffer import ReplayBuffer
-from freshper.checkpoint import Checkpoints
 from freshper.episode import collate
 from freshper.errors import Ending, protect_output
 from freshper.is_weights import importance_weights
 from freshper.priority import age_decay, base_priorities
-from freshper.reinforce import ReturnNorm
-from freshper.report import Report
+from freshper.reinforce import ReturnNormalizer, advantages
+from freshper.report import columns_of, held_out, narrated, watched
 from freshper.rollout import Engine, rollout, training_seeds
+from freshper.run import Run
 from freshper.trainer import TorchTrainer
 
 
 def train(
-    config: Config, loaded: Loaded, trainer: TorchTrainer, engine: Engine, report: Report
+    config: Config,
+    run: Run,
+    ending: Ending,
+    trainer: TorchTrainer,
+    engine: Engine,
+    envs: list[TextEnv],
 ) -> None:
     """Run Algorithm 1, from its start or from a checkpoint.
 
-    Raises NonFiniteError, OSError (a disk, the search server, a first turn over --max_tokens, a
-    backend), KeyboardInterrupt (a signal)."""
+    Raises UserError (numbers that are not finite, a disk, the search server, a first turn over
+    --max_tokens, a backend), KeyboardInterrupt (a signal)."""
     decay = age_decay(config)
     buffer = ReplayBuffer(config.capacity, config.alpha, decay, config.eviction, config.seed)
-    norm = ReturnNorm(config.baseline, config.kl_reward_coef)
-    # From here on everything is as in the checkpoint of --resume, if there is one.
-    checkpoints = Checkpoints(report, trainer=trainer, engine=engine, buffer=buffer, norm=norm)
+    norm = ReturnNormalizer(config.baseline == "turn", config.kl_reward_coef)
+    parts = {"trainer": trainer, "engine": engine, "buffer": buffer, "norm": norm}
 
-    for iteration in report.iterations(engine):  # Algorithm 1, line 1
+    done = run.restore(parts)  # iterations: those of the checkpoint of --resume, or 0
+    if done == 0:
+        run.log(0, {"step": 0, "episodes": 0} | held_out(config, run, engine, envs), [])
+
+    for iteration in watched(run, ending.iterations(done, config.iterations)):  # line 1
         # 2: roll out pi_mu in E to collect episodes {e_j} with rewards {r_j}
+        began = time.perf_counter()
         seeds = training_seeds(config, iteration)
-        episodes = rollout(
-            engine, loaded.policy, loaded.envs, seeds, config.max_tokens, config.max_new_tokens
-        )
+        episodes = rollout(engine, envs, seeds, config.max_tokens, config.max_new_tokens)
+        row = {"rollout_s": time.perf_counter() - began}
 
         # 3: compute behavior log-probs log pi_mu(e_j), before training
-        measured = trainer.record_behavior_logprobs(episodes)
+        row |= trainer.record_behavior_logprobs(episodes)
         batch = collate(episodes)
         norm.observe(batch)  # mean and std, against which returns are measured (ours)
 
@@ -66,7 +71,9 @@ def train(
         buffer.refresh_async(trainer.step + config.ppo_epochs)  # t at the end of 5
 
         # 5: train pi_theta on the fresh batch {e_j}
-        fresh = [trainer.update(batch, norm.advantages(batch)) for _ in range(config.ppo_epochs)]
+        fresh = [
+            trainer.update(batch, advantages(batch, norm, config)) for _ in range(config.ppo_epochs)
+        ]
 
         # 7: for k = 1, ..., K
         replays = []
@@ -79,7 +86,7 @@ def train(
 
             # 10: train pi_theta on S with the IS-weighted policy gradient
             batch = collate(drawn.episodes)
-            update = trainer.update(batch, norm.advantages(batch), weights)
+            update = trainer.update(batch, advantages(batch, norm, config), weights)
             replays.append((drawn, update))
 
             # section 3.5, "Priority Update": |r_i| stays, |A_i| depends on the newest returns
@@ -88,23 +95,32 @@ def train(
             )
 
         # 12: sync the inference engine, pi_mu <- pi_theta
-        measured |= engine.sync(trainer)
+        row |= engine.sync(trainer)
 
-        row = report.row(episodes, fresh, replays, trainer, buffer, measured)
-        report.write(row, engine)
-        checkpoints.save_if_due()
+        # The row of metrics.csv, an evaluation and a checkpoint if they are due
+        done = iteration + 1
+        row |= columns_of(done, episodes, fresh, replays, trainer, buffer)
+        if config.is_due(config.eval_every, done):
+            row |= held_out(config, run, engine, envs)
+        run.log(done, row, replays)
+        if config.is_due(config.save_every, done) or ending.must_stop():
+            run.save(parts)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Return the exit status, one of those of `Ending`."""
     config = parse_args(argv)
     with Ending() as ending:
-        loaded = load(config)
+        if join_ranks(config):
+            return serve(config)  # the life of every rank but the first
+
+        envs = make_envs(config)
         with (
-            Report(config, loaded, ending) as report,
-            backends(config, loaded) as (trainer, engine),
+            Run(config, envs[0]) as run,
+            backends(config, run.saved, envs[0]) as (trainer, engine),
+            narrated(config, run, engine.policy, envs[0]),
         ):
-            train(config, loaded, trainer, engine, report)
+            train(config, run, ending, trainer, engine, envs)
     return ending.status
 
 

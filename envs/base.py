@@ -40,6 +40,10 @@ def same_split(key: object, seed: int) -> bool:
     return (part_of_ten(key) == 0) == held_out(seed)
 
 
+class UserError(ValueError):
+    """A sentence to the user, who can mend what it names. Any other error is a bug."""
+
+
 class Observation(NamedTuple):
     """Hold one user turn: images (uint8 [H, W, 3]) first, then text."""
 

@@ -1,5 +1,5 @@
-"""Load what a run starts from, and make its engine and its trainer. vLLM and DeepSpeed are imported
-only if chosen.
+"""Make the environments, the policy, the trainer and the engine of a run. vLLM and DeepSpeed are
+imported only if chosen.
 
 hf+torch          one process, a CPU or one GPU; needs requirements.txt only
 vllm+deepspeed    the paper's (section 4.1: ROLL with vLLM and DeepSpeed); needs the extra `gpu`
@@ -7,18 +7,17 @@ vllm+deepspeed    the paper's (section 4.1: ROLL with vLLM and DeepSpeed); needs
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from datetime import date
 from importlib.util import find_spec
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from transformers import GenerationConfig
 from transformers.utils import logging
 
 from envs import ENVS
-from envs.base import EVAL_SEEDS, Observation, TextEnv
+from envs.base import EVAL_SEEDS, Observation, TextEnv, UserError
 from envs.check import check_environment
 from envs.search import retrieve
 from freshper.checkpoint import Saved, find_saved
@@ -31,48 +30,76 @@ from freshper.trainer import TorchTrainer
 
 # Bytes kept for the backward pass. If a micro-batch needs more, each layer is computed again.
 ACTIVATIONS = 5 * 2**30
+# Bounds of `mismatch` under vLLM, at temperature 1. SmolLM2-135M has 5e-6 and 0.04.
+MOST_MISMATCH = {"float32": 1e-4, "bfloat16": 0.2}
 
 
-class Loaded(NamedTuple):
-    """Hold what a run starts from."""
-
-    policy: Policy
-    envs: list[TextEnv]  # as many as episodes are played at once
-    saved: Saved | None  # the checkpoint to resume from
-
-
-def load(config: Config) -> Loaded:
-    """Load the policy and the environments of a run, and the checkpoint to resume from. Ranks
-    other than 0 stay here, and compute their share of the updates.
-
-    Raises ValueError if one of them cannot be used, or --backend is not installed, ConnectionError
-    if no server answers at --search_url."""
+def join_ranks(config: Config) -> int:
+    """Meet the other ranks, if DeepSpeed trains, and return the number of this one. Raises
+    UserError if --backend is not installed, or cannot train on several ranks."""
     for package in ("vllm", "deepspeed"):
         if package in config.backend and not find_spec(package):
-            raise ValueError(
+            raise UserError(
                 f"--backend is {config.backend}, but {package} is not installed (docs/gpus.md)"
             )
-    rank = join_ranks(config)
-    saved = find_saved(config.resume) if config.resume else None
-    set_up_process(config, saved)
+    if config.trainer == "torch":
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            raise UserError(f"--backend is {config.backend}, but several ranks need deepspeed")
+        return 0
+    if config.device == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from freshper import trainer_deepspeed
 
+    return trainer_deepspeed.join_ranks(config)
+
+
+def serve(config: Config) -> int:
+    """Be a rank other than 0: compute a share of the updates until rank 0 ends. Returns the exit
+    status."""
+    from freshper import trainer_deepspeed
+
+    saved = find_saved(config.resume) if config.resume else None
+    policy = load(config, saved, make_env(config))
+    return trainer_deepspeed.serve(make_trainer(policy, config))
+
+
+def make_envs(config: Config) -> list[TextEnv]:
+    """Make as many environments as episodes are played at once. Raises UserError if the task, its
+    --data or the server at --search_url cannot be used."""
     env = make_env(config)
     check_environment(env)
     if config.search_url:
         retrieve(config.search_url, ["test"], 1)
-
-    observation, _ = env.reset(seed=EVAL_SEEDS)
-    policy = load_model(config, saved, observation)
-    if rank > 0:
-        from freshper.trainer_deepspeed import serve
-
-        sys.exit(serve(make_trainer(policy, config)))
-
-    check_rows(policy, env, config)
-    n = max(config.rollout_batch_size, config.eval_episodes)
     # Those with data share its rows.
-    envs = [make_env(config, env.rows) for _ in range(n)]
-    return Loaded(policy, envs, saved)
+    n = max(config.rollout_batch_size, config.eval_episodes)
+    return [env, *(make_env(config, env.rows) for _ in range(n - 1))]
+
+
+@contextlib.contextmanager
+def backends(
+    config: Config, saved: Saved | None, env: TextEnv
+) -> Iterator[tuple[TorchTrainer, Engine]]:
+    """Yield rank 0's trainer, with the policy of a checkpoint if there is one, and an engine with
+    its weights. Their processes end afterwards."""
+    policy = load(config, saved, env)
+    check_rows(policy, env, config)
+    with contextlib.closing(make_trainer(policy, config)) as trainer:
+        if config.engine == "hf":
+            yield trainer, HFEngine(policy, Sampling(config.temperature), config.seed)
+            return
+
+        from freshper.engine_vllm import VLLMEngine
+
+        # vLLM must know how many images an episode has.
+        with contextlib.closing(VLLMEngine(policy, config, trainer, env)) as engine:
+            yield trainer, engine
+
+
+def load(config: Config, saved: Saved | None, env: TextEnv) -> Policy:
+    """Set up this process, and load the policy of a run."""
+    set_up_process(config, saved)
+    observation, _ = env.reset(seed=EVAL_SEEDS)
+    return load_model(config, saved, observation)
 
 
 def set_up_process(config: Config, saved: Saved | None) -> None:
@@ -102,22 +129,8 @@ def make_env(config: Config, rows: Mapping[str, list] | None = None) -> TextEnv:
     return make(**{name: values[name] for name in names if name in values})
 
 
-def join_ranks(config: Config) -> int:
-    """Meet the other ranks, if DeepSpeed trains, and return the number of this one. Raises
-    ValueError if --backend cannot train on several ranks."""
-    if config.trainer == "torch":
-        if os.environ.get("WORLD_SIZE", "1") != "1":
-            raise ValueError(f"--backend is {config.backend}, but several ranks need deepspeed")
-        return 0
-    if config.device == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    from freshper import trainer_deepspeed
-
-    return trainer_deepspeed.join_ranks(config)
-
-
 def load_model(config: Config, saved: Saved | None, observation: Observation) -> Policy:
-    """Load the policy of a run, or of its checkpoint. Raises ValueError if that fails, or if it
+    """Load the policy of a run, or of its checkpoint. Raises UserError if that fails, or if it
     cannot read an observation of the task."""
     name = config.model
     today = date.today()
@@ -141,7 +154,7 @@ def load_model(config: Config, saved: Saved | None, observation: Observation) ->
             today=today,
         )
         if observation.images and not policy.image_processor:
-            raise ValueError(f"it reads text only, but --env {config.env} shows images")
+            raise UserError(f"it reads text only, but --env {config.env} shows images")
         policy.user_turn(observation)
         policy.bridge(observation, closed=True)
     except (KeyboardInterrupt, SystemExit):
@@ -149,7 +162,7 @@ def load_model(config: Config, saved: Saved | None, observation: Observation) ->
     # A folder of another program may raise anything: a panic of `tokenizers` is no Exception.
     except BaseException as error:
         reason = " ".join(str(error).split())[:300]
-        raise ValueError(
+        raise UserError(
             f"--model is {name}, but must be a chat model that can be loaded: {reason}"
         ) from error
 
@@ -161,7 +174,7 @@ def load_model(config: Config, saved: Saved | None, observation: Observation) ->
 
 
 def check_rows(policy: Policy, env: TextEnv, config: Config) -> None:
-    """Raise ValueError unless the policy can read the first turn of each row, and has room for a
+    """Raise UserError unless the policy can read the first turn of each row, and has room for a
     reply."""
     needed = 0
     for first, rows in zip((0, EVAL_SEEDS), env.rows.values()):
@@ -169,7 +182,7 @@ def check_rows(policy: Policy, env: TextEnv, config: Config) -> None:
             observation, _ = env.reset(seed=seed)
             needed = max(needed, len(policy.user_turn(observation)) + config.max_new_tokens)
     if needed > config.max_tokens:
-        raise ValueError(
+        raise UserError(
             f"--max_tokens is {config.max_tokens}, but must be at least {needed} "
             f"for the longest row of {config.data}"
         )
@@ -186,25 +199,14 @@ def make_trainer(policy: Policy, config: Config) -> TorchTrainer:
 
     updates = config.iterations * config.updates_per_iteration
     if config.trainer == "torch":
-        return TorchTrainer(policy, config, updates)
-    from freshper.trainer_deepspeed import DeepSpeedTrainer, RankZero
+        trainer = TorchTrainer(policy, config, updates)
+    else:
+        from freshper.trainer_deepspeed import DeepSpeedTrainer, RankZero
 
-    trainer = DeepSpeedTrainer(policy, config, updates)
+        trainer = DeepSpeedTrainer(policy, config, updates)
+    if config.engine == "vllm":
+        trainer.most_mismatch = MOST_MISMATCH[config.dtype] / config.temperature
+    if config.trainer == "torch" or trainer.rank > 0:
+        return trainer
     # `RankZero` has the methods of its trainer.
-    return cast(TorchTrainer, RankZero(trainer)) if trainer.rank == 0 else trainer
-
-
-@contextlib.contextmanager
-def backends(config: Config, loaded: Loaded) -> Iterator[tuple[TorchTrainer, Engine]]:
-    """Yield rank 0's trainer and an engine with its weights. Their processes end afterwards."""
-    policy = loaded.policy
-    with contextlib.closing(make_trainer(policy, config)) as trainer:
-        if config.engine == "hf":
-            yield trainer, HFEngine(policy, Sampling(config.temperature), config.seed)
-            return
-
-        from freshper.engine_vllm import VLLMEngine
-
-        # vLLM must know how many images an episode has.
-        with contextlib.closing(VLLMEngine(policy, config, trainer, loaded.envs[0])) as engine:
-            yield trainer, engine
+    return cast(TorchTrainer, RankZero(cast(DeepSpeedTrainer, trainer)))

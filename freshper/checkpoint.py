@@ -1,8 +1,9 @@
 """Checkpoints: what shapes the rest of a run, saved between two iterations, restored by --resume.
 
     checkpoint/              the newest: a Hugging Face folder, which `--model` takes, and state.pt,
-                             optimizer-0.pt (one file per rank of the trainer), run.json
-                             (date, threads), manifest.json (checksums)
+                             optimizer-0.pt (one file per rank of the trainer), run.json (settings
+                             and a hash of the rows of --data, date, threads), manifest.json
+                             (checksums)
     checkpoint-before/       the one before it, used if the newest is not what its manifest says
 
 The .pt files are read with `torch.load(weights_only=True)`: one from someone else cannot run code.
@@ -19,19 +20,22 @@ import os
 import shutil
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from envs.base import UserError
 from freshper.episode import Episode, StoredImage
 
-if TYPE_CHECKING:
-    from freshper.report import Report
-
 MANIFEST = "manifest.json"
+# Of a larger file the manifest has the size alone: to read the 100 GB of a 7B model and its
+# optimizer again would take minutes at each save (SHA-256: 0.7 GB/s).
+LARGE = 2**30
 # This is the only class in state.pt. It holds bytes, which nothing runs.
 torch.serialization.add_safe_globals([StoredImage])
+
+Parts = dict[str, Any]  # by name, objects with `state_dict` and `load_state_dict`
 
 
 class Saved(NamedTuple):
@@ -39,131 +43,96 @@ class Saved(NamedTuple):
 
     folder: Path
     damage: str  # of the newest checkpoint, if this is the one before it
+    made_with: dict[str, Any]  # settings and `rows`, the hash of those of --data
     today: date  # of the run's first start, which chat templates may show
     threads: int  # on which the order of sums depends
 
 
-class Checkpoints:
-    """Restore a run from the checkpoint of --resume, if there is one, and save it when it is due.
+def save(out: Path, parts: Parts, made_with: dict[str, Any]) -> None:
+    """Write the newest checkpoint of a run. What was the newest becomes the one before.
 
-    `parts` are the objects with `state_dict` and `load_state_dict`, the trainer among them."""
+    `parts` are at least `trainer`, `engine` and `buffer`. Raises UserError if it cannot be
+    written: the other checkpoints stay."""
+    new = out / ".checkpoint-new"
+    newest = out / "checkpoint"
+    before = out / "checkpoint-before"
+    state = {name: part.state_dict() for name, part in parts.items()}
+    try:
+        remove(new)
+        new.mkdir()
+        fill(new, parts, state, made_with)
+        if os.path.lexists(newest):
+            remove(before)
+            newest.rename(before)
+        new.rename(newest)
+    except UserError:
+        raise
+    # safetensors, torch and the system each have errors of their own for a full disk.
+    except Exception as error:
+        shutil.rmtree(new, ignore_errors=True)
+        # torch.save hides the error of the disk behind its own.
+        reason = error.__context__ or error
+        raise UserError(f"no checkpoint was written to {out}: {reason}") from error
 
-    def __init__(self, report: "Report", **parts: Any):
-        self.config = report.config
-        self.report = report
-        self.parts = parts | {"report": report}
-        self.policy = report.policy
-        if report.saved:
-            self.restore(report.saved)
-        elif self.config.resume:
-            report.say(f"there is no checkpoint in {report.folder} yet: the run starts over")
-        # From here on a first Ctrl-C waits for the iteration to end.
-        report.ending.training = True
 
-    def restore(self, saved: Saved) -> None:
-        """Load the state of a checkpoint. Raises OSError if it does not hold plain data."""
-        folder = saved.folder
-        say = self.report.say
-        if saved.damage:
-            say(f"the newest checkpoint is damaged ({saved.damage}), so the one before it is used")
-            # The next save would make it the one before, and so remove the whole one.
-            remove(folder.with_name("checkpoint"))
+def fill(folder: Path, parts: Parts, state: dict[str, Any], made_with: dict[str, Any]) -> None:
+    """Write model and state into a new folder, and last the checksums of them all."""
+    parts["trainer"].save(str(folder))
+    parts["trainer"].save_optimizer(str(folder))
 
-        try:
-            state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
-            self.parts["trainer"].load_optimizer(str(folder))
-            state["buffer"]["episodes"] = unpack_episodes(state["buffer"]["episodes"])
-            for name, part in self.parts.items():
-                part.load_state_dict(state[name])
-            self.policy.features.update(state["features"])
-        # A file from someone else may hold anything.
-        except Exception as error:
-            reason = str(error).partition("\n")[0]
-            raise OSError(f"{folder} is not a checkpoint of this run: {reason}") from error
+    policy = parts["engine"].policy
+    state["buffer"]["episodes"] = pack_episodes(state["buffer"]["episodes"])
+    # The last bit of a feature can depend on the batch in which it was computed.
+    state["features"] = policy.features
+    state["held_out_features"] = policy.held_out_features
+    # With a path instead of a file, torch does not say that the disk is full.
+    with open(folder / "state.pt", "wb") as file:
+        torch.save(state, file)
 
-        if self.report.done > self.config.iterations:
-            raise ValueError(
-                f"--iterations is {self.config.iterations}, but {self.report.done} are done"
-            )
-        say(
-            f"resuming from {folder}, after iteration {self.report.done} "
-            f"of {self.config.iterations}"
-        )
+    run = {
+        "made_with": made_with,
+        "today": policy.today.isoformat(),
+        "threads": torch.get_num_threads(),
+    }
+    (folder / "run.json").write_text(json.dumps(run))
+    (folder / MANIFEST).write_text(json.dumps(checksums(folder), indent=1))
 
-    def save_if_due(self) -> None:
-        """Save every `save_every` iterations, at the end and after a signal.
 
-        Raises KeyboardInterrupt after a signal, and OSError if the checkpoint cannot be written."""
-        done = self.report.done
-        every = self.config.save_every
-        signal = self.report.ending.signal
-        finished = done == self.config.iterations
-        if finished or signal or (every and done % every == 0):
-            self.save()
-        if signal and not finished:
-            raise KeyboardInterrupt("interrupted")
-
-    def save(self) -> None:
-        """Write the newest checkpoint. What was the newest becomes the one before."""
-        out = self.report.folder
-        new = out / ".checkpoint-new"
-        newest = out / "checkpoint"
-        before = out / "checkpoint-before"
-        try:
-            remove(new)
-            new.mkdir()
-            self.fill(new)
-            if os.path.lexists(newest):
-                remove(before)
-                newest.rename(before)
-            new.rename(newest)
-            self.report.write_config()
-        # safetensors, torch and the system each have errors of their own for a full disk.
-        except Exception as error:
-            shutil.rmtree(new, ignore_errors=True)
-            # torch.save hides the error of the disk behind its own.
-            reason = error.__context__ or error
-            raise OSError(
-                f"the checkpoint after iteration {self.report.done} was not written to {out}: "
-                f"{reason}"
-            ) from error
-
-    def fill(self, folder: Path) -> None:
-        """Write model and state into a new folder, and last the checksums of them all."""
-        self.parts["trainer"].save(str(folder))
-        self.parts["trainer"].save_optimizer(str(folder))
-
-        state = {name: part.state_dict() for name, part in self.parts.items()}
-        state["buffer"]["episodes"] = pack_episodes(state["buffer"]["episodes"])
-        # The last bit of a feature can depend on the batch in which it was computed.
-        state["features"] = self.policy.features
-        # With a path instead of a file, torch does not say that the disk is full.
-        with open(folder / "state.pt", "wb") as file:
-            torch.save(state, file)
-
-        run = {"today": self.policy.today.isoformat(), "threads": torch.get_num_threads()}
-        (folder / "run.json").write_text(json.dumps(run))
-        (folder / MANIFEST).write_text(json.dumps(checksums(folder), indent=1))
+def load(saved: Saved, parts: Parts) -> None:
+    """Give the parts the state of a checkpoint. Raises UserError if it does not hold plain data."""
+    folder = saved.folder
+    try:
+        state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+        parts["trainer"].load_optimizer(str(folder))
+        state["buffer"]["episodes"] = unpack_episodes(state["buffer"]["episodes"])
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+        policy = parts["engine"].policy
+        policy.features.update(state["features"])
+        policy.held_out_features.update(state["held_out_features"])
+    # A file from someone else may hold anything.
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{folder} is not a checkpoint of this run: {reason}") from error
 
 
 def find_saved(run: str) -> Saved | None:
     """Return the newest whole checkpoint in the folder of a run, None if there is none yet.
 
-    Raises ValueError if all are damaged, OSError if the system cannot read one: nothing is
-    removed."""
+    Raises UserError if all are damaged, or the system cannot read one: nothing is removed."""
     damage = ""
     for name in ("checkpoint", "checkpoint-before"):
         folder = Path(run, name)
         try:
             if folder.exists():
                 return read_saved(folder, damage)
-        except OSError:
-            raise
+        except OSError as error:
+            raise UserError(f"{folder} cannot be read: {error}") from error
         # A damaged file may hold anything.
         except Exception as error:
             damage = damage or str(error)
     if damage:
-        raise ValueError(f"all checkpoints of {run} are damaged: {damage}")
+        raise UserError(f"all checkpoints of {run} are damaged: {damage}")
     return None
 
 
@@ -178,17 +147,20 @@ def read_saved(folder: Path, damage: str) -> Saved:
             raise ValueError(f"{name} has changed")
     run = json.loads((folder / "run.json").read_bytes())
     threads = max(1, int(run["threads"]))
-    return Saved(folder, damage, date.fromisoformat(run["today"]), threads)
+    return Saved(folder, damage, run["made_with"], date.fromisoformat(run["today"]), threads)
 
 
 def checksums(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file in a folder, by its path there."""
+    """Return the SHA-256 of each file in a folder, by its path there. Of a LARGE one: its size."""
     sums = {}
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with open(path, "rb") as file:
-                name = str(path.relative_to(folder))
-                sums[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    for path in filter(Path.is_file, folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        size = path.stat().st_size
+        if size > LARGE:
+            sums[name] = f"{size} bytes"
+            continue
+        with open(path, "rb") as file:
+            sums[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return sums
 
 

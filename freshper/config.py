@@ -26,62 +26,105 @@ Backend = Literal["hf+torch", "hf+deepspeed", "vllm+torch", "vllm+deepspeed"]
 
 @dataclass(frozen=True)
 class Config:
-    """Hold every setting. Each is a flag, whose text in --help is the comment behind it."""
+    """Hold every setting. Each is a flag, and the text below it is that of --help."""
 
     # task
-    env: str = "frozenlake"  # task (appendix D)
-    preset: Preset = "tiny"  # which model, numbers and backend
-    model: str = "tiny"  # tiny, the hub id of a chat model, or a folder
-    slippery: bool = False  # FrozenLake's ice (appendix D: slippery; docs/differences.md)
-    max_turns: int = 0  # H, replies per episode; 0: the task's own (Table 2)
-    format_penalty: float = 0.15  # cost of an unreadable reply (paper: 0; their code: 0.15)
-    data: str = ""  # questions: hub id (owner/name:config), file or folder; empty: generated ones
-    search_url: str = ""  # NQ's search server (envs/search_server.py); empty: generated texts
+    env: str = "frozenlake"
+    """task (appendix D)"""
+    preset: Preset = "tiny"
+    """model, numbers and backend to start from"""
+    model: str = "tiny"
+    """tiny, the hub id of a chat model, or a folder"""
+    slippery: bool = False
+    """FrozenLake's ice (appendix D: slippery; docs/differences.md)"""
+    max_turns: int = 0
+    """H, replies per episode; 0: the task's own (Table 2)"""
+    format_penalty: float = 0.15
+    """cost of an unreadable reply (paper: 0; their code: 0.15)"""
+    data: str = ""
+    """questions: hub id (owner/name:config), file or folder; empty: generated ones"""
+    search_url: str = ""
+    """NQ's search server (envs/search_server.py); empty: generated texts"""
 
     # method and replay
-    method: Method = "freshper"  # no replay; Standard PER; FreshPER (Table 5)
-    replay_ratio: int = 2  # K, replay updates per iteration (Table 5: 2)
-    batch_size: int = 128  # B, episodes per replay update (ours: BS/dev x GA of Table 4, 0.5B)
-    capacity: int = 50_000  # of the buffer, in episodes (Table 5: 50K)
-    eviction: Literal["fifo", "lowest_priority"] = "fifo"  # Table 5: FIFO; A.1: lowest priority
-    alpha: float = 0.6  # priority exponent, P(i) ~ p_i^alpha (section 4.1: 0.6)
-    epsilon: float = 1e-6  # base priority |r| + epsilon (not in paper; authors' code: 1e-6)
-    base_priority: Literal["reward", "advantage"] = "reward"  # of |r_i| or |A_i| (section 3.4)
-    decay: Decay = "exponential"  # of age (eq. 13)
-    tau: float = 500.0  # age decay constant in steps (section 4.1: 500; AIME 1000)
-    beta: float = 0.0  # beta_0 of IS weights; 0: off (Table 5: FreshPER none, PER 0.4)
-    baseline: Literal["batch", "turn", "recompute"] = "batch"  # mean and std of returns (ours)
+    method: Method = "freshper"
+    """arm of Table 5: no replay, Standard PER, FreshPER"""
+    replay_ratio: int = 2
+    """K, replay updates per iteration (Table 5: 2)"""
+    batch_size: int = 128
+    """B, episodes per replay update (ours: BS/dev x GA of Table 4, 0.5B)"""
+    capacity: int = 50_000
+    """size of the buffer, in episodes (Table 5: 50K)"""
+    eviction: Literal["fifo", "lowest_priority"] = "fifo"
+    """which episode leaves a full buffer (Table 5: FIFO; A.1: lowest priority)"""
+    alpha: float = 0.6
+    """priority exponent, P(i) ~ p_i^alpha (section 4.1: 0.6)"""
+    epsilon: float = 1e-6
+    """constant of the base priority |r| + epsilon (not in paper; authors' code: 1e-6)"""
+    base_priority: Literal["reward", "advantage"] = "reward"
+    """signal whose size is the base priority: r_i or A_i (section 3.4)"""
+    decay: Decay = "exponential"
+    """form of the age factor (eq. 13)"""
+    tau: float = 500.0
+    """age decay constant in steps (section 4.1: 500; AIME 1000)"""
+    beta: float = 0.0
+    """beta_0 of IS weights; 0: off (Table 5: FreshPER none, PER 0.4)"""
+    baseline: Literal["batch", "turn", "recompute"] = "batch"
+    """mean and std against which returns are measured (ours)"""
 
     # optimization
-    iterations: int = 400  # of Algorithm 1 (Table 4: 400; NQ 300; VLM 100)
-    rollout_batch_size: int = 128  # episodes collected per iteration (appendix F: 128)
-    ppo_epochs: int = 1  # on-policy updates per iteration (Table 3: 1)
-    lr: float = 1e-6  # learning rate of AdamW (Table 4: 1e-6)
-    dual_clip: float = 0.0  # bound c of rho A if A < 0 (not in the paper); 0: off
-    advantage_clip: float = 0.2  # Table 3: Config A 0.2, Default 20
-    kl_loss_coef: float = 0.0  # beta_KL (Table 3: Config A 0, Default 0.05 to 0.1)
-    kl_reward_coef: float = 0.0  # of KL in the reward (Table 3, 'Init KL': Config A 0, Default 0.1)
-    entropy_coef: float = 0.0  # lambda_ent (Table 3: Config A 0, Default 0.01)
-    micro_batch_size: int = 4  # episodes per forward pass, not of the gradient (Table 4: 1 to 4)
+    iterations: int = 400
+    """iterations of Algorithm 1 (Table 4: 400; NQ 300; VLM 100)"""
+    rollout_batch_size: int = 128
+    """episodes collected per iteration (appendix F: 128)"""
+    ppo_epochs: int = 1
+    """on-policy updates per iteration (Table 3: 1)"""
+    lr: float = 1e-6
+    """learning rate of AdamW (Table 4: 1e-6)"""
+    dual_clip: float = 0.0
+    """bound c of rho A if A < 0 (not in the paper); 0: off"""
+    advantage_clip: float = 0.2
+    """bound of |A_t| (Table 3: Config A 0.2, Default 20)"""
+    kl_loss_coef: float = 0.0
+    """beta_KL, weight of KL in the loss (Table 3: Config A 0, Default 0.05 to 0.1)"""
+    kl_reward_coef: float = 0.0
+    """weight of KL in the reward (Table 3, 'Init KL': Config A 0, Default 0.1)"""
+    entropy_coef: float = 0.0
+    """lambda_ent, weight of the entropy (Table 3: Config A 0, Default 0.01)"""
+    micro_batch_size: int = 4
+    """episodes per forward pass, not of the gradient (Table 4: 1 to 4)"""
 
     # sampling
-    temperature: float = 0.99  # appendix F: 0.99; its top-k and top-p: freshper/engine_hf.py
-    max_tokens: int = 2048  # of a conversation (Table 2, 'Seq Len': 2048 to 12800)
-    max_new_tokens: int = 256  # of a reply (not in the paper)
+    temperature: float = 0.99
+    """sampling temperature (appendix F: 0.99; top-k and top-p: freshper/engine_hf.py)"""
+    max_tokens: int = 2048
+    """longest conversation (Table 2, 'Seq Len': 2048 to 12800)"""
+    max_new_tokens: int = 256
+    """longest reply (not in the paper)"""
 
     # backends
-    backend: Backend = "hf+torch"  # who generates + who trains
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of all passes (appendix F: BF16)
-    zero_stage: Literal[1, 2, 3] = 2  # of DeepSpeed (Table 4: 2; NQ 3)
-    engine_memory: float = 0.5  # share of a GPU's memory that vLLM takes
+    backend: Backend = "hf+torch"
+    """engine that generates + trainer"""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """precision of all passes (appendix F: BF16)"""
+    zero_stage: Literal[1, 2, 3] = 2
+    """ZeRO stage of DeepSpeed (Table 4: 2; NQ 3)"""
+    engine_memory: float = 0.5
+    """share of a GPU's memory that vLLM takes"""
 
     # the run
-    seed: int = 42  # of everything random (appendix F: 42)
-    out: str = ""  # folder of all it writes; empty: out/<env>-<method>-<seed>, numbered
-    resume: str = ""  # folder of a run to go on with; freshper/flags.py: what may change
-    save_every: int = 20  # iterations between checkpoints; 0: only the last
-    eval_every: int = 10  # iterations between evaluations on held-out seeds
-    eval_episodes: int = 128  # held-out episodes per evaluation (appendix F: 128)
+    seed: int = 42
+    """seed of everything random (appendix F: 42)"""
+    out: str = ""
+    """folder of all it writes; empty: out/<env>-<method>-<seed>, numbered"""
+    resume: str = ""
+    """folder of a run to go on with; freshper/flags.py: what may change"""
+    save_every: int = 20
+    """iterations between checkpoints; 0: only the last"""
+    eval_every: int = 10
+    """iterations between evaluations on held-out seeds"""
+    eval_episodes: int = 128
+    """held-out episodes per evaluation (appendix F: 128)"""
 
     @property
     def updates_per_iteration(self) -> int:
@@ -105,6 +148,11 @@ class Config:
         import torch
 
         return "cuda" if torch.cuda.is_available() and self.preset != "tiny" else "cpu"
+
+    def is_due(self, every: int, done: int) -> bool:
+        """Return whether something that happens every so many iterations, and after the last one,
+        is due. 0: only then."""
+        return done == self.iterations or (every > 0 and done % every == 0)
 
     def beta_at(self, iteration: int) -> float:
         """Return beta of the IS weights, which reaches 1 in the last iteration. --beta 0 stays 0:

@@ -26,6 +26,8 @@ from pathlib import Path
 import numpy as np
 import pandas
 
+COLUMNS = "age probability log_ratio ratio ratio_sq tokens".split()  # of replay.csv, read below
+
 
 def estimate(rows: pandas.DataFrame) -> dict[str, float]:
     """Estimate staleness from rows of replay.csv.

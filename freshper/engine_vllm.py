@@ -12,7 +12,7 @@ appendix F (sampling).
 - Line 12. The weights go through a file in shared memory and vLLM's own `reload_weights`. That can
   fail silently (tied output layers, renamed parameters). Line 3 of the next iteration sees it: it
   computes the same log-probs with the trainer's weights, and ends the run if they differ by more
-  than rounding (MOST_MISMATCH in freshper/trainer.py).
+  than rounding (MOST_MISMATCH in freshper/backends.py).
 
 Tested on a CPU (0.32), run on a GPU (0.26). vLLM's interfaces change often, hence the pin.
 """
@@ -34,7 +34,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from envs.base import TextEnv
+from envs.base import TextEnv, UserError
 from freshper.config import Config
 from freshper.engine_hf import Sampling
 from freshper.errors import BackendError, phase
@@ -57,7 +57,7 @@ LAUNCHER = (
 
 def gpus_of_vllm(device: str) -> list[str]:
     """Return the GPUs after those of the ranks, or [] if vLLM shares the only one, or runs on a
-    CPU. Raises ValueError if several ranks leave none."""
+    CPU. Raises UserError if several ranks leave none."""
     if device == "cpu":
         return []
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -65,7 +65,7 @@ def gpus_of_vllm(device: str) -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or installed
     gpus = visible.split(",")[ranks:]
     if ranks > 1 and not gpus:
-        raise ValueError(
+        raise UserError(
             f"the {ranks} ranks of this machine must leave a GPU for vLLM, but {visible} are all"
         )
     return gpus

@@ -40,14 +40,9 @@ class Episode:
     images: list["AnyImage"] = field(default_factory=list)  # in the order of their placeholders
     step: int = 0  # t_i: the optimizer step at which it was collected
     seed: int = 0  # of the environment
-    success: bool = False
-    invalid: int = 0  # replies that the environment could not read
-    cut: int = 0  # replies that --max_new_tokens ended
-    truncated: bool = False  # ended because the next turn would not fit max_tokens
-    # of the environment, in the last turn
-    metrics: dict[str, float] = field(default_factory=dict)
-    # float32 [T]: log pi_ref, with a KL term
-    ref_logprobs: np.ndarray | None = None
+    ref_logprobs: np.ndarray | None = None  # float32 [T]: log pi_ref, with a KL term
+    # What is reported of it: columns of metrics.csv (freshper/report.py)
+    outcome: dict[str, float] = field(default_factory=dict)
 
     def turn_ends(self) -> np.ndarray:
         """Return the position of the last action token of each turn, int64 [n].
@@ -126,12 +121,8 @@ def group_by_length(lengths: list[int], max_rows: int) -> list[list[int]]:
     return groups
 
 
-def collate(episodes: list[Episode] | Batch) -> Batch:
-    """Pad episodes into a batch; a batch is returned as it is.
-
-    Raises ValueError if an episode has not as many rewards as turns."""
-    if isinstance(episodes, Batch):
-        return episodes
+def collate(episodes: list[Episode]) -> Batch:
+    """Pad episodes into a batch. Raises ValueError if one has not as many rewards as turns."""
     padded: dict[str, Any] = {}
     for name in PER_TOKEN:
         arrays = [getattr(episode, name) for episode in episodes]

@@ -1,5 +1,8 @@
-"""What ends a run: errors with one sentence, signals. Anything else is a defect, with its
-traceback."""
+"""What ends a run: a sentence to the user, or a signal. Any other exception is a bug and keeps its
+traceback.
+
+`UserError` (envs/base.py) is a sentence to the user. What may go wrong outside of this code is
+turned into one where it happens: at a file, a server, a backend, the folder of a model."""
 
 import contextlib
 import io
@@ -11,17 +14,19 @@ from typing import Any, Self
 
 import torch
 
+from envs.base import UserError
+
 STOPPING = b"""
-stopping after this iteration, with a checkpoint; once more stops at once, without
+stopping after this iteration, with a checkpoint; Ctrl-C twice stops at once, without
 """
 
 
-class NonFiniteError(ArithmeticError):
+class NonFiniteError(UserError):
     """A log-prob, loss, gradient or reward is not finite. Names the phase and the episode's
     seed."""
 
 
-class BackendError(OSError):
+class BackendError(UserError):
     """vLLM or DeepSpeed failed, or vLLM has other weights than the trainer. Names the phase."""
 
 
@@ -31,8 +36,7 @@ def phase(name: str, errors: type[Exception]) -> Iterator[None]:
     block."""
     try:
         yield
-    except (BackendError, NonFiniteError, torch.OutOfMemoryError):
-        # The report has a sentence for each.
+    except (UserError, torch.OutOfMemoryError):
         raise
     except errors as error:
         reason = " ".join(str(error).split())[:300]
@@ -41,33 +45,54 @@ def phase(name: str, errors: type[Exception]) -> Iterator[None]:
 
 class Ending(contextlib.ExitStack):
     """A context around a run, or a comparison, that says with which `status` the `program` ends: 0
-    done, 1 a backend, a disk or a server failed in training, 2 bad input, such a failure before
-    training, or a run of a comparison failed, 3 numbers that are not finite, 130 Ctrl-C, 143
-    SIGTERM.
+    done, 1 a backend, a disk, a server or the GPU's memory failed in training, 2 bad input, or such
+    a failure before training, 3 numbers that are not finite, 128 + its number after a signal
+    (Ctrl-C: 130).
 
-    Ctrl-C and SIGTERM raise KeyboardInterrupt. While a run is `training`, the first one is noted in
-    `signal`, and the run ends after its iteration."""
+    Ctrl-C, SIGTERM and a closed terminal (SIGHUP) raise KeyboardInterrupt, once, however often they
+    come. While a run is `training`, one is only noted in `signal`: its iteration is completed and
+    saved, and no other begins. Ctrl-C twice raises it at once."""
 
     program = "train.py"
     status = 0
     training = False
-    signal = 0  # the number of the last one
+    signal = 0  # the number of the one that ends the run
+    stopping = False  # whether the loop has seen it
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before = signal.signal(number, self.handle)
-            # The end of the context restores the handler.
-            self.callback(signal.signal, number, before)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            before = signal.getsignal(number)
+            # nohup has ignored the end of the terminal.
+            if number != signal.SIGHUP or before != signal.SIG_IGN:
+                signal.signal(number, self.handle)
+                # The end of the context restores the handler.
+                self.callback(signal.signal, number, before)
         return self
 
     def handle(self, number: int, frame: object) -> None:
-        at_once = self.signal or not self.training
-        self.signal = number
-        if at_once:
+        first = not self.signal
+        twice = number == self.signal == signal.SIGINT
+        if first or number == signal.SIGINT:
+            self.signal = number
+        if twice or (first and not self.training):
             raise KeyboardInterrupt("interrupted")
-        # `print` may fail here, in the middle of another one. The pipe may be broken, too.
-        with contextlib.suppress(OSError):
-            os.write(2, STOPPING)
+        if first:
+            # `print` may fail here, in the middle of another one. The pipe may be broken, too.
+            with contextlib.suppress(OSError):
+                os.write(2, STOPPING)
+
+    def iterations(self, done: int, total: int) -> Iterator[int]:
+        """Yield the numbers of the iterations to come, none after `must_stop` was true."""
+        self.training = True
+        for iteration in range(done, total):
+            if self.stopping:
+                raise KeyboardInterrupt("interrupted")
+            yield iteration
+
+    def must_stop(self) -> bool:
+        """Return whether a signal has come, so that this iteration is the last."""
+        self.stopping = self.signal > 0
+        return self.stopping
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         super().__exit__(kind, error, trace)
@@ -76,17 +101,17 @@ class Ending(contextlib.ExitStack):
                 self.status = 128 + self.signal
             case NonFiniteError():
                 self.status = 3
-            case ValueError() | OSError() if not self.training:
+            case UserError() if not self.training:
                 print(f"{self.program}: error: {error}", file=sys.stderr)
                 self.status = 2
-            case OSError() | torch.OutOfMemoryError():
-                self.status = 1  # the report has printed the error
+            case UserError() | torch.OutOfMemoryError():
+                self.status = 1  # `narrated` has printed the error
         return self.status > 0
 
 
 def protect_output() -> None:
-    """Let no output end this program, if it cannot be written: a broken pipe, a full disk, a closed
-    file. A character that the terminal does not have becomes "?"."""
+    """Go on if a line cannot be printed, because a pipe is broken, a disk is full, or a file is
+    closed. A character that the terminal does not have is printed as "?"."""
 
     def forgiving(call: Callable) -> Callable:
         def attempt(*arguments: Any) -> Any:

@@ -5,17 +5,19 @@ allowed. So does a flag that has no effect with the others, if RULES has the cas
 """
 
 import argparse
+import ast
 import dataclasses
 import inspect
 import json
 import math
 import os
-import re
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
 from envs import ENVS
+from envs.base import UserError
 from freshper.config import Config, defaults
 
 # Of flags: their names, what is said if they break the rule, and the rule as a condition on a value
@@ -48,11 +50,13 @@ RULES: list[tuple[str, str, Callable[[Any, Config], object]]] = [
      "--capacity must be at least --batch_size and --rollout_batch_size",
      lambda x, c: not c.replay_ratio or c.capacity >= max(c.batch_size, c.rollout_batch_size)),
     ("batch_size capacity eviction alpha epsilon base_priority decay tau beta",
-     "has no effect with --replay_ratio 0", lambda x, c: c.replay_ratio),
+     "has no effect without replay (--method on_policy, or --replay_ratio 0)",
+     lambda x, c: c.replay_ratio),
     ("tau", "has no effect with --decay none", lambda x, c: c.decay != "none"),
 ]  # fmt: skip
 OF_TASKS = {"slippery", "data", "search_url"}  # flags that a task may list as its `settings`
-# The only flags beside --resume: how long, and in how much memory.
+PATHS = ("out", "resume", "model", "data")  # their "~" is the home folder
+# What may change with --resume: how long, and in how much memory.
 MAY_CHANGE = ("iterations", "micro_batch_size", "engine_memory")
 
 
@@ -75,49 +79,79 @@ def make_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("-h", "--help", action="store_true", help="show this text and exit")
-    texts = dict(re.findall(r"^    (\w+): .+  # (.+)$", inspect.getsource(Config), re.MULTILINE))
+    # The docstring below each field
+    source: Any = ast.parse(inspect.getsource(Config)).body[0]
+    texts = {}
+    for node, below in pairwise(source.body):
+        if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr):
+            texts[ast.unparse(node.target)] = ast.literal_eval(below.value)
     for field in dataclasses.fields(Config):
-        choices = ENVS if field.name == "env" else get_args(field.type) or None
-        options: dict[str, Any] = {"type": type(field.default), "choices": choices}
+        options: dict[str, Any] = {"type": type(field.default), "choices": choices_of(field)}
         if field.type is bool:
             options = {"action": argparse.BooleanOptionalAction}
+        if field.name in PATHS:
+            options = {"type": os.path.expanduser}
         text = f"{texts.get(field.name, '')} [%(default)s]"
         parser.add_argument(f"--{field.name}", help=text, **options)
     return parser
 
 
+def choices_of(field: dataclasses.Field) -> Any:
+    """Return the allowed values of a setting, None if it is no choice."""
+    return ENVS if field.name == "env" else get_args(field.type) or None
+
+
 def with_flags(flags: dict[str, Any]) -> Config:
     """Return the settings of a preset and a method with the flags over them, or those of the run
-    that --resume goes on with. Raises ValueError if there is no such run, or with flags for it."""
+    that --resume goes on with. Raises UserError if there is no such run, or with flags for it."""
     if "resume" not in flags:
         named = Config(**flags)
         settings = defaults(named.preset, named.env, named.method)
         return Config(**settings | flags)
 
-    for name in flags.keys() - {"resume", *MAY_CHANGE}:
-        allowed = ", ".join(MAY_CHANGE)
-        raise ValueError(f"--{name} is {flags[name]}, but only {allowed} can change with --resume")
     folder = flags["resume"]
     try:
         settings = json.loads(Path(folder, "config.json").read_bytes())
-        types = {field.name: type(field.default) for field in dataclasses.fields(Config)}
-        same = {name: type(value) for name, value in settings.items()} == types
-        if not same or settings["env"] not in ENVS:
-            raise ValueError("its settings are those of another version")
+        check_settings(settings)
     # A file from someone else may hold anything.
     except Exception as error:
-        raise ValueError(f"--resume is {folder}, which has no run: {error}") from error
+        raise UserError(f"--resume is {folder}, which has no run: {error}") from error
+
+    for name in flags.keys() - {"resume", *MAY_CHANGE}:
+        if flags[name] != settings[name]:
+            allowed = ", ".join(MAY_CHANGE)
+            raise UserError(
+                f"--{name} is {flags[name]}, but only {allowed} can change with --resume"
+            )
     return Config(**settings | flags)
 
 
+def check_settings(settings: dict[str, Any]) -> None:
+    """Raise ValueError unless these are settings of a run, which flags can make."""
+    fields = {field.name: field for field in dataclasses.fields(Config)}
+    if settings.keys() != fields.keys():
+        raise ValueError("its settings are those of another version")
+    for name, field in fields.items():
+        value = settings[name]
+        choices = choices_of(field) or [value]
+        if type(value) is not type(field.default) or value not in choices:
+            raise ValueError(f"its {name} is {value!r}")
+
+    standard = defaults(settings["preset"], settings["env"], settings["method"])
+    standard = vars(Config(**standard))
+    # The model is in the checkpoint, and the folder is there.
+    flags = {name for name in settings if settings[name] != standard[name]} - {*PATHS}
+    check(Config(**settings), {name: settings[name] for name in flags})
+
+
 def check(config: Config, flags: dict[str, Any]) -> None:
-    """Raise ValueError if a flag breaks a rule, or the task does not take it."""
+    """Raise UserError if a flag breaks a rule, or the task does not take it."""
     for names, sentence, holds in RULES:
         for name in names.split():
             if name in flags and not holds(flags[name], config):
-                raise ValueError(f"--{name} is {flags[name]}, but {sentence}")
+                raise UserError(f"--{name} is {flags[name]}, but {sentence}")
     for name in flags.keys() & OF_TASKS - {*ENVS[config.env].settings}:
-        raise ValueError(f"--{name} has no effect with --env {config.env}")
+        raise UserError(f"--{name} has no effect with --env {config.env}")
 
 
 def parse_args(argv: list[str] | None = None) -> Config:
@@ -127,14 +161,14 @@ def parse_args(argv: list[str] | None = None) -> Config:
     flags = vars(parser.parse_args(argv))
     wants_help = flags.pop("help", False)
     try:
-        if [] in flags.values():  # so argparse reads `--tau=--`
-            raise ValueError("-- is no value of a flag")
+        if [] in flags.values():  # argparse reads `--tau=--` as []
+            raise UserError("-- is no value of a flag")
         config = with_flags(flags)
         if wants_help:
             parser.set_defaults(**vars(config))
             parser.print_help()
             parser.exit()
         check(config, flags)
-    except ValueError as error:
+    except UserError as error:
         parser.error(str(error))
     return config

@@ -56,6 +56,7 @@ class Policy:
     # Some chat templates show the date. It is that of the run's first start.
     today: date = field(default_factory=date.today)
     features: dict[bytes, Tensor] = field(default_factory=dict)  # by `image_key`
+    held_out_features: dict[bytes, Tensor] = field(default_factory=dict)  # of `evaluate`
 
     def __post_init__(self) -> None:
         # One rendering of each form is enough for all turns.

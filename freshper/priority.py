@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from freshper.episode import Episode, collate
+
 if TYPE_CHECKING:
     from freshper.config import Config
-    from freshper.episode import Episode
-    from freshper.reinforce import ReturnNorm
+    from freshper.reinforce import ReturnNormalizer
 
 
 def priorities(
@@ -48,7 +49,9 @@ def reward_priority(rewards: np.ndarray, epsilon: float) -> np.ndarray:
 advantage_priority = td_error_priority = reward_priority
 
 
-def base_priorities(episodes: "list[Episode]", norm: "ReturnNorm", config: "Config") -> np.ndarray:
+def base_priorities(
+    episodes: list[Episode], normalizer: "ReturnNormalizer", config: "Config"
+) -> np.ndarray:
     """Return p_i^base of episodes, float64 [n] (section 3.4), of the kind of --base_priority.
 
     `reward`: |r_i| + epsilon. `advantage`: |A_i| + epsilon, with A_i the mean A_t of the action
@@ -59,7 +62,7 @@ def base_priorities(episodes: "list[Episode]", norm: "ReturnNorm", config: "Conf
         return reward_priority(returns, config.epsilon)
 
     action_tokens = np.array([episode.action_mask.sum() for episode in episodes])
-    totals = norm.collected_advantages(episodes).double().sum(-1).numpy()
+    totals = normalizer.advantages(collate(episodes)).double().sum(-1).numpy()
     return advantage_priority(totals / action_tokens, config.epsilon)
 
 

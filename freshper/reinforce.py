@@ -3,7 +3,7 @@
 Paper: the clipped ratios of section 3.1, eq. 4 (rho), eq. 16 (weighted loss), appendix E (Config
 A). REINFORCE++ itself: Hu et al., arXiv 2501.03262, as in OpenRLHF.
 
-    ReturnNorm       r_t   the turn's reward, on its last action token, - kl_reward_coef * k1_t
+    advantages       r_t   the turn's reward, on its last action token, - kl_reward_coef * k1_t
                      G_t   = sum_{s >= t} r_s     undiscounted (gamma = 1), to the episode's end
                      A_t   = (G_t - mean) / std, clipped by the trainer to +-advantage_clip
     policy_loss      rho_t = pi_theta(a_t | s_t) / pi_mu(a_t | s_t)
@@ -34,10 +34,15 @@ belong to one episode. The paper is silent on these points (docs/differences.md)
 Exercise 5 of docs/exercises.md is about this.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from freshper.episode import Batch, Episode, collate
+from freshper.episode import Batch
+
+if TYPE_CHECKING:
+    from freshper.config import Config
 
 WINDOW = 256  # episodes behind the running means of `--baseline turn`
 RATIO_CLIP = 0.2  # epsilon of the PPO ratio clip (section 4.1)
@@ -100,13 +105,13 @@ def turn_numbers(action_mask: Tensor) -> Tensor:
     return turns.clamp(min=0)
 
 
-class ReturnNorm:
-    """What returns are measured against: mean and std of the collected ones.
+class ReturnNormalizer:
+    """Mean and std of the collected returns, against which returns are measured.
 
-    `kind` is --baseline. The mean is one for all turns, or one per turn."""
+    The mean is one for all turns, or one per turn."""
 
-    def __init__(self, kind: str, kl_reward_coef: float):
-        self.kind = kind
+    def __init__(self, per_turn: bool, kl_reward_coef: float):
+        self.per_turn = per_turn
         self.kl_reward_coef = kl_reward_coef
         self.window: list[Tensor] = []  # per episode, [2, n]: turn and G_t of its n action tokens
         self.means = torch.zeros(1)  # [M]: one per turn, or M = 1
@@ -116,58 +121,57 @@ class ReturnNorm:
         """Return G_t of a batch, after the KL term, float32 [B, T]."""
         return returns_to_go(penalized_rewards(batch, self.kl_reward_coef))
 
-    def observe(self, episodes: list[Episode] | Batch) -> None:
-        """Take mean and std of freshly collected episodes; with `turn`, of the last WINDOW."""
-        # Turn and return of each action token: of this batch, or with `turn` of the window
-        batch = collate(episodes)
+    def observe(self, batch: Batch) -> None:
+        """Take mean and std of freshly collected episodes; if per turn, of the last WINDOW."""
         turns = turn_numbers(batch.action_mask)
         turn_and_return = torch.stack([turns, self.returns(batch)]).double()  # [2, B, T]
-        if self.kind != "turn":
+        if not self.per_turn:
             self.window = []
         for row, mask in enumerate(batch.action_mask):
             self.window.append(turn_and_return[:, row, mask])  # [2, n]
         del self.window[: -max(WINDOW, len(batch.tokens))]
 
-        # One mean for all turns, or one per turn: with `turn`, and if all returns are equal
         turns, returns = torch.cat(self.window, dim=1)  # of all action tokens
         turns = turns.long()
-        spread = self.spread()
-        if spread and self.kind != "turn":
+        differ = returns_differ(self.window)
+        if differ and not self.per_turn:
             turns.zero_()
         self.means = torch.bincount(turns, returns) / torch.bincount(turns)
-        if spread:
+        if differ:
             self.std = (returns - self.means[turns]).square().mean().sqrt().float()
 
-    def spread(self) -> bool:
-        """Return whether returns differ: G_0 of the episodes, or G_t of a single one."""
-        first = torch.stack([returns[0] for _, returns in self.window])
-        if len(first) == 1:
-            first = self.window[0][1]
-        return not torch.allclose(first, first[0])  # up to rounding
-
-    def collected_advantages(self, episodes: list[Episode] | Batch) -> Tensor:
+    def advantages(self, batch: Batch) -> Tensor:
         """Return A_t against the collected episodes, before any clip, float32 [B, T]."""
-        batch = collate(episodes)
         # The mean of the last turn also counts for later ones.
         turns = turn_numbers(batch.action_mask).clamp(max=len(self.means) - 1)
         moments = self.means[turns], self.std
         return whiten(self.returns(batch), batch.action_mask, moments)
-
-    def advantages(self, episodes: list[Episode] | Batch) -> Tensor:
-        """Return A_t of line 5 or 10, before any clip, float32 [B, T].
-
-        With `recompute` they are measured against these very episodes."""
-        norm = self
-        if self.kind == "recompute":
-            norm = ReturnNorm("batch", self.kl_reward_coef)
-            norm.observe(episodes)
-        return norm.collected_advantages(episodes)
 
     def state_dict(self) -> dict:
         return {"window": self.window, "means": self.means, "std": self.std}
 
     def load_state_dict(self, state: dict) -> None:
         vars(self).update(state, window=list(state["window"]))
+
+
+def returns_differ(window: list[Tensor]) -> bool:
+    """Return whether returns differ, up to rounding: G_0 of the episodes, or G_t of a single one.
+
+    `window` has [2, n] per episode, as in `ReturnNormalizer`."""
+    first = torch.stack([returns[0] for _, returns in window])
+    if len(first) == 1:
+        first = window[0][1]
+    return not torch.allclose(first, first[0])
+
+
+def advantages(batch: Batch, normalizer: ReturnNormalizer, config: "Config") -> Tensor:
+    """Return A_t of line 5 or 10, before any clip, float32 [B, T].
+
+    With --baseline recompute they are measured against these very episodes."""
+    if config.baseline == "recompute":
+        normalizer = ReturnNormalizer(False, normalizer.kl_reward_coef)
+        normalizer.observe(batch)
+    return normalizer.advantages(batch)
 
 
 def policy_loss(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from envs.base import EVAL_SEEDS, THOUGHT_TAG, Observation, TextEnv
+from envs.base import EVAL_SEEDS, THOUGHT_TAG, Observation, TextEnv, UserError
 from freshper.episode import AnyImage, Episode
 from freshper.errors import NonFiniteError
 
@@ -49,14 +49,14 @@ class Reply(NamedTuple):
 class ReplyGenerator(Protocol):
     """What `rollout` needs of an engine."""
 
+    policy: "Policy"
+
     def generate(self, conversations: list[Conversation], max_new_tokens: int) -> list[Reply]:
         """Return one sampled reply to each conversation."""
 
 
 class Engine(ReplyGenerator, Protocol):
     """What training needs of an engine: freshper/engine_hf.py, freshper/engine_vllm.py."""
-
-    policy: "Policy"
 
     def sync(self, trainer: "TorchTrainer") -> dict[str, float]:
         """Use the trainer's parameters from now on (line 12). Returns numbers for metrics.csv."""
@@ -137,6 +137,13 @@ class LiveEpisode:
     def finish(self) -> Episode:
         """Return what the buffer and the loss need of this episode."""
         turn_rewards = np.array(self.turn_rewards, np.float32)
+        outcome = self.info.get("metrics", {}) | {
+            "success": bool(self.info["success"]),
+            "truncated": self.truncated,
+            "turns": len(turn_rewards),
+            "invalid": self.invalid,
+            "cut": self.cut,
+        }
         return Episode(
             tokens=np.array(self.conversation.tokens, np.int32),
             action_mask=np.array(self.action_mask),
@@ -145,17 +152,12 @@ class LiveEpisode:
             turn_rewards=turn_rewards,
             images=self.conversation.images,
             seed=self.conversation.seed,
-            success=bool(self.info["success"]),
-            invalid=self.invalid,
-            cut=self.cut,
-            truncated=self.truncated,
-            metrics={name: float(x) for name, x in self.info.get("metrics", {}).items()},
+            outcome={name: float(x) for name, x in outcome.items()},
         )
 
 
 def rollout(
     engine: ReplyGenerator,
-    policy: "Policy",
     envs: list[TextEnv],
     seeds: list[int],
     max_tokens: int,
@@ -164,16 +166,16 @@ def rollout(
     """Play one episode per seed, all of them turn by turn, and return them in the seeds' order.
 
     Each seed has an environment of its own, and `envs` may hold more. `behavior_logprobs` are the
-    engine's. Line 3 of Algorithm 1 replaces them by the trainer's. Raises OSError if the first turn
-    of an episode does not fit `max_tokens`, NonFiniteError if a reward or log-prob is not finite.
-    """
-    episodes = [LiveEpisode(policy, env, seed) for env, seed in zip(envs, seeds)]
+    engine's. Line 3 of Algorithm 1 replaces them by the trainer's. Raises UserError if the first
+    turn of an episode does not fit `max_tokens`, NonFiniteError if a reward or log-prob is not
+    finite."""
+    episodes = [LiveEpisode(engine.policy, env, seed) for env, seed in zip(envs, seeds)]
 
     # Generated tasks are measured here, rows of --data when they are loaded.
     longest = max(episodes, key=len)
     needed = len(longest) + max_new_tokens
     if needed > max_tokens:
-        raise OSError(
+        raise UserError(
             f"--max_tokens is {max_tokens}, but must be at least {needed} "
             f"for the first turn of seed {longest.conversation.seed}"
         )
@@ -197,28 +199,21 @@ def rollout(
     return [episode.finish() for episode in episodes]
 
 
-def evaluate(
-    engine: Engine,
-    envs: list[TextEnv],
-    n_episodes: int,
-    max_tokens: int,
-    max_new_tokens: int,
-    features: dict,
-) -> list[Episode]:
-    """Play one episode on each of the first held-out seeds and return them.
+def evaluate(engine: Engine, envs: list[TextEnv], config: "Config") -> list[Episode]:
+    """Play an episode on each of the first --eval_episodes held-out seeds.
 
-    Training stays as it is: the engine's random numbers are restored. Image features are cached in
-    `features`, apart from those of training."""
+    Training stays as it is: the engine's random numbers are restored, and features of held-out
+    images are kept apart, because their last bit depends on the images beside them."""
     policy = engine.policy
-    seeds = [EVAL_SEEDS + k for k in range(n_episodes)]
-    engine_state = engine.state_dict()
+    seeds = [EVAL_SEEDS + k for k in range(config.eval_episodes)]
+    random_state = engine.state_dict()
     training_features = policy.features
 
-    policy.features = features
-    episodes = rollout(engine, policy, envs, seeds, max_tokens, max_new_tokens)
+    policy.features = policy.held_out_features
+    episodes = rollout(engine, envs, seeds, config.max_tokens, config.max_new_tokens)
 
     policy.features = training_features
-    engine.load_state_dict(engine_state)
+    engine.load_state_dict(random_state)
     return episodes
 
 

@@ -36,7 +36,7 @@ from tqdm import tqdm
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from envs import ENVS
-from envs.base import WARM_START_SEEDS, TextEnv
+from envs.base import WARM_START_SEEDS, TextEnv, UserError
 from freshper.episode import Episode, collate
 from freshper.models import Policy
 from freshper.rollout import Conversation, Reply, rollout
@@ -190,7 +190,7 @@ class RandomEngine:
         self.env_of = dict(zip(seeds, envs))
 
     def generate(self, conversations: list[Conversation], max_new_tokens: int) -> list[Reply]:
-        """Return one random reply to each conversation. Raises ValueError if the policy could not
+        """Return one random reply to each conversation. Raises UserError if the policy could not
         write one."""
         replies = []
         for conversation in conversations:
@@ -199,7 +199,7 @@ class RandomEngine:
             tokens = [*self.policy.encode(text), self.policy.eos_id]
             if {*tokens} & {*self.policy.suppressed_ids}:
                 name = type(env).__name__
-                raise ValueError(
+                raise UserError(
                     f"{name}.random_reply() returned {text!r}, which a tiny model cannot write: "
                     f"its words must be in {name}.words or {name}.actions, in ASCII"
                 )
@@ -212,7 +212,7 @@ def transcripts(policy: Policy, envs: list[TextEnv], seeds: list[int]) -> list[E
     observation and its caption. The action mask covers replies and captions."""
     suffix = policy.template(0, first=False)[1]
     engine = RandomEngine(policy, envs, seeds)
-    episodes = rollout(engine, policy, envs, seeds, max_tokens=4096, max_new_tokens=8)
+    episodes = rollout(engine, envs, seeds, max_tokens=4096, max_new_tokens=8)
 
     for episode, env in zip(episodes, envs):
         final = env.observe()
@@ -289,7 +289,7 @@ def tiny_model(name: str) -> Path:
 
     cache = os.environ.get("FRESHPER_CACHE") or os.path.expanduser("~/.cache/freshper")
     if cache.startswith("~"):
-        raise ValueError("FRESHPER_CACHE must name a folder, because there is no home folder")
+        raise UserError("FRESHPER_CACHE must name a folder, because there is no home folder")
     folder = Path(cache, f"{name}-{hashlib.sha256(code).hexdigest()[:8]}")
     if not folder.is_dir():
         unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")

@@ -11,8 +11,8 @@ the backward pass. The gradients of micro-batches add up to that of the whole ba
 the difference between trainer and engine. No forward pass has dropout: with weights unchanged, all
 ratios are 1.
 
-`TorchTrainer` is one process on one device. What several processes do in another way are its last
-methods, which `DeepSpeedTrainer` (freshper/trainer_deepspeed.py) replaces.
+`TorchTrainer` is one process on one device. Its last methods are hooks for others
+(freshper/trainer_deepspeed.py).
 """
 
 import copy
@@ -32,17 +32,16 @@ from freshper.config import Config
 from freshper.episode import Batch, Episode, collate
 from freshper.errors import BackendError, NonFiniteError
 from freshper.models import Policy
-from freshper.reinforce import ReturnNorm, policy_loss
+from freshper.reinforce import policy_loss
 
 DRIFT = ("log_ratio", "ratio", "ratio_sq", "kl", "clipped")  # sums of each row from `policy_loss`
 # Numbers: 0.5 GB in float32, or 883 tokens with Qwen2.5's vocabulary of 151,936.
 LOGITS_AT_ONCE = 2**27
 WARMUP_STEPS = 10  # appendix F
 MAX_GRAD_NORM = 1.0  # Table 3
-# Bounds of `mismatch` at temperature 1. SmolLM2-135M has 5e-6 and 0.04 under vLLM.
-MOST_MISMATCH = {"float32": 1e-4, "bfloat16": 0.2}
 
 Parameters = Iterator[tuple[str, Tensor]]  # names, and whole parameters of a model
+Scores = tuple[Tensor, Tensor]  # log-probs and entropies of action tokens, [B, T]
 State = dict[str, Any]  # what a checkpoint holds
 
 
@@ -58,6 +57,7 @@ class TorchTrainer:
     """The trainer of Algorithm 1. `total_updates` is the length of the learning rate schedule."""
 
     rank = 0
+    most_mismatch = math.inf  # allowed; an engine with a copy of the weights has a bound
 
     def __init__(self, policy: Policy, config: Config, total_updates: int):
         self.policy = policy
@@ -77,8 +77,8 @@ class TorchTrainer:
         """Line 3: write log pi_mu of the action tokens into the episodes, and log pi_ref if needed.
 
         Returns the mismatch, the mean |trainer - engine log-prob|, and the seconds. Raises
-        NonFiniteError if a log-prob is not finite, BackendError if vLLM generated, with
-        other weights than the trainer's."""
+        NonFiniteError if a log-prob is not finite, BackendError if the engine generated with other
+        weights than the trainer's."""
         began = time.perf_counter()
         batch = collate(episodes)
         logprobs = self.logprobs(batch).numpy()  # [B, T]
@@ -90,11 +90,10 @@ class TorchTrainer:
 
         of_actions = difference[batch.action_mask.numpy()]
         mismatch = float(np.abs(of_actions).mean())
-        most = MOST_MISMATCH[self.config.dtype] / self.config.temperature
-        if self.config.engine == "vllm" and mismatch > most:
+        if mismatch > self.most_mismatch:
             raise BackendError(
                 "the engine does not generate with the trainer's weights: log-probs of the same "
-                f"tokens differ by {mismatch:.2g} in the mean (at most {most:.2g})"
+                f"tokens differ by {mismatch:.2g} in the mean (at most {self.most_mismatch:.2g})"
             )
 
         per_token = {"behavior_logprobs": logprobs}
@@ -121,21 +120,13 @@ class TorchTrainer:
             logprobs[rows, : values.shape[1]] += values
         return self.reduce(logprobs)
 
-    def update(
-        self,
-        episodes: list[Episode] | Batch,
-        advantages: Tensor | None = None,
-        weights: np.ndarray | None = None,
-    ) -> Update:
+    def update(self, batch: Batch, advantages: Tensor, weights: np.ndarray | None = None) -> Update:
         """Make an optimizer step: line 5, or line 10 with the IS weights w_i [B] (None: all 1).
 
-        `advantages` [B, T] are those of `ReturnNorm` (None: of these episodes against themselves),
-        clipped here. Raises NonFiniteError, without a step, if loss or gradient is not finite."""
+        The advantages [B, T] are clipped here. Raises NonFiniteError, without a step, if loss or
+        gradient is not finite."""
         began = time.perf_counter()
         config = self.config
-        batch = collate(episodes)
-        if advantages is None:
-            advantages = ReturnNorm("recompute", config.kl_reward_coef).advantages(batch)
         clipped = advantages.clamp(-config.advantage_clip, config.advantage_clip)
         batch = batch._replace(advantages=clipped)
         if weights is not None:
@@ -247,7 +238,7 @@ class TorchTrainer:
         """Yield the micro-batches of this process: (row numbers, batch of these rows)."""
         return batch.micro_batches(self.config.micro_batch_size)
 
-    def forward(self, micro_batch: Batch, temperature: float, entropy: bool = False) -> Tensor:
+    def forward(self, micro_batch: Batch, temperature: float, entropy: bool = False) -> Scores:
         """Return `action_logprobs` of a micro-batch."""
         return action_logprobs(self.policy, micro_batch, temperature, entropy)
 
@@ -309,20 +300,18 @@ def token_scores(
 
 
 def action_logprobs(
-    policy: Policy, batch: Batch, temperature: float, entropy: bool = False, most_tokens: int = 1
-) -> Tensor:
-    """Return log pi(token | all before it) of the action tokens, and entropies, [2, B, T].
+    policy: Policy, batch: Batch, temperature: float, entropy: bool = False, chunks: int = 0
+) -> Scores:
+    """Return log pi(token | all before it) of the action tokens, and entropies, [B, T] each.
 
-    They are float32 on the CPU, and 0 off the mask. Without `entropy` all entropies are 0.
-    `most_tokens` is the largest number of action tokens on any rank: all ranks compute as many
-    chunks."""
+    They are float32 on the CPU, and 0 off the mask. Without `entropy` all entropies are 0. Logits
+    are computed in `chunks` (0: as many as needed)."""
     mask = batch.action_mask  # [B, T]
     tokens = batch.tokens[mask].to(policy.device)  # [n]
     before_each_token = policy.batch_hidden(batch)[:, :-1]  # [B, T - 1, H]
     hidden = before_each_token[mask[:, 1:]]  # [n, H]
 
-    vocabulary = policy.model.config.get_text_config().vocab_size
-    chunks = math.ceil(vocabulary * max(most_tokens, len(tokens)) / LOGITS_AT_ONCE)
+    chunks = chunks or chunks_of(policy, len(tokens))
     score = partial(token_scores, policy, temperature, entropy)
     if chunks > 1:
         # The backward pass computes the logits of a chunk again.
@@ -330,4 +319,11 @@ def action_logprobs(
     scores = map(score, hidden.tensor_split(chunks), tokens.tensor_split(chunks))
 
     columns = torch.cat(list(scores)).cpu().T  # [2, n]
-    return torch.zeros(2, *mask.shape).masked_scatter(mask, columns)
+    logprobs, entropies = torch.zeros(2, *mask.shape).masked_scatter(mask, columns)
+    return logprobs, entropies
+
+
+def chunks_of(policy: Policy, n_tokens: int) -> int:
+    """Return the number of chunks in which the logits of n tokens are computed."""
+    vocabulary = policy.model.config.get_text_config().vocab_size
+    return math.ceil(vocabulary * max(1, n_tokens) / LOGITS_AT_ONCE)

@@ -39,7 +39,15 @@ from freshper.config import Config
 from freshper.episode import Batch, group_by_length
 from freshper.errors import BackendError, NonFiniteError, phase
 from freshper.models import Policy
-from freshper.trainer import MAX_GRAD_NORM, Parameters, State, TorchTrainer, action_logprobs
+from freshper.trainer import (
+    MAX_GRAD_NORM,
+    Parameters,
+    Scores,
+    State,
+    TorchTrainer,
+    action_logprobs,
+    chunks_of,
+)
 
 # GPUs also need NCCL_SOCKET_IFNAME.
 MEETING = "the meeting of all ranks (GLOO_SOCKET_IFNAME: the network between their machines)"
@@ -125,11 +133,12 @@ class DeepSpeedTrainer(TorchTrainer):
                 micro_batch = micro_batch._replace(action_mask=empty)
             yield rows, micro_batch
 
-    def forward(self, micro_batch: Batch, temperature: float, entropy: bool = False) -> Tensor:
+    def forward(self, micro_batch: Batch, temperature: float, entropy: bool = False) -> Scores:
         # ZeRO-3 gathers the output layer in each chunk, so all ranks need the same number of them.
         most_tokens = micro_batch.action_mask.sum()
         dist.all_reduce(most_tokens, dist.ReduceOp.MAX, group=self.messages)
-        return self.engine(micro_batch, temperature, entropy, int(most_tokens))
+        chunks = chunks_of(self.policy, int(most_tokens))
+        return self.engine(micro_batch, temperature, entropy, chunks)
 
     def reduce(self, values: Tensor) -> Tensor:
         dist.all_reduce(values, group=self.messages)
@@ -251,7 +260,7 @@ def serve(trainer: TorchTrainer) -> int:
     This is the worker loop of ranks other than 0."""
     assert isinstance(trainer, DeepSpeedTrainer)
     # These signals reach every rank, and rank 0 decides.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
     while True:

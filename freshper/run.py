@@ -1,0 +1,200 @@
+"""The folder of a run: who may write there, what lies there, where it goes on. Not in the paper.
+
+    config.json        every setting
+    metrics.csv        one row per iteration; row 0 is the evaluation before training
+    replay.csv         one row per replayed trajectory
+    checkpoint/        freshper/checkpoint.py
+    curve.png          success against episodes, as in Fig. 3
+    diagnostics.png    staleness by age (freshper/diagnostics.py)
+    episodes.html      held-out episodes of the last evaluation
+
+freshper/report.py makes the rows and the pages, and says what the columns mean.
+"""
+
+import contextlib
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import filelock
+import pandas
+from tqdm import tqdm
+
+from envs.base import TextEnv, UserError
+from freshper import checkpoint
+from freshper.buffer import Replay
+from freshper.checkpoint import Parts, Saved
+from freshper.config import Config
+from freshper.flags import MAY_CHANGE
+from freshper.trainer import Update
+
+Row = dict[str, Any]  # numbers by the name of their column
+COLUMNS = """iteration step episodes wall_s train_success train_reward eval_success eval_reward
+turns invalid cut truncated mismatch loss grad_norm clip_fraction kl nonzero_advantages replay_loss
+replay_grad_norm replay_clip_fraction replay_kl replay_nonzero_advantages replay_success replay_age
+ess ess_token buffer_size lr rollout_s logprobs_s update_s replay_s sync_s""".split()
+
+
+class Run(contextlib.AbstractContextManager):
+    """A context in which this process alone writes to the folder of a run.
+
+    Entering makes the folder, or takes that of --resume and finds its newest checkpoint, `saved`.
+    Leaving removes a new folder to which no row was written. Raises UserError if the folder cannot
+    be had, or its checkpoint was made with other settings or rows of --data."""
+
+    say = staticmethod(tqdm.write)  # print a line above the progress bar
+
+    def __init__(self, config: Config, env: TextEnv):
+        self.config = config
+        self.folder = folder_of(config)
+        self.saved: Saved | None = None
+        self.made_with = vars(config) | {"resume": "", "rows": hash_of(env)}
+        names = [f"{split}_{name}" for name in env.metrics for split in ("train", "eval")]
+        self.metrics = pandas.DataFrame(columns=[*COLUMNS, *names], dtype=float)
+
+    def __enter__(self) -> Self:
+        # The system holds the lock, so that a crash leaves none behind.
+        self.lock = filelock.FileLock(self.folder / ".lock", timeout=0)
+        with self.may_fail():
+            self.folder.mkdir(parents=True, exist_ok=bool(self.config.resume))
+            self.lock.acquire()
+
+        if not self.config.resume:
+            self.write_config()
+            return self
+        self.saved = checkpoint.find_saved(self.config.resume)
+        if self.saved:
+            self.compare(self.saved.made_with)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.metrics.empty and not self.config.resume:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.lock.release()
+
+    def compare(self, made_with: Row) -> None:
+        """Raise UserError if the checkpoint was made with other settings or rows."""
+        for name in self.made_with.keys() - {"out", *MAY_CHANGE}:
+            now, then = self.made_with[name], made_with.get(name)
+            if now != then:
+                raise UserError(f"{name} is {now}, but {then} in the checkpoint of {self.folder}")
+
+    def restore(self, parts: Parts) -> int:
+        """Give the parts the state of the newest checkpoint, and cut the tables after it.
+
+        Returns the number of completed iterations, 0 without a checkpoint. Raises UserError if it
+        is not one of this run, or has more iterations than --iterations."""
+        saved = self.saved
+        if saved:
+            checkpoint.load(saved, parts | {"metrics": self})
+            if self.done > self.config.iterations:
+                raise UserError(
+                    f"--iterations is {self.config.iterations}, but {self.done} are done"
+                )
+            if saved.damage:
+                self.say(
+                    f"the newest checkpoint is damaged ({saved.damage}): the one before is used"
+                )
+                # The next save would make it the one before, and so remove the whole one.
+                checkpoint.remove(self.folder / "checkpoint")
+            self.say(f"resuming after iteration {self.done} of {self.config.iterations}")
+            self.write_metrics()
+            self.began = time.perf_counter() - self.metrics["wall_s"].iloc[-1]
+        elif self.config.resume:
+            self.say(f"there is no checkpoint in {self.folder} yet: the run starts over")
+
+        replay = self.folder / "replay.csv"
+        if replay.exists():
+            rows, _, _ = replay.read_bytes().partition(b"\n%d," % (self.done + 1))
+            self.write("replay.csv", (rows.rstrip() + b"\n").lstrip())
+        return self.done
+
+    def log(self, iteration: int, row: Row, replays: list[tuple[Replay, Update]]) -> None:
+        """Write the rows of an iteration: the replayed trajectories to replay.csv, then the row of
+        metrics.csv."""
+        for drawn, update in replays:
+            columns = {
+                "iteration": iteration,
+                "age": drawn.ages,
+                "probability": drawn.probabilities,
+                "reward": [episode.reward for episode in drawn.episodes],
+            }
+            rows = pandas.DataFrame(columns | update.drift)
+            with self.may_fail(), open(self.folder / "replay.csv", "a") as file:
+                rows.to_csv(file, header=not file.tell(), index=False, float_format="%.6g")
+
+        now = time.perf_counter()
+        if iteration == 0:
+            self.began = now
+        row |= {"iteration": iteration, "wall_s": now - self.began}
+        self.metrics.loc[iteration] = pandas.Series(row)
+        self.write_metrics()
+
+    def save(self, parts: Parts) -> None:
+        """Write a checkpoint of the parts, and the settings that a resumed run has changed."""
+        checkpoint.save(self.folder, parts | {"metrics": self}, self.made_with)
+        self.write_config()
+
+    @property
+    def done(self) -> int:
+        """Return the number of completed iterations."""
+        return max(0, len(self.metrics) - 1)
+
+    def state_dict(self) -> Row:
+        return {"rows": self.metrics.to_dict("records")}
+
+    def load_state_dict(self, state: Row) -> None:
+        self.metrics = pandas.DataFrame(state["rows"], dtype=float)[self.metrics.columns]
+
+    # -- files
+
+    def write_config(self) -> None:
+        """Write config.json, the settings of the newest checkpoint, or of a run's beginning."""
+        settings = vars(self.config) | {"resume": ""}
+        self.write("config.json", json.dumps(settings, indent=1).encode())
+
+    def write_metrics(self) -> None:
+        """Write metrics.csv anew."""
+        self.write("metrics.csv", self.metrics.to_csv(index=False, float_format="%.8g").encode())
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file such that a kill or a reader finds all of it, or what was there before.
+
+        Raises UserError if the disk does not take it."""
+        new = self.folder / f".{name}"
+        with self.may_fail():
+            new.write_bytes(content)
+            new.replace(self.folder / name)
+
+    @contextlib.contextmanager
+    def may_fail(self) -> Iterator[None]:
+        """Raise UserError if the system cannot write to the folder."""
+        try:
+            yield
+        except filelock.Timeout as error:
+            raise UserError(f"{self.folder} is in use by another process") from error
+        except OSError as error:
+            raise UserError(f"{self.folder} cannot be written: {error}") from error
+
+
+def folder_of(config: Config) -> Path:
+    """Return --resume, or --out, or out/<env>-<method>-<seed>, numbered if it is not new."""
+    first = config.resume or config.out or f"out/{config.env}-{config.method}-{config.seed}"
+    path, number = Path(first), 1
+    while path.exists() and not config.resume:
+        number += 1
+        path = Path(f"{first}-{number}")
+    return path
+
+
+def hash_of(env: TextEnv) -> str:
+    """Return a hash of the rows of --data, which a resumed run must have, too."""
+    sums = hashlib.sha256()
+    for rows in env.rows.values():
+        for row in rows:
+            sums.update(repr(row).encode())
+    return sums.hexdigest()
