@@ -17,8 +17,9 @@ Diverged: numbers that are not finite ended the run.
 
 import signal
 
+# While the imports take their seconds, Ctrl-C is quiet.
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in the imports leaves no traceback
+    python_handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
 import dataclasses
@@ -36,11 +37,13 @@ import pandas
 from scipy import stats
 
 from envs import ENVS
+from envs.base import UserError
 from freshper.backends import make_env
 from freshper.config import TABLES, Config
 from freshper.errors import Ending, protect_output
 from freshper.flags import make_parser, parse_args
-from freshper.report import Row, baselines, drawing, task
+from freshper.report import baselines, drawing, task
+from freshper.run import Row
 
 EXHIBITS = TABLES["exhibit"]  # names, and their arms
 # As in the figures of RESULTS.md
@@ -86,26 +89,26 @@ class Run:
 
 
 def plan(args: argparse.Namespace, arm: str, seed: int) -> Run:
-    """Return a checked run. Raises ValueError if its folder has one with other settings, or if the
+    """Return a checked run. Raises UserError if its folder has one with other settings, or if the
     flags set what the comparison sets."""
     method, *of_arm = arm.split() or [""]
     flags = [*args.flags, *of_arm]
     given = vars(make_parser().parse_args(flags))
     for name in given.keys() & {"env", "method", "seed", "out", "resume"}:
-        raise ValueError(f"--{name} is {given[name]}, but the comparison sets it")
+        raise UserError(f"--{name} is {given[name]}, but the comparison sets it")
     flags += [f"--env={args.env}", f"--method={method}", f"--seed={seed}"]
     name = re.sub(r"[^A-Za-z0-9_.+]+", "-", arm)
     run = Run(arm, args.out / f"{name}-seed{seed}", flags, parse_args(flags))
     if run.folder.exists():
         before = parse_args([f"--resume={run.folder}"])
         if dataclasses.replace(before, out="", resume="") != run.config:
-            raise ValueError(f"{run.folder} is a run with other settings, use another --out")
+            raise UserError(f"{run.folder} is a run with other settings, use another --out")
     return run
 
 
-def train_all(runs: list[Run], jobs: int) -> None:
+def train_all(runs: list[Run], jobs: int, ending: Ending) -> None:
     """Train the runs that are not finished, so many jobs at a time. Numbers that are not finite end
-    a run, but not the comparison. Raises ChildProcessError if one fails in another way."""
+    a run, but not the comparison. Raises UserError if one fails in another way."""
     waiting = [run for run in runs if run.done() != run.config.iterations]
     processes: dict[Run, subprocess.Popen] = {}  # of those under way
     seconds = count(1)
@@ -120,10 +123,10 @@ def train_all(runs: list[Run], jobs: int) -> None:
                 if status in (0, NOT_FINITE):
                     del processes[run]
                 elif status is not None:
-                    raise ChildProcessError(
-                        f"a run ended with status {status}: see {run.folder}.log"
-                    )
-            if next(seconds) % 60 == 0:
+                    raise UserError(f"a run ended with status {status}: see {run.folder}.log")
+            if ending.must_stop():
+                raise KeyboardInterrupt
+            if processes and next(seconds) % 60 == 0:
                 print(f"iterations: {', '.join(map(str, processes))}", flush=True)
     finally:
         # After an error or a signal, those under way save and end.
@@ -141,7 +144,7 @@ def summary(run: Run, metric: str) -> Row:
     collected `episodes` and `values` of all that were due, the first one before training.
 
     Evaluations that a stopped run has missed count as 0, or as its lowest value below. Raises
-    ValueError if metrics.csv is damaged."""
+    UserError if metrics.csv is damaged."""
     config = run.config
     due = np.arange(0, config.iterations, config.eval_every)
     due = np.append(due, config.iterations)
@@ -154,7 +157,7 @@ def summary(run: Run, metric: str) -> Row:
             raise ValueError("it lacks numbers")
     # A damaged file may hold anything.
     except Exception as error:
-        raise ValueError(f"{run.folder} has a damaged metrics.csv, remove it: {error}") from error
+        raise UserError(f"{run.folder} has a damaged metrics.csv, remove it: {error}") from error
 
     missed = len(due) - len(values)
     values = np.pad(values, (0, missed), constant_values=min([0.0, *values[1:]]))
@@ -183,12 +186,12 @@ def welch_interval(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray
 # -- what is written
 
 
-def table(results: pandas.DataFrame) -> str:
+def table(results: pandas.DataFrame, evaluations: int) -> str:
     """Return a Markdown table, one row per arm, from the summaries of its runs. One seed gets no
     intervals."""
     first = results["arm"][0]
     of_first = results["last"][results["arm"] == first]
-    text = "| arm | last 3 evaluations, per seed | mean "
+    text = f"| arm | last {min(evaluations, 3)} evaluations, per seed | mean "
     text += f"| - {first} | peak | updates | diverged | seconds |\n"
     text += "|---" * 8 + "|\n"
     for arm, runs in results.groupby("arm", sort=False):
@@ -200,7 +203,7 @@ def table(results: pandas.DataFrame) -> str:
             half = f" ± {stats.t.ppf(0.975, n - 1) * last.sem():.3f}"
         if n > 1 and arm != first:
             low, high = welch_interval(last, of_first)
-            difference = f"{low:+.3f} to {high:+.3f}"
+            difference = f"{means['last'] - of_first.mean():+.3f} [{low:+.3f}, {high:+.3f}]"
         cells = [
             arm,
             " ".join(f"{value:.3f}" for value in last),
@@ -249,7 +252,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--metric", default="success", help="or one of the task's own: score")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
-    parser.add_argument("--out", type=Path, help="default: out/compare-<env>-<exhibit>")
+    parser.add_argument(
+        "--out", type=os.path.expanduser, help="default: out/compare-<env>-<exhibit>"
+    )
     args, flags = parser.parse_known_args()
     args.flags = flags
     metrics = ("success", *ENVS[args.env].metrics)
@@ -258,7 +263,8 @@ def parse() -> argparse.Namespace:
         parser.error(f"--metric is {args.metric}, but must be one of {allowed}")
     if args.jobs < 1:
         parser.error(f"--jobs is {args.jobs}, but must be above 0")
-    args.out = args.out or Path(f"out/compare-{args.env}-{'own' if args.arm else args.exhibit}")
+    name = "own" if args.arm else args.exhibit
+    args.out = Path(args.out or f"out/compare-{args.env}-{name}")
     return args
 
 
@@ -271,16 +277,18 @@ def main() -> int:
         # Wrong ones are noticed before hours of runs.
         runs = [plan(args, arm, seed) for arm in arms for seed in args.seeds]
         if len({run.folder for run in runs}) < len(runs):
-            raise ValueError("--seeds or --arm names a run twice")
+            raise UserError("--seeds or --arm names a run twice")
         args.out.mkdir(parents=True, exist_ok=True)
         print(
             f"{len(runs)} runs in {args.out}; if interrupted, the same command goes on", flush=True
         )
-        train_all(runs, args.jobs)
+        ending.training = True
+        train_all(runs, args.jobs, ending)
+        ending.training = False
 
         results = pandas.DataFrame([summary(run, args.metric) for run in runs])
         results.drop(columns=["episodes", "values"]).to_csv(args.out / "results.csv", index=False)
-        text = table(results)
+        text = table(results, len(results["values"][0]) - 1)
         (args.out / "table.md").write_text(text, encoding="utf-8")
         print(text)
         figure(args, runs[0].config, results)
@@ -288,5 +296,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, python_handler)
     protect_output()
     sys.exit(main())

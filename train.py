@@ -7,14 +7,15 @@ Each line of the algorithm stands with its number. The module behind it says how
 and why we differ.
 """
 
-from freshper.config import Config
+import signal
+import time
+
 from freshper.flags import parse_args
 
-# --help and a wrong flag are answered before torch is imported.
+# --help and a wrong flag are answered before torch is imported. Meanwhile Ctrl-C is quiet.
 if __name__ == "__main__":
     parse_args()
-
-import time
+    python_handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from envs.base import TextEnv
 from freshper.backends import backends, join_ranks, make_envs, serve
@@ -31,27 +32,24 @@ from freshper.trainer import TorchTrainer
 
 
 def train(
-    config: Config,
-    run: Run,
-    ending: Ending,
-    trainer: TorchTrainer,
-    engine: Engine,
-    envs: list[TextEnv],
+    run: Run, ending: Ending, trainer: TorchTrainer, engine: Engine, envs: list[TextEnv]
 ) -> None:
     """Run Algorithm 1, from its start or from a checkpoint.
 
     Raises UserError (numbers that are not finite, a disk, the search server, a first turn over
     --max_tokens, a backend), KeyboardInterrupt (a signal)."""
-    decay = age_decay(config)
-    buffer = ReplayBuffer(config.capacity, config.alpha, decay, config.eviction, config.seed)
+    config = run.config
+    buffer = ReplayBuffer(
+        config.capacity, config.alpha, age_decay(config), config.eviction, config.seed
+    )
     norm = ReturnNormalizer(config.baseline == "turn", config.kl_reward_coef)
     parts = {"trainer": trainer, "engine": engine, "buffer": buffer, "norm": norm}
 
-    done = run.restore(parts)  # iterations: those of the checkpoint of --resume, or 0
-    if done == 0:
-        run.log(0, {"step": 0, "episodes": 0} | held_out(config, run, engine, envs), [])
+    # Go on from the checkpoint of --resume, if there is one.
+    if not run.restore(parts):
+        run.log(0, held_out(run, engine, envs))
 
-    for iteration in watched(run, ending.iterations(done, config.iterations)):  # line 1
+    for iteration in watched(run, ending):  # Algorithm 1, line 1
         # 2: roll out pi_mu in E to collect episodes {e_j} with rewards {r_j}
         began = time.perf_counter()
         seeds = training_seeds(config, iteration)
@@ -99,9 +97,9 @@ def train(
 
         # The row of metrics.csv, an evaluation and a checkpoint if they are due
         done = iteration + 1
-        row |= columns_of(done, episodes, fresh, replays, trainer, buffer)
+        row |= columns_of(episodes, fresh, replays, trainer, buffer)
         if config.is_due(config.eval_every, done):
-            row |= held_out(config, run, engine, envs)
+            row |= held_out(run, engine, envs)
         run.log(done, row, replays)
         if config.is_due(config.save_every, done) or ending.must_stop():
             run.save(parts)
@@ -118,12 +116,13 @@ def main(argv: list[str] | None = None) -> int:
         with (
             Run(config, envs[0]) as run,
             backends(config, run.saved, envs[0]) as (trainer, engine),
-            narrated(config, run, engine.policy, envs[0]),
+            narrated(run, engine.policy, envs[0]),
         ):
-            train(config, run, ending, trainer, engine, envs)
+            train(run, ending, trainer, engine, envs)
     return ending.status
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, python_handler)
     protect_output()
     raise SystemExit(main())

@@ -43,6 +43,7 @@ from freshper import diagnostics
 from freshper.buffer import Replay, ReplayBuffer
 from freshper.config import Config
 from freshper.episode import Episode, compressed
+from freshper.errors import Ending
 from freshper.models import Policy
 from freshper.rollout import Engine, evaluate
 from freshper.run import Row, Run
@@ -58,8 +59,9 @@ LEAST_ESS = 0.3
 
 
 @contextlib.contextmanager
-def narrated(config: Config, run: Run, policy: Policy, env: TextEnv) -> Iterator[None]:
+def narrated(run: Run, policy: Policy, env: TextEnv) -> Iterator[None]:
     """Say what runs before the block, and how it ended after it. Then draw the figures."""
+    config = run.config
     levels = baselines(env, config.eval_episodes)
     levels_text = ", ".join(f"{name} policy {value:.2f}" for name, value in levels.items())
     run.say(title(config))
@@ -83,7 +85,7 @@ def narrated(config: Config, run: Run, policy: Policy, env: TextEnv) -> Iterator
             run.say(f"held-out success, {of}: {last.mean():.2f} ({levels_text})")
         if run.done:
             try:
-                draw(config, run, levels)
+                draw(run, levels)
             except OSError as failure:
                 run.say(f"figures could not be written to {run.folder}: {failure}")
         run.say(f"written to {run.folder}")
@@ -92,9 +94,11 @@ def narrated(config: Config, run: Run, policy: Policy, env: TextEnv) -> Iterator
             run.say(f"continue with: {command} --iterations {config.iterations}")
 
 
-def watched(run: Run, iterations: Iterator[int]) -> Iterator[int]:
-    """Yield the iterations with a progress bar, and say what a user should know of each."""
-    bar = tqdm(iterations, initial=run.done, total=run.config.iterations)
+def watched(run: Run, ending: Ending) -> Iterator[int]:
+    """Yield the numbers of the iterations to come, with a progress bar, until a signal ends them.
+    Say what a user should know of each."""
+    total = run.config.iterations
+    bar = tqdm(ending.iterations(run.done, total), initial=run.done, total=total)
     for iteration in bar:
         yield iteration
         metrics = run.metrics
@@ -149,20 +153,18 @@ def means(rows: list[Row]) -> Row:
 
 
 def columns_of(
-    done: int,
     episodes: list[Episode],
     fresh: list[Update],
     replays: list[tuple[Replay, Update]],
     trainer: TorchTrainer,
     buffer: ReplayBuffer,
 ) -> Row:
-    """Return columns of metrics.csv after the iteration number `done`."""
+    """Return columns of metrics.csv after the updates of an iteration."""
     played = summarize(episodes)
     row = {
         **{f"train_{name}": mean for name, mean in played.items()},
         **{name: played[name] for name in ("turns", "invalid", "cut", "truncated")},
         "step": trainer.step,
-        "episodes": done * len(episodes),
         "lr": trainer.lr,
         "buffer_size": len(buffer),
         "update_s": sum(update.stats["seconds"] for update in fresh),
@@ -187,11 +189,11 @@ def replay_columns(drawn: Replay, update: Update) -> Row:
     }
 
 
-def held_out(config: Config, run: Run, engine: Engine, envs: list[TextEnv]) -> Row:
+def held_out(run: Run, engine: Engine, envs: list[TextEnv]) -> Row:
     """Evaluate the policy on the held-out seeds, write the page of its episodes, and return the
     columns of the evaluation."""
-    episodes = evaluate(engine, envs, config)
-    run.write("episodes.html", episodes_page(config, engine.policy, episodes))
+    episodes = evaluate(engine, envs, run.config)
+    run.write("episodes.html", episodes_page(run.config, engine.policy, episodes))
     return {f"eval_{name}": mean for name, mean in summarize(episodes).items()}
 
 
@@ -209,8 +211,9 @@ def summarize(episodes: list[Episode]) -> Row:
 # -- pages
 
 
-def draw(config: Config, run: Run, levels: Row) -> None:
+def draw(run: Run, levels: Row) -> None:
     """Draw curve.png and diagnostics.png from the tables of a run."""
+    config = run.config
     episodes = run.metrics["episodes"]
     with drawing(run.folder / "curve.png", title(config), "success", levels) as axes:
         training = run.metrics["train_success"]

@@ -16,7 +16,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -83,11 +83,11 @@ class Run(contextlib.AbstractContextManager):
             if now != then:
                 raise UserError(f"{name} is {now}, but {then} in the checkpoint of {self.folder}")
 
-    def restore(self, parts: Parts) -> int:
+    def restore(self, parts: Parts) -> bool:
         """Give the parts the state of the newest checkpoint, and cut the tables after it.
 
-        Returns the number of completed iterations, 0 without a checkpoint. Raises UserError if it
-        is not one of this run, or has more iterations than --iterations."""
+        Returns whether there is one. Raises UserError if it is not one of this run, or has more
+        iterations than --iterations."""
         saved = self.saved
         if saved:
             checkpoint.load(saved, parts | {"metrics": self})
@@ -111,9 +111,9 @@ class Run(contextlib.AbstractContextManager):
         if replay.exists():
             rows, _, _ = replay.read_bytes().partition(b"\n%d," % (self.done + 1))
             self.write("replay.csv", (rows.rstrip() + b"\n").lstrip())
-        return self.done
+        return bool(saved)
 
-    def log(self, iteration: int, row: Row, replays: list[tuple[Replay, Update]]) -> None:
+    def log(self, iteration: int, row: Row, replays: Sequence[tuple[Replay, Update]] = ()) -> None:
         """Write the rows of an iteration: the replayed trajectories to replay.csv, then the row of
         metrics.csv."""
         for drawn, update in replays:
@@ -130,7 +130,9 @@ class Run(contextlib.AbstractContextManager):
         now = time.perf_counter()
         if iteration == 0:
             self.began = now
-        row |= {"iteration": iteration, "wall_s": now - self.began}
+        episodes = iteration * self.config.rollout_batch_size
+        first = {"step": 0, "iteration": iteration, "episodes": episodes}
+        row = first | row | {"wall_s": now - self.began}
         self.metrics.loc[iteration] = pandas.Series(row)
         self.write_metrics()
 

@@ -136,7 +136,7 @@ def play(policy, n=12, max_tokens=3000, **sampling):
     styles = ("full", "terse", "terse", "terse")
     envs = [make_env(style=styles[k % 4], max_turns=1 + k % 5) for k in range(n)]
     engine = HFEngine(policy, Sampling(**sampling), seed=3)
-    return rollout(engine, policy, envs, list(range(n)), max_tokens, 5)
+    return rollout(engine, envs, list(range(n)), max_tokens, 5)
 
 
 def write_rows(path, rows):
@@ -190,15 +190,15 @@ def state_of(folder):
 
 
 def contents(out):
-    """Return what must be equal: metrics.csv without seconds, replay.csv, the state without that of
-    the report, and the weights."""
+    """Return what must be equal: metrics.csv without seconds, replay.csv, the state without the
+    rows of metrics.csv, and the weights."""
     with open(out / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     for row in rows:
         for name in list(row):
             if name.endswith("_s"):
                 del row[name]
-    state = state_of(out / "checkpoint") | {"report": None}
+    state = state_of(out / "checkpoint") | {"metrics": None}
     return (
         rows,
         (out / "replay.csv").read_text(),

@@ -20,18 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train
 from envs.base import Observation
 from envs.frozenlake import FrozenLake
-from freshper import backends
-from freshper.checkpoint import (
-    Checkpoints,
-    checksums,
-    find_saved,
-    pack_episodes,
-    unpack_episodes,
-)
-from freshper.config import Config
+from freshper import backends, checkpoint
+from freshper.checkpoint import checksums, find_saved, pack_episodes, unpack_episodes
 from freshper.engine_hf import HFEngine
 from freshper.episode import compressed
-from freshper.errors import Ending
 from freshper.flags import parse_args
 from freshper.tiny import SHIPPED
 
@@ -64,7 +56,7 @@ def done(out):
     if not saved:
         return 0
     state = torch.load(saved.folder / "state.pt", weights_only=True)
-    return len(state["report"]["rows"]) - 1
+    return len(state["metrics"]["rows"]) - 1
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +202,7 @@ def test_what_the_system_cannot_read_is_not_damaged(copy, capsys, monkeypatch):
     before = sorted(copy.rglob("*"))
     assert resume(copy, "--iterations", "7") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"train.py: error: {denied}"
+    assert line == f"train.py: error: {copy}/checkpoint cannot be read: {denied}"
     assert sorted(copy.rglob("*")) == before
 
 
@@ -233,7 +225,7 @@ FORGED = {
     "code": ("state.pt", Malicious()),
     "code of the optimizer": ("optimizer-0.pt", {"python": Malicious()}),
     "no episodes": ("state.pt", {"buffer": {"episodes": {"tokens": (3, "x")}}}),
-    "no date": ("run.json", {"threads": 1}),
+    "no date": ("run.json", {"threads": 1, "made_with": {}}),
     "threads that are no number": ("run.json", {"today": "2026-01-01", "threads": "x"}),
 }
 
@@ -251,8 +243,8 @@ def test_a_forged_checkpoint_is_one_sentence_and_no_code(copy, monkeypatch, caps
 
 # Changes of what a file holds, its name first.
 STATES = {
-    "state a row with a text": lambda state: state["report"]["rows"][-1].update(loss="x"),
-    "state no rows": lambda state: state["report"]["rows"].clear(),
+    "state a row with a text": lambda state: state["metrics"]["rows"][-1].update(loss="x"),
+    "state no rows": lambda state: state["metrics"]["rows"].clear(),
     "state a step that is no number": lambda state: state["trainer"].update(step="x"),
     "state no images": lambda state: state["buffer"]["episodes"].pop("images"),
 }
@@ -272,7 +264,9 @@ def test_the_date_and_the_threads_of_the_first_start_are_kept(tmp_path, model_fo
     """A chat template may show the date. The order of sums depends on the threads."""
 
     def prompt(*flags):
-        policy = backends.load(parse_args([*flags])).policy
+        config = parse_args([*flags])
+        saved = find_saved(config.resume) if config.resume else None
+        policy = backends.load(config, saved, backends.make_env(config))
         return policy.tokenizer.decode(policy.user_turn(Observation("x")))
 
     model = shutil.copytree(model_folder["text"], tmp_path / "model")
@@ -299,19 +293,17 @@ def test_the_date_and_the_threads_of_the_first_start_are_kept(tmp_path, model_fo
 
 
 def save(out, done):
-    """Save a run of stand-ins after `done` iterations, resumed if it has saved before."""
-    report = Mock(
-        config=Config(resume=str(out), save_every=1, iterations=100),
-        folder=out,
-        policy=Mock(features={}, today=date.today()),
-        saved=find_saved(str(out)),
-        ending=Ending(),
-        done=done,
-        **{"state_dict.return_value": {"rows": [{}] * (done + 1)}},
-    )
+    """Save a run of stand-ins after `done` iterations."""
     trainer = Mock(**{"state_dict.return_value": {}})
     buffer = Mock(**{"state_dict.side_effect": lambda: {"episodes": []}})
-    Checkpoints(report, trainer=trainer, buffer=buffer).save_if_due()
+    metrics = Mock(**{"state_dict.return_value": {"rows": [{}] * (done + 1)}})
+    engine = Mock(**{"state_dict.return_value": {}})
+    engine.policy = Mock(features={}, held_out_features={}, today=date.today())
+    parts = {"trainer": trainer, "buffer": buffer, "engine": engine, "metrics": metrics}
+    saved = find_saved(str(out))
+    if saved and saved.damage:
+        checkpoint.remove(out / "checkpoint")  # as `Run.restore` does
+    checkpoint.save(out, parts, {})
 
 
 class Crash(BaseException):

@@ -16,11 +16,16 @@ from freshper.episode import PADDING, collate, group_by_length
 from freshper.priority import base_priorities
 from freshper.reinforce import (
     WINDOW,
-    ReturnNorm,
+    ReturnNormalizer,
+    advantages,
     policy_loss,
     returns_to_go,
     whiten,
 )
+
+
+def normalizer_of(config):
+    return ReturnNormalizer(config.baseline == "turn", config.kl_reward_coef)
 
 
 def bounded(x, limit):
@@ -146,17 +151,19 @@ def test_loss_and_gradient_are_those_of_the_slow_loop(case, seed):
     episodes, collected = random_episodes(rng, case, seed)
     weights = rng.random(len(episodes)) + 0.1
 
-    norm = ReturnNorm(config.baseline, config.kl_reward_coef)
-    norm.observe(collected)
-    advantages = norm.advantages(episodes).clamp(-config.advantage_clip, config.advantage_clip)
-    batch = collate(episodes)._replace(advantages=advantages, weights=torch.tensor(weights))
+    normalizer = normalizer_of(config)
+    normalizer.observe(collate(collected))
+    batch = collate(episodes)
+    measured = advantages(batch, normalizer, config)
+    clipped = measured.clamp(-config.advantage_clip, config.advantage_clip)
+    batch = batch._replace(advantages=clipped, weights=torch.tensor(weights))
     mask = batch.action_mask
     recomputed = config.baseline == "recompute"
     expected = slow_advantages(episodes, config, episodes if recomputed else collected)
     np.testing.assert_allclose(batch.advantages[mask], sum(expected, []), rtol=1e-4, atol=1e-4)
     assert (batch.advantages[~mask] == 0).all()
     if case == "plain":  # REINFORCE++'s own measure
-        torch.testing.assert_close(advantages, whiten(returns_to_go(batch.rewards), mask))
+        torch.testing.assert_close(measured, whiten(returns_to_go(batch.rewards), mask))
 
     noise = torch.from_numpy(rng.normal(0, 0.3, mask.shape))
     logprobs = (batch.behavior_logprobs.double() + noise).requires_grad_()
@@ -227,24 +234,31 @@ def test_the_measure_is_of_the_newest_batch_or_of_the_window(kind, size, kl_coef
     for e in collected:
         away = rng.random(len(e.tokens)) * e.action_mask
         e.ref_logprobs = (e.behavior_logprobs - away).astype(np.float32)
-    norm = ReturnNorm(kind, kl_coef)
+    config = Config(kl_reward_coef=kl_coef, baseline=kind, advantage_clip=1e9)
+    normalizer = normalizer_of(config)
     for k in range(0, len(collected), size):
-        norm.observe(collected[k : k + size])
+        normalizer.observe(collate(collected[k : k + size]))
 
     latest = collected[-max(WINDOW, size) :] if kind == "turn" else collected[-size:]
-    config = Config(kl_reward_coef=kl_coef, baseline=kind, advantage_clip=1e9)
     drawn = collected[:9]
-    mask = collate(drawn).action_mask
+    batch = collate(drawn)
+    mask = batch.action_mask
     expected = sum(slow_advantages(drawn, config, latest), [])
-    np.testing.assert_allclose(norm.advantages(drawn)[mask], expected, rtol=1e-4, atol=1e-5)
+    measured = advantages(batch, normalizer, config)
+    np.testing.assert_allclose(measured[mask], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["batch", "turn", "recompute"])
 def test_equal_failures_successes_and_rounding_under_each_baseline(kind):
-    norm = ReturnNorm(kind, 0.0)
+    config = Config(baseline=kind)
+    normalizer = normalizer_of(config)
+
+    def observe(episodes):
+        normalizer.observe(collate(episodes))
 
     def of_actions(episodes):
-        return norm.advantages(episodes)[collate(episodes).action_mask]
+        batch = collate(episodes)
+        return advantages(batch, normalizer, config)[batch.action_mask]
 
     def episodes(turn_rewards, n):
         rewards = np.float32(turn_rewards)
@@ -253,33 +267,33 @@ def test_equal_failures_successes_and_rounding_under_each_baseline(kind):
 
     failures = episodes(4 * [-0.1], 6)
     successes = episodes([1.0], 4)
-    norm.observe(failures)
+    observe(failures)
     if kind != "recompute":  # returns-to-go differ by turn alone, and that is no reason to train
         assert of_actions(failures).abs().max() < 1e-6
 
-    norm.observe(successes + episodes([0.0], 4))
+    observe(successes + episodes([0.0], 4))
     replayed = of_actions(successes)
     assert (replayed == 0).all() if kind == "recompute" else (replayed > 0.5).all()
 
     # A single collected episode has no spread, so the std before it stays, 1.
-    alone = ReturnNorm(kind, 0.0)
-    alone.observe(episodes([0.0], 1))
-    (success,) = successes[:1]
-    measured = alone.advantages([success])[collate([success]).action_mask]
+    mixed, normalizer = normalizer, normalizer_of(config)
+    observe(episodes([0.0], 1))
+    measured = of_actions(successes[:1])
+    normalizer = mixed
     assert measured.tolist() == pytest.approx([0.0 if kind == "recompute" else 1.0] * len(measured))
 
     if kind == "batch":
         # A fresh batch of successes only has no gradient. Replay after it has one.
-        norm.observe(successes)
+        observe(successes)
         assert of_actions(successes).abs().max() < 1e-6
         # The newest batch has no spread: the std before it stays.
-        norm.observe(failures)
+        observe(failures)
         replayed = of_actions(successes)
         assert ((replayed > 0.5) & (replayed < 5.0)).all()
         # Equal returns, summed in another order.
         above = np.nextafter(np.float32(10.0), np.float32(11.0))
         rounded = episodes([10.0], 32) + episodes([above], 32)
-        norm.observe(rounded)
+        observe(rounded)
         assert of_actions(rounded).abs().max() < 1e-2
 
 
@@ -295,12 +309,13 @@ def test_a_base_priority_is_of_the_return_or_of_the_unclipped_advantage(kind):
     episodes = [make_episode(np.random.default_rng(k), turns=1 + k % 3) for k in range(8)]
     config = Config(advantage_clip=0.2, epsilon=0.1, baseline=kind)
     unclipped = dataclasses.replace(config, advantage_clip=1e9)
-    (norm := ReturnNorm(kind, 0.0)).observe(episodes)
+    normalizer = normalizer_of(config)
+    normalizer.observe(collate(episodes))
     for drawn in (episodes, episodes[:2], episodes[:1]):
         means = [np.mean(row) for row in slow_advantages(drawn, unclipped, episodes)]
         for source, expected in (("advantage", means), ("reward", [e.reward for e in drawn])):
             kind = dataclasses.replace(config, base_priority=source)
-            priorities = base_priorities(drawn, norm, kind)
+            priorities = base_priorities(drawn, normalizer, kind)
             np.testing.assert_allclose(priorities, np.abs(expected) + 0.1, rtol=1e-4)
 
 

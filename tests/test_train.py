@@ -70,7 +70,7 @@ def test_algorithm_1_line_by_line(tmp_path, monkeypatch):
 
         monkeypatch.setattr(owner, name, wrapper)
 
-    def line_2(episodes, engine, policy, envs, seeds, *limits):
+    def line_2(episodes, engine, envs, seeds, *limits):
         done = calls.count("2 rollout")
         calls.append("2 rollout")
         assert seeds == training_seeds(Config(seed=2, rollout_batch_size=4), done)
@@ -143,7 +143,7 @@ def test_algorithm_1_line_by_line(tmp_path, monkeypatch):
     record(ReplayBuffer, "sample", line_8)
     record(train, "importance_weights", line_9)
     record(ReplayBuffer, "update_base_priorities", priority_update)
-    record(train.ReturnNorm, "observe", returns)
+    record(train.ReturnNormalizer, "observe", returns)
     record(HFEngine, "sync", lambda *_: calls.append("12 sync"))
     record(train, "base_priorities", lambda *_, **__: calls.append("base"))
     record(report, "evaluate", lambda held_out, *_: noted.update(held_out=held_out))
