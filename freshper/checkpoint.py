@@ -43,7 +43,7 @@ class Saved(NamedTuple):
 
     folder: Path
     damage: str  # of the newest checkpoint, if this is the one before it
-    made_with: dict[str, Any]  # settings and `rows`, the hash of those of --data
+    made_with: dict[str, Any]  # settings, and a hash of the rows of --data
     today: date  # of the run's first start, which chat templates may show
     threads: int  # on which the order of sums depends
 

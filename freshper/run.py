@@ -52,7 +52,7 @@ class Run(contextlib.AbstractContextManager):
         self.config = config
         self.folder = folder_of(config)
         self.saved: Saved | None = None
-        self.made_with = vars(config) | {"resume": "", "rows": hash_of(env)}
+        self.made_with = vars(config) | {"resume": "", "data_sha256": hash_of(env)}
         names = [f"{split}_{name}" for name in env.metrics for split in ("train", "eval")]
         self.metrics = pandas.DataFrame(columns=[*COLUMNS, *names], dtype=float)
 

@@ -1,5 +1,6 @@
 """A run that was stopped, killed or damaged ends as the run that never stopped, bit for bit."""
 
+import hashlib
 import io
 import json
 import os
@@ -18,13 +19,16 @@ from conftest import contents, make_episode, read
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
-from envs.base import Observation
+from envs.base import Observation, UserError
 from envs.frozenlake import FrozenLake
+from envs.question_answering import Question
 from freshper import backends, checkpoint
 from freshper.checkpoint import checksums, find_saved, pack_episodes, unpack_episodes
+from freshper.config import Config
 from freshper.engine_hf import HFEngine
 from freshper.episode import compressed
 from freshper.flags import parse_args
+from freshper.run import Run
 from freshper.tiny import SHIPPED
 
 SHORT = """--iterations 6 --save_every 2 --rollout_batch_size 4 --batch_size 4
@@ -116,6 +120,27 @@ def test_a_stopped_and_resumed_run_is_the_run_that_never_stopped(tmp_path, monke
     assert contents(tmp_path / "stopped") == contents(tmp_path / "plain")
 
 
+@pytest.mark.parametrize(
+    ("signals", "status"),
+    [
+        ([signal.SIGTERM, signal.SIGTERM], 143),  # service managers signal the whole group
+        ([signal.SIGHUP, signal.SIGTERM], 129),  # a closed terminal
+        ([signal.SIGTERM, signal.SIGINT], 130),
+    ],
+)
+def test_signals_save_once_however_often_they_come(tmp_path, monkeypatch, signals, status):
+    at_call(monkeypatch, train, "rollout", 3, send(*signals))
+    assert run(tmp_path / "run") == status
+    assert done(tmp_path / "run") == 3
+
+
+def test_a_run_that_nohup_started_does_not_hear_the_end_of_its_terminal(tmp_path, monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    at_call(monkeypatch, train, "rollout", 3, send(signal.SIGHUP))
+    assert run(tmp_path / "run") == 0
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("fault", ["Ctrl-C twice", "a bug of an environment"])
 def test_a_fault_ends_the_run_at_once_and_it_can_be_resumed(
     tmp_path, monkeypatch, capsys, finished, fault
@@ -139,6 +164,54 @@ def test_a_signal_while_the_model_is_loaded_leaves_nothing(tmp_path, monkeypatch
     at_call(monkeypatch, backends, "load_policy", 1, send(signal.SIGINT))
     assert run(tmp_path / "run") == 130
     assert not (tmp_path / "run").exists()
+
+
+def test_a_bug_of_an_environment_is_no_bad_input(tmp_path, monkeypatch):
+    """It keeps its traceback, also before training."""
+    at_call(monkeypatch, FrozenLake, "start", 1, lambda: np.ones(4) + np.ones(3))
+    with pytest.raises(ValueError, match="operands could not be broadcast"):
+        run(tmp_path / "run")
+
+
+def test_a_run_in_use_is_not_read(copy, monkeypatch, capsys):
+    """Its newest checkpoint may be half written: it is neither loaded nor called damaged."""
+    (copy / "checkpoint/run.json").unlink()
+    before = sorted(copy.rglob("*"))
+    with Run(parse_args(["--resume", str(copy)]), FrozenLake()):
+        assert resume(copy) == 2
+    error = capsys.readouterr().err
+    assert error == f"train.py: error: {copy} is in use by another process\n"
+    assert sorted(copy.rglob("*")) == before
+
+
+def test_a_run_goes_on_with_its_own_settings_checkpoint_and_data_only(copy, finished, capsys):
+    def edit(**changes):
+        settings = json.loads((finished / "config.json").read_text())
+        (copy / "config.json").write_text(json.dumps(settings | changes))
+
+    def refused():
+        assert resume(copy, "--iterations", "7") == 2
+        return capsys.readouterr().err
+
+    edit(lr=0.002)
+    assert f"lr is 0.002, but 0.001 in the checkpoint of {copy}" in refused()
+    edit(seed=43)  # as if the checkpoint were that of another run
+    assert "seed is 43, but 42 in the checkpoint" in refused()
+    edit(out="elsewhere")  # a run that was moved
+    assert resume(copy, "--iterations", "7") == 0
+
+
+def test_the_rows_of_data_are_those_of_the_checkpoint(tmp_path):
+    env = FrozenLake()
+    env.rows = {"train": [Question("1 + 1?", "2")]}
+    same = FrozenLake()
+    same.rows = {"train": [Question("1 + 1?", "2")]}
+    other = FrozenLake()
+    other.rows = {"train": [Question("1 + 1?", "3")]}
+    saved = Run(Config(), env).made_with
+    Run(Config(), same).compare(saved)
+    with pytest.raises(UserError, match=r"^data_sha256 is .* in the checkpoint of"):
+        Run(Config(), other).compare(saved)
 
 
 def test_a_run_that_is_extended_changes_only_with_its_first_save(copy, finished, monkeypatch):
@@ -373,6 +446,26 @@ def test_a_checkpoint_that_is_a_link_is_replaced_and_its_target_stays(tmp_path):
     (tmp_path / "checkpoint").symlink_to("nowhere")
     save(tmp_path, 5)
     assert done(tmp_path) == 5
+
+
+def test_a_disk_that_is_full_from_the_start_costs_no_rows(copy, capsys):
+    tables = {name: (copy / name).read_bytes() for name in ("replay.csv", "metrics.csv")}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        assert resume(copy, "--iterations", "8") == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert f"{copy} cannot be written: " in capsys.readouterr().err
+    assert tables == {name: (copy / name).read_bytes() for name in tables}
+
+
+def test_of_a_large_file_the_manifest_has_the_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "LARGE", 3)
+    (tmp_path / "large").write_bytes(b"1234")
+    (tmp_path / "small").write_bytes(b"123")
+    sums = checksums(tmp_path)
+    assert sums == {"large": "4 bytes", "small": hashlib.sha256(b"123").hexdigest()}
 
 
 @pytest.mark.parametrize("kilobytes", [4, 700])

@@ -14,13 +14,14 @@ import pytest
 from compare import EXHIBITS
 from envs import ENVS
 from envs.frozenlake import FrozenLake
-from freshper.backends import join_ranks, load, make_env
+from freshper.backends import join_ranks, make_env
 from freshper.config import Config, Preset
 from freshper.engine_hf import Sampling
 from freshper.flags import check, parse_args
 from freshper.priority import age_decay
 from freshper.reinforce import RATIO_CLIP
-from freshper.report import folder_of, task
+from freshper.report import task
+from freshper.run import folder_of
 from freshper.trainer import MAX_GRAD_NORM, WARMUP_STEPS
 
 ROOT = Path(__file__).parent.parent
@@ -108,10 +109,10 @@ def test_help_shows_what_will_run_before_torch_is_imported():
     assert done.stdout.endswith("set()\n")
     shown, config = " ".join(done.stdout.split()), settings_of("--env gsm8k --seed 5")
     assert config.iterations == 600
-    source = (ROOT / "freshper/config.py").read_text()
     for name, value in vars(config).items():
-        (text,) = re.findall(rf"^    {name}: .+  # (.+)$", source, re.MULTILINE)
-        assert f"{text} [{value}]" in shown
+        text = re.split(f" --{name}[ ,]", shown)[1].partition(f" [{value}]")[0]
+        assert len(text.split()) > 2, name
+    assert "priority exponent, P(i) ~ p_i^alpha (section 4.1: 0.6) [0.6]" in shown
 
 
 def test_what_follows_from_the_settings(tmp_path, monkeypatch):
@@ -171,12 +172,14 @@ SENTENCES = {
     "--backend hf+deepspeed --preset paper --env nq_search": "--backend is hf+deepspeed, but hf+",
     "--engine_memory 0.3": "--engine_memory is 0.3, but has no effect unless vLLM generates",
     "--slippery --env gsm8k": "--slippery has no effect with --env gsm8k",
-    "--alpha 1 --method on_policy": "--alpha is 1.0, but has no effect with --replay_ratio 0",
+    "--alpha 1 --method on_policy": "--alpha is 1.0, but has no effect without replay (--method on",
     "--tau 5 --method per": "--tau is 5.0, but has no effect with --decay none",
     "--tau=--": "-- is no value of a flag",
     "--resume nowhere": "--resume is nowhere, which has no run: [Errno 2] No such file",
     "--resume broken": "--resume is broken, which has no run: Expecting property name",
     "--resume other": "--resume is other, which has no run: its settings are those of another",
+    "--resume old": "--resume is old, which has no run: --tau is -5.0, but must be above 0",
+    "--resume evil": "--resume is evil, which has no run: its base_priority is 'evil'",
     "--resume run --lr 0.5": "--lr is 0.5, but only iterations, micro_batch_size,",
     "--resume run --iterations 0": "--iterations is 0, but must be above 0",
 }
@@ -185,10 +188,14 @@ SENTENCES = {
 @pytest.mark.parametrize("flags", SENTENCES)
 def test_bad_flags_get_one_sentence(flags, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    run = json.dumps(vars(settings_of("")))
-    for name, content in {"run": run, "broken": "{oops", "other": '{"no": 1.0}'}.items():
+    run = vars(settings_of(""))
+    folders = {"run": run, "other": {"no": 1.0}}
+    folders |= {"old": run | {"tau": -5.0}, "evil": run | {"base_priority": "evil"}}
+    for name, settings in folders.items():
         Path(name).mkdir()
-        Path(name, "config.json").write_text(content)
+        Path(name, "config.json").write_text(json.dumps(settings))
+    Path("broken").mkdir()
+    Path("broken/config.json").write_text("{oops")
     before = sorted(Path().rglob("*"))
     assert refusal(flags.split(), capsys).startswith(SENTENCES[flags])
     assert sorted(Path().rglob("*")) == before  # nothing is written
@@ -204,8 +211,18 @@ def test_resuming_keeps_all_settings_but_three(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(stored))
     resumed = stored | {"resume": str(tmp_path)}
     assert vars(parse_args(["--resume", str(tmp_path)])) == resumed
-    longer = parse_args(["--resume", str(tmp_path), "--iterations", "999"])
+    longer = parse_args(["--resume", str(tmp_path), "--iterations", "999", "--env", "aime"])
     assert vars(longer) == resumed | {"iterations": 999}
+
+
+def test_a_tilde_is_the_home_folder_also_after_an_equals_sign(tmp_path, monkeypatch):
+    """No shell expands it there."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert settings_of("--out=~/run").out == f"{tmp_path}/run"
+    paper = settings_of("--env aime --preset paper --model=~/model --data=~/rows.csv")
+    assert (paper.model, paper.data) == (f"{tmp_path}/model", f"{tmp_path}/rows.csv")
+    (tmp_path / "config.json").write_text(json.dumps(vars(settings_of(""))))
+    assert settings_of("--resume=~").resume == str(tmp_path)
 
 
 def test_off_is_no_flag_without_effect():
@@ -230,7 +247,7 @@ def test_a_backend_that_cannot_run_here_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)  # as if it were not installed
     sentence = r"^--backend is hf\+deepspeed, but deepspeed is not installed \(docs/gpus.md\)$"
     with pytest.raises(ValueError, match=sentence):
-        load(settings_of("--backend hf+deepspeed"))
+        join_ranks(settings_of("--backend hf+deepspeed"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"^--backend is hf\+torch, but several ranks need deep"):
         join_ranks(settings_of(""))

@@ -6,7 +6,6 @@ import dataclasses
 import html
 import io
 import re
-from unittest.mock import Mock
 
 import numpy as np
 import pandas
@@ -16,11 +15,12 @@ from PIL import Image
 
 import train
 from envs import ENVS
-from freshper.backends import Loaded, make_env
+from envs.base import UserError
 from freshper.config import Config
-from freshper.errors import Ending, NonFiniteError
-from freshper.report import Report, episodes_page, summarize
+from freshper.errors import NonFiniteError
+from freshper.report import draw, episodes_page, narrated, summarize
 from freshper.rollout import rollout
+from freshper.run import Run
 from freshper.tiny import RandomEngine
 
 FLAGS = """--iterations 10 --eval_every 4 --rollout_batch_size 8 --batch_size 4
@@ -40,7 +40,7 @@ def run(tmp_path_factory):
         patch.setattr(train, "rollout", recorded)
         patch.setattr(ENVS["frozenlake"], "metrics", ("lr",))  # it stays 0
         patch.setattr("freshper.report.LEAST_ESS", 1.0)  # healthy batches are just below it
-        patch.setattr(Report, "say", staticmethod(lambda text: lines.extend(text.splitlines())))
+        patch.setattr(Run, "say", staticmethod(lambda text: lines.extend(text.splitlines())))
         assert train.main([*FLAGS, "--out", str(folder)]) == 0
     return folder, lines, collected
 
@@ -48,19 +48,18 @@ def run(tmp_path_factory):
 def test_the_summary_of_four_episodes_by_hand():
     """Eight replies. No two columns have the same values."""
     columns = {
-        "turn_rewards": [np.array(r, np.float32) for r in ([-1, -1, 0], [0, -3], [1], [2, -2])],
-        "reward": [-2.0, -3.0, 1.0, 0.0],
         "success": [True, True, False, True],
         "truncated": [False, False, True, False],
+        "turns": [3, 2, 1, 2],
         "invalid": [1, 0, 0, 0],
         "cut": [2, 0, 0, 1],
-        "metrics": [{"score": score} for score in (1.0, 2.0, 3.0, 8.0)],
+        "score": [1.0, 2.0, 3.0, 8.0],
     }
-    episode = make_episode(np.random.default_rng(0))
-    rows = [
-        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
-    ]
-    assert summarize([dataclasses.replace(episode, **row) for row in rows]) == {
+    episodes = []
+    for reward, *values in zip([-2.0, -3.0, 1.0, 0.0], *columns.values(), strict=True):
+        episode = make_episode(np.random.default_rng(0), outcome=dict(zip(columns, values)))
+        episodes.append(dataclasses.replace(episode, reward=reward))
+    assert summarize(episodes) == {
         "success": 3 / 4,
         "reward": -1.0,
         "truncated": 1 / 4,
@@ -81,7 +80,7 @@ def test_metrics_agree_with_the_trajectories_that_were_replayed(run):
     assert np.flatnonzero(~np.isnan(metrics["eval_success"])).tolist() == [0, 4, 8, 10]
     for k, episodes in enumerate(run[2], 1):
         assert metrics["train_reward"][k] == pytest.approx(np.mean([e.reward for e in episodes]))
-        assert metrics["train_success"][k] == np.mean([e.success for e in episodes])
+        assert metrics["train_success"][k] == np.mean([e.outcome["success"] for e in episodes])
     phases = sum(metrics[f"{phase}_s"][1:] for phase in ("rollout", "logprobs", "update", "replay"))
     assert (phases <= np.diff(metrics["wall_s"]) + 1e-3).all()
     for k in range(1, 11):
@@ -127,8 +126,9 @@ def test_the_page_shows_what_was_read_and_sampled(task, text_policy, vision_poli
     environment shows then."""
     policy = vision_policy if task == "frozenlake_vlm" else text_policy
     envs = [ENVS[task](max_turns=4) for _ in range(3)]
-    episodes = rollout(RandomEngine(policy, envs, [0, 1, 2]), policy, envs, [0, 1, 2], 512, 6)
-    page = episodes_page(episodes, policy, "a < title")
+    episodes = rollout(RandomEngine(policy, envs, [0, 1, 2]), envs, [0, 1, 2], 512, 6)
+    config = Config(env="gsm8k", data="a < title")
+    page = episodes_page(config, policy, episodes).decode()
     assert page.count("a &lt; title") == 2
 
     shown = re.finditer('base64,([^"]+)|<pre.*?>(.*?)</pre>', page, re.S)
@@ -148,45 +148,45 @@ def test_the_page_shows_what_was_read_and_sampled(task, text_policy, vision_poli
     assert next(shown, None) is None
 
 
+def entered(tmp_path, **fields):
+    """Return a run, and the policy's environment."""
+    config = Config(eval_episodes=2, **fields)
+    env = ENVS["frozenlake"]()
+    return Run(config, env), env
+
+
 def test_a_run_that_stops_says_why_and_how_to_go_on(tmp_path, text_policy, monkeypatch):
     lines = []
-    monkeypatch.setattr(Report, "say", staticmethod(lines.append))
-    config = Config(eval_episodes=2, out=str(tmp_path / "run"))
-    loaded = Loaded(text_policy, [make_env(config)], None)
-    with pytest.raises(NonFiniteError), Report(config, loaded, Ending()):
+    monkeypatch.setattr(Run, "say", staticmethod(lines.append))
+    run, env = entered(tmp_path, out=str(tmp_path / "run"))
+    with pytest.raises(NonFiniteError), run, narrated(run, text_policy, env):
+        run.log(0, {"eval_success": 0.5})
         raise NonFiniteError("the rollout met a reward nan")
     assert "stopped after iteration 0: the rollout met a reward nan" in lines
     go_on = f"continue with: python train.py --resume {tmp_path / 'run'} --iterations 400"
     assert lines[-1] == go_on
 
-    again = Config(eval_episodes=2, resume=str(tmp_path / "run"))
-    with Report(again, loaded, Ending()), pytest.raises(OSError, match="lock"):
-        Report(again, loaded, Ending())
+    # One process at a time
+    first, _ = entered(tmp_path, resume=str(tmp_path / "run"))
+    second, _ = entered(tmp_path, resume=str(tmp_path / "run"))
+    with first, pytest.raises(UserError, match="run is in use by another process"), second:
+        pass
 
 
-@pytest.mark.parametrize("damage", [("age", "bge"), ("\n1,", "\n?,"), ("\n1,", "\n1,\x85,\n")])
-def test_a_damaged_table_ends_no_run(run, tmp_path, text_policy, monkeypatch, damage):
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (("age", "bge"), "cannot be read"),
+        (("\n1,2,", "\n1,,"), "has 79 rows, but 80 were replayed"),
+        (("\n1,", "\n1,\x85,\n"), "cannot be read"),
+    ],
+)
+def test_a_damaged_table_ends_no_run(run, tmp_path, monkeypatch, damage, sentence):
     """replay.csv is a log, outside the checkpoint."""
     (tmp_path / "replay.csv").write_text((run[0] / "replay.csv").read_text().replace(*damage, 1))
     lines = []
-    monkeypatch.setattr(Report, "say", staticmethod(lines.append))
-    config = Config(eval_episodes=2, resume=str(tmp_path))
-    with Report(config, Loaded(text_policy, [make_env(config)], None), Ending()) as report:
-        report.metrics = pandas.read_csv(run[0] / "metrics.csv")
-    assert any(line.startswith("plots could not be written") for line in lines)
-
-
-@pytest.mark.parametrize("seconds, said", [(3.0, 0), (5.0, 1)])
-def test_a_run_that_others_slow_down_says_so(seconds, said):
-    """Four iterations took 1 s each, the next three `seconds`."""
-    ends = np.cumsum([0.0] + [1.0] * 4 + [seconds] * 3)
-    metrics = pandas.DataFrame({"wall_s": ends, "ess_token": np.nan})
-    command = "python train.py --resume out/run"
-    report = Mock(command=command, metrics=metrics, done=7, slow=False)
-    for _ in range(2):  # it says so once
-        Report.warn(report, {"invalid": 0.5})
-    sentences = [call.args[0] for call in report.say.call_args_list]
-    assert len(sentences) == said
-    if said:
-        assert sentences[0].startswith("iterations take 5 times as long as the fastest one")
-        assert sentences[0].endswith("OMP_NUM_THREADS=1 python train.py --resume out/run")
+    monkeypatch.setattr(Run, "say", staticmethod(lines.append))
+    damaged, _ = entered(tmp_path, resume=str(tmp_path), batch_size=4)
+    damaged.metrics = pandas.read_csv(run[0] / "metrics.csv")
+    draw(damaged, {})
+    assert any(sentence in line for line in lines)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -52,114 +53,163 @@ def no_plots():
         yield
 
 
-def test_algorithm_1_line_by_line(tmp_path, monkeypatch):
-    """The calls of a run on its real trainer, buffer and engine: order, arguments, results.
+# -- Algorithm 1, a test per line, on one real run
 
-    Line 6 starts before line 5 and runs beside it."""
-    calls = []
-    noted = {"pi_mu": []}
-    refreshed = []
 
-    def record(owner, name, note):
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory):
+    """The calls of a run of three iterations, on its real trainer, buffer and engine: `order` has
+    their names, and each name a list with what its calls got, gave and found."""
+    noted = defaultdict(list)
+
+    def record(owner, name, line, note):
         original = getattr(owner, name)
 
-        def wrapper(*arguments, **named):
-            result = original(*arguments, **named)
-            note(result, *arguments, **named)
+        def wrapper(*arguments):
+            result = original(*arguments)
+            noted["order"].append(line)
+            noted[line].append(note(result, *arguments))
             return result
 
-        monkeypatch.setattr(owner, name, wrapper)
-
-    def line_2(episodes, engine, envs, seeds, *limits):
-        done = calls.count("2 rollout")
-        calls.append("2 rollout")
-        assert seeds == training_seeds(Config(seed=2, rollout_batch_size=4), done)
-        assert limits == (300, 5)
-        noted["collected"] = episodes
+        patch.setattr(owner, name, wrapper)
 
     def line_3(_, trainer, episodes):
-        calls.append("3 log-probs")
-        before_training = trainer.logprobs(collate(episodes)).numpy()
-        for e, row in zip(episodes, before_training, strict=True):
-            np.testing.assert_array_equal(e.behavior_logprobs, row[: len(e.tokens)])
-            noted["pi_mu"].append((e, e.behavior_logprobs.copy()))
+        again = trainer.logprobs(collate(episodes)).numpy()
+        pi_mu = [episode.behavior_logprobs.copy() for episode in episodes]
+        return {"episodes": episodes, "again": again, "pi_mu": pi_mu}
 
     def line_4(_, buffer, episodes, priorities, step):
-        calls.append("4 add")
-        assert episodes is noted["collected"]
-        assert step == 4 * (calls.count("2 rollout") - 1)
-        np.testing.assert_allclose(priorities, [abs(e.reward) + 0.1 for e in episodes])
+        return {"episodes": episodes, "priorities": priorities, "step": step}
 
     def line_6(_, buffer, step):
-        assert threading.current_thread() is not threading.main_thread()
-        refreshed.append(step)
+        beside = threading.current_thread() is not threading.main_thread()
+        return {"step": step, "beside": beside}
 
-    def lines_5_and_10(update, trainer, batch, advantages, weights=None):
-        calls.append("5 train" if weights is None else "10 replay")
-        assert torch.equal(advantages, noted["norm"].advantages(batch))
-        if weights is None:
-            assert batch is noted["fresh"]
-        else:
-            assert weights is noted["weights"]
-            assert batch.seeds == [e.seed for e in noted["drawn"].episodes]
-        if calls[-2] == "6 refresh":  # the first update is on-policy: rho = 1
-            assert np.abs(update.drift["log_ratio"]).max() < 1e-4
+    def lines_5_and_10(update, trainer, batch, given, weights=None):
+        measured = noted["norm"][-1].advantages(batch)
+        same = torch.equal(given, measured)
+        return {"batch": batch, "weights": weights, "same": same, "update": update}
 
     def line_8(replay, buffer, batch_size, step):
-        calls.append("8 sample")
-        noted["drawn"] = replay
-        steps = np.array([e.step for e in buffer.episodes])
-        ages = refreshed[-1] - steps
-        p = buffer.base_priorities[: len(steps)] * np.exp(-ages / 20.0)  # eq. 14
-        leaves = p**0.6
-        expected = leaves[replay.indices] / leaves.sum()
-        np.testing.assert_allclose(replay.probabilities, expected, rtol=1e-9)
-        np.testing.assert_array_equal(replay.ages, step - steps[replay.indices])
+        collected = np.array([e.step for e in buffer.episodes])
+        base = buffer.base_priorities[: len(collected)].copy()
+        return {"replay": replay, "step": step, "collected": collected, "base": base}
 
     def line_9(weights, probabilities, beta):
-        calls.append("9 weights")
-        assert probabilities is noted["drawn"].probabilities
-        done = calls.count("2 rollout") - 1
-        assert beta == pytest.approx(0.4 + 0.3 * done)  # rises to 1 in three iterations
-        noted["weights"] = weights
+        return {"weights": weights, "probabilities": probabilities, "beta": beta}
 
     def priority_update(_, buffer, indices, priorities):
-        calls.append("priorities")
-        assert indices is noted["drawn"].indices
-        returns = [e.reward for e in noted["drawn"].episodes]
-        np.testing.assert_allclose(priorities, np.abs(returns) + 0.1)
+        return {"indices": indices, "priorities": priorities}
 
-    def returns(_, norm, batch):
-        calls.append("returns")
-        noted.update(norm=norm, fresh=batch)
-        assert batch.seeds == [e.seed for e in noted["collected"]]
+    with pytest.MonkeyPatch.context() as patch:
+        record(train, "rollout", "2", lambda episodes, *given: (episodes, *given))
+        record(TorchTrainer, "record_behavior_logprobs", "3", line_3)
+        record(train.ReturnNormalizer, "observe", "norm", lambda _, norm, batch: norm)
+        record(ReplayBuffer, "add", "4", line_4)
+        record(ReplayBuffer, "refresh_async", "6", lambda *_: None)
+        record(TorchTrainer, "update", "5/10", lines_5_and_10)
+        record(ReplayBuffer, "sample", "8", line_8)
+        record(train, "importance_weights", "9", line_9)
+        record(ReplayBuffer, "update_base_priorities", "priorities", priority_update)
+        record(HFEngine, "sync", "12", lambda *_: None)
+        record(report, "evaluate", "evaluation", lambda episodes, *_: episodes)
+        original = ReplayBuffer.refresh
+        patch.setattr(
+            ReplayBuffer,
+            "refresh",
+            lambda *given: noted["refresh"].append(line_6(original(*given), *given)),
+        )
+        text = """--iterations 3 --replay_ratio 2 --ppo_epochs 2 --beta 0.4 --max_tokens 300
+        --max_new_tokens 5 --eval_episodes 6"""
+        assert train.main(flags(text, tmp_path_factory.mktemp("lines") / "run")) == 0
+    return noted
 
-    record(train, "rollout", line_2)
-    record(TorchTrainer, "record_behavior_logprobs", line_3)
-    record(ReplayBuffer, "add", line_4)
-    record(ReplayBuffer, "refresh", line_6)
-    record(ReplayBuffer, "refresh_async", lambda *_, **__: calls.append("6 refresh"))
-    record(TorchTrainer, "update", lines_5_and_10)
-    record(ReplayBuffer, "sample", line_8)
-    record(train, "importance_weights", line_9)
-    record(ReplayBuffer, "update_base_priorities", priority_update)
-    record(train.ReturnNormalizer, "observe", returns)
-    record(HFEngine, "sync", lambda *_: calls.append("12 sync"))
-    record(train, "base_priorities", lambda *_, **__: calls.append("base"))
-    record(report, "evaluate", lambda held_out, *_: noted.update(held_out=held_out))
-    text = """--iterations 3 --replay_ratio 2 --ppo_epochs 2 --beta 0.4 --max_tokens 300
-    --max_new_tokens 5 --eval_episodes 6"""
-    assert train.main(flags(text, tmp_path / "run")) == 0
 
-    replay = ["8 sample", "9 weights", "10 replay", "base", "priorities"]
-    collect = ["2 rollout", "3 log-probs", "returns", "base", "4 add"]
-    updates = ["6 refresh", "5 train", "5 train", *replay, *replay]
-    assert calls == 3 * [*collect, *updates, "12 sync"]
-    # As of the end of line 5: two updates after the start of each iteration.
-    assert refreshed == [2, 6, 10]
-    assert [e.seed for e in noted["held_out"]] == [EVAL_SEEDS + k for k in range(6)]
-    for e, before in noted["pi_mu"]:  # replay measures against log pi_mu as it was recorded
-        np.testing.assert_array_equal(e.behavior_logprobs, before)
+def test_the_lines_of_algorithm_1_come_in_their_order(lines):
+    """Line 6 starts before line 5 and runs beside it."""
+    replay = ["8", "9", "5/10", "priorities"]
+    iteration = ["2", "3", "norm", "4", "6", "5/10", "5/10", *replay, *replay, "12"]
+    expected = ["evaluation", *3 * iteration]
+    assert lines["order"] == [*expected, "evaluation"]
+
+
+def test_the_evaluation_is_on_held_out_seeds(lines):
+    for episodes in lines["evaluation"]:
+        assert [e.seed for e in episodes] == [EVAL_SEEDS + k for k in range(6)]
+
+
+def test_line_2_plays_the_seeds_of_the_iteration(lines):
+    for iteration, (episodes, _, _, seeds, *limits) in enumerate(lines["2"]):
+        assert seeds == training_seeds(Config(seed=2, rollout_batch_size=4), iteration)
+        assert [e.seed for e in episodes] == seeds
+        assert limits == [300, 5]
+
+
+def test_line_3_records_log_probs_before_training(lines):
+    """Replay measures against log pi_mu as it was recorded."""
+    for line, (episodes, *_) in zip(lines["3"], lines["2"], strict=True):
+        assert line["episodes"] is episodes
+        for e, row, recorded in zip(episodes, line["again"], line["pi_mu"], strict=True):
+            np.testing.assert_array_equal(recorded, row[: len(e.tokens)])
+            np.testing.assert_array_equal(e.behavior_logprobs, recorded)
+
+
+def test_line_4_stores_each_episode_with_its_base_priority(lines):
+    for iteration, (line, (episodes, *_)) in enumerate(zip(lines["4"], lines["2"], strict=True)):
+        assert line["episodes"] is episodes
+        assert line["step"] == 4 * iteration
+        np.testing.assert_allclose(line["priorities"], [abs(e.reward) + 0.1 for e in episodes])
+
+
+def test_line_5_trains_on_the_fresh_batch(lines):
+    """In its first epoch the policy is the one that played, so the ratios are 1."""
+    for iteration, (episodes, *_) in enumerate(lines["2"]):
+        epochs = lines["5/10"][4 * iteration : 4 * iteration + 2]
+        for line in epochs:
+            assert line["same"] and line["weights"] is None
+            assert line["batch"].seeds == [e.seed for e in episodes]
+        assert np.abs(epochs[0]["update"].drift["log_ratio"]).max() < 1e-4
+
+
+def test_line_6_ages_all_priorities_on_another_thread(lines):
+    """As of the end of line 5: two updates after the start of each iteration."""
+    assert [line["step"] for line in lines["refresh"]] == [2, 6, 10]
+    assert all(line["beside"] for line in lines["refresh"])
+
+
+def test_line_8_draws_with_the_probabilities_of_eq_2_and_14(lines):
+    for k, line in enumerate(lines["8"]):
+        replay = line["replay"]
+        ages = lines["refresh"][k // 2]["step"] - line["collected"]
+        leaves = (line["base"] * np.exp(-ages / 20.0)) ** 0.6
+        expected = leaves[replay.indices] / leaves.sum()
+        np.testing.assert_allclose(replay.probabilities, expected, rtol=1e-9)
+        drawn = line["step"] - line["collected"][replay.indices]
+        np.testing.assert_array_equal(replay.ages, drawn)
+
+
+def test_line_9_weights_the_drawn_episodes_with_a_rising_beta(lines):
+    """It reaches 1 in the last of three iterations."""
+    for k, (line, drawn) in enumerate(zip(lines["9"], lines["8"], strict=True)):
+        assert line["probabilities"] is drawn["replay"].probabilities
+        assert line["beta"] == pytest.approx(0.4 + 0.3 * (k // 2))
+
+
+def test_line_10_trains_on_the_drawn_batch_with_its_weights(lines):
+    updates = [line for k, line in enumerate(lines["5/10"]) if k % 4 > 1]
+    for line, weights, drawn in zip(updates, lines["9"], lines["8"], strict=True):
+        assert line["same"] and line["weights"] is weights["weights"]
+        assert line["batch"].seeds == [e.seed for e in drawn["replay"].episodes]
+
+
+def test_the_drawn_episodes_get_their_base_priorities_again(lines):
+    for line, drawn in zip(lines["priorities"], lines["8"], strict=True):
+        assert line["indices"] is drawn["replay"].indices
+        returns = [e.reward for e in drawn["replay"].episodes]
+        np.testing.assert_allclose(line["priorities"], np.abs(returns) + 0.1)
+
+
+# -- methods, options, failures
 
 
 def test_evaluations_do_not_change_training(tmp_path):
