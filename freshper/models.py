@@ -12,7 +12,9 @@ easy to get wrong:
   count).
 """
 
+import copy
 import functools
+import logging
 import math
 import re
 from dataclasses import dataclass, field
@@ -41,6 +43,10 @@ ROPES = ("default", "linear", "llama3", "yarn")
 # These replace a user's text and a reply when the chat template is split.
 TEXT = "\ue000"
 REPLY = "\ue001"
+# Instead of transformers' table of weights that do not fit, `load_policy` raises one sentence.
+logging.getLogger("transformers.modeling_utils").addFilter(
+    lambda record: "LOAD REPORT" not in record.msg
+)
 
 
 @dataclass(eq=False)
@@ -65,7 +71,7 @@ class Policy:
         # The end of a reply is the template's, which is not always the tokenizer's eos.
         added = self.tokenizer.added_tokens_decoder
         special = {i: token.content for i, token in added.items() if token.special}
-        closing, _ = self.template(0, first=False)
+        closing, *_ = self.template(0, first=False)
         ends = [i for i in self.encode(closing) if i in special]
         if not ends:
             raise ValueError(
@@ -96,9 +102,10 @@ class Policy:
     def device(self) -> torch.device:
         return self.model.device
 
-    def split_template(self, n_images: int, first: bool) -> tuple[str, str]:
-        """Return what the chat template puts before and after a user's text. `first`: at the start
-        of a conversation, else after a reply. Raises ValueError if it does not show the text."""
+    def split_template(self, n_images: int, first: bool) -> tuple[str, str, bool]:
+        """Return what the chat template puts before and after a user's text, and whether it opens
+        a thought there. `first`: at the start of a conversation, else after a reply. Raises
+        ValueError if it does not show the text."""
         content: Any = TEXT
         if n_images:
             content = [{"type": "image"}] * n_images + [{"type": "text", "text": TEXT}]
@@ -114,17 +121,17 @@ class Policy:
             raise ValueError("its chat template does not show a user's text exactly once per turn")
 
         before, after = text.split(TEXT)
-        header, *_ = re.split(THOUGHT_TAG, after)
+        header, *tags = re.split(THOUGHT_TAG, after)  # of each tag "" or "/", and what follows it
         known = {"<assistant>", *self.tokenizer.get_added_vocab()}
         opened = {*re.findall(r"<\w[\w:-]*>", header)} - known
         if opened or re.search(f"(?i){THOUGHT}", header):
             raise ValueError("its chat template marks a thought in a form other than <think>")
-        return before.split(REPLY)[-1], after
+        return before.split(REPLY)[-1], after, tags[-2:-1] == [""]
 
     def user_turn(self, observation: Observation, first: bool = True) -> list[int]:
         """Return the tokens of a user turn and the assistant header, from the start of the
         conversation if it is the first."""
-        before, after = self.template(len(observation.images), first)
+        before, after, _ = self.template(len(observation.images), first)
         text = observation.text
         if any(token in text for token in self.special_tokens):
             tokens = self.encode(before) + self.encode(text, plain=True) + self.encode(after)
@@ -146,6 +153,13 @@ class Policy:
         return self.tokenizer.encode(
             encodable, add_special_tokens=False, split_special_tokens=plain
         )
+
+    def read(self, reply: list[int], first: bool) -> str:
+        """Return the text of a reply, with the thought that the chat template has opened for it,
+        and with "…" at the end if the limit cut it."""
+        text = self.tokenizer.decode(reply, skip_special_tokens=True)
+        *_, thinks = self.template(0, first)
+        return "<think>" * thinks + text + "…" * (reply[-1] != self.eos_id)
 
     def bridge(self, observation: Observation, closed: bool) -> list[int]:
         """Return the tokens between two replies. `closed`: the first one ended with a sampled
@@ -182,18 +196,19 @@ class Policy:
     def image_features(self, images: list[AnyImage]) -> Tensor:
         """Return vision-tower features, [placeholders of all images, hidden]. Identical images are
         encoded once."""
+        device = self.device
         keys = [image_key(image) for image in images]
         unseen = {k: x for k, x in zip(keys, images) if k not in self.features}
 
         if unseen:
             pictures = [Image.fromarray(np.asarray(image)) for image in unseen.values()]
-            inputs = self.image_processor(pictures, return_tensors="pt").to(self.device)
+            inputs = self.image_processor(pictures, return_tensors="pt").to(device)
             encoded = self.model.get_image_features(**inputs)
             # Per image: [rows * columns, hidden].
             self.features.update(zip(unseen, encoded.pooler_output))
 
         # Those of a checkpoint are on the CPU.
-        features = torch.cat([self.features[key].to(self.device) for key in keys])
+        features = torch.cat([self.features[key].to(device) for key in keys])
         # With the tiny model, features of so many images take 80 MB.
         if not self.freeze_vision or len(self.features) > 20_000:
             self.features.clear()
@@ -251,10 +266,17 @@ class Policy:
         positions = [self.positions(tokens, images) for tokens, images in rows]  # B of [3, T]
         return self.hidden(batch.tokens, torch.stack(positions, dim=1), sum(batch.images, []))
 
+    def copy(self) -> "Policy":
+        """Return a copy, which shares a vision tower that is not trained, and its features."""
+        frozen = self.image_processor and self.freeze_vision
+        shared = [self.features, self.model.model.visual] if frozen else []
+        return copy.deepcopy(self, {id(part): part for part in shared})
+
     def save(self, folder: str, parameters: dict[str, Tensor] | None = None) -> None:
         """Write the model, tokenizer and image processor in the Hugging Face format. `parameters`
         are whole ones by name, if the model's own are not whole."""
-        self.model.save_pretrained(folder, state_dict=parameters)
+        # In one file, which a sync of vLLM replaces. It would go on reading shards.
+        self.model.save_pretrained(folder, state_dict=parameters, max_shard_size="1000TB")
         self.tokenizer.save_pretrained(folder)
         if self.image_processor:
             self.image_processor.save_pretrained(folder)
@@ -289,8 +311,8 @@ def load_policy(
     **fields: Any,
 ) -> Policy:
     """Load a policy from a hub id or a folder. Pickled weights are not read. `fields` are those of
-    `Policy`. Raises OSError if there is no model there, ValueError if it is of another family, or
-    if weights are missing or have no place."""
+    `Policy`. Raises OSError if there is no model or no tokenizer.json there, ValueError if it is of
+    another family, or if weights are missing, of another shape, or have no place."""
     config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     check_family(config, max_tokens)
     auto_class = transformers.AutoModelForCausalLM
@@ -301,21 +323,29 @@ def load_policy(
             name, trust_remote_code=False
         )
 
+    # What tokenizer.json says. AutoTokenizer would take its vocabulary alone, and the rest from the
+    # class that the folder names: spaces and newlines may be lost.
+    transformers.utils.cached_file(name, "tokenizer.json")
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
+        name, clean_up_tokenization_spaces=False
+    )
+
     model, loaded = auto_class.from_pretrained(
         name,
+        config=config,
         dtype=dtype,
         attn_implementation="sdpa",
         output_loading_info=True,
+        ignore_mismatched_sizes=True,
         use_safetensors=True,
         trust_remote_code=False,
     )
     # transformers would make random ones for those that are missing.
     misfits = {*loaded["missing_keys"], *loaded["unexpected_keys"]}
+    misfits |= {weight for weight, *_ in loaded["mismatched_keys"]}
     if misfits:
         raise ValueError(f"its weights lack, or have no place for, {', '.join(sorted(misfits))}")
     # Out of the file's mapping, whose alignment can show in a last bit.
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     return Policy(model.to(device), tokenizer, image_processor, **fields)

@@ -13,13 +13,12 @@ no number that may lack digits is graded. All live episodes advance together. An
 the environment says so, or when its next turn would not fit `max_tokens` (truncated).
 """
 
-import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from envs.base import EVAL_SEEDS, THOUGHT_TAG, Observation, TextEnv, UserError
+from envs.base import EVAL_SEEDS, Observation, TextEnv, UserError
 from freshper.episode import AnyImage, Episode
 from freshper.errors import NonFiniteError
 
@@ -88,16 +87,6 @@ class LiveEpisode:
 
     def __len__(self) -> int:
         return len(self.conversation.tokens)
-
-    def text_of(self, reply: Reply) -> str:
-        """Return the reply as the environment reads it, with "…" at the end if the limit cut it,
-        and with the thought that the chat template has opened for it."""
-        text = self.policy.tokenizer.decode(reply.tokens, skip_special_tokens=True)
-        _, header = self.policy.template(0, first=not self.turn_rewards)
-        tags = re.findall(THOUGHT_TAG, header)
-        if tags and tags[-1] != "/":
-            text = f"<think>{text}"
-        return text if reply.tokens[-1] == self.policy.eos_id else text + "…"
 
     def append_reply(self, reply: Reply, reward: float, info: dict) -> None:
         """Append a sampled reply a_t, the reward of its turn, and the environment's info."""
@@ -184,7 +173,7 @@ def rollout(
     while live:
         conversations = [episode.conversation for episode in live]
         replies = engine.generate(conversations, max_new_tokens)
-        texts = [episode.text_of(reply) for episode, reply in zip(live, replies)]
+        texts = [e.policy.read(r.tokens, not e.turn_rewards) for e, r in zip(live, replies)]
         steps = type(envs[0]).step_many([episode.env for episode in live], texts)
 
         still_live = []

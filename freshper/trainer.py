@@ -15,7 +15,6 @@ ratios are 1.
 (freshper/trainer_deepspeed.py).
 """
 
-import copy
 import math
 import time
 from collections.abc import Iterator
@@ -67,7 +66,7 @@ class TorchTrainer:
         self.lr = 0.0  # of the last step
 
         has_kl = config.kl_reward_coef or config.kl_loss_coef
-        self.reference = copy.deepcopy(policy) if has_kl else None  # pi_ref, the initial policy
+        self.reference = policy.copy() if has_kl else None  # pi_ref, the initial policy
         trainable = [p for p in policy.model.parameters() if p.requires_grad]
         # Fused, a step needs no further memory. On a CPU it would round in another way.
         fused = config.device != "cpu"

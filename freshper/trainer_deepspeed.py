@@ -92,12 +92,12 @@ class DeepSpeedTrainer(TorchTrainer):
     """The trainer of each rank. All ranks call each of its methods together."""
 
     def __init__(self, policy: Policy, config: Config, total_updates: int):
-        super().__init__(policy, config, total_updates)
-        self.rank = dist.get_rank()
-        self.ranks = dist.get_world_size()
         if config.zero_stage == 3:
             # A cached image would let a rank skip the vision tower that the others gather.
             policy.freeze_vision = False
+        super().__init__(policy, config, total_updates)
+        self.rank = dist.get_rank()
+        self.ranks = dist.get_world_size()
         settings = {
             "zero_optimization": {"stage": config.zero_stage},
             "bf16": {"enabled": config.dtype == "bfloat16"},

@@ -1,7 +1,9 @@
 """Shared set-up: one torch thread, tiny policies with random weights, episodes of random tokens."""
 
 import contextlib
+import copy
 import csv
+import dataclasses
 import json
 import os
 import runpy
@@ -43,6 +45,15 @@ def text_policy():
 @pytest.fixture(scope="session")
 def vision_policy():
     return build_policy(ENVS["frozenlake_vlm"]())
+
+
+@pytest.fixture(params=["text", "vision"])
+def policy(request, text_policy, vision_policy):
+    return {"text": text_policy, "vision": vision_policy}[request.param]
+
+
+def copy_of(policy, **changes):
+    return dataclasses.replace(policy, model=copy.deepcopy(policy.model), **changes)
 
 
 @pytest.fixture(scope="session")

@@ -2,26 +2,19 @@
 chat template, of special tokens, and of text that spells one."""
 
 import json
-import re
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import play, random_image, stock_logits, stock_logprobs
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from conftest import play, stock_logits, stock_logprobs
 
 from envs import ENVS
-from envs.base import Observation
-from envs.frozenlake import FrozenLake
 from freshper.backends import make_trainer
 from freshper.episode import collate
 from freshper.flags import parse_args
 from freshper.models import FAMILIES, VISION_FAMILIES, Policy, load_policy
-from freshper.rollout import Reply, rollout
-from freshper.tiny import SPECIAL, build_tokenizer
+from freshper.tiny import build_tokenizer
 from freshper.trainer import action_logprobs
 
 TOKENIZER = build_tokenizer(ENVS["frozenlake"]().words)
@@ -144,104 +137,3 @@ def test_the_first_ratio_is_1_although_the_folder_says_dropout(family, monkeypat
     assert again == 2 * once
     assert all(torch.equal(*pair) for pair in zip(gradients, same, strict=True))
     assert any(gradient.abs().max() > 0 for gradient in gradients)
-
-
-# -- chat templates and special tokens
-
-
-def test_the_end_of_a_turn_is_the_template_s_whatever_the_tokenizer_s_eos(text_policy):
-    tokenizer = build_tokenizer(())
-    tokenizer.eos_token = "<|endoftext|>"
-    policy = Policy(text_policy.model, tokenizer)
-    assert tokenizer.decode(policy.eos_id) == "<|im_end|>"
-    assert policy.eos_id not in policy.suppressed_ids
-    assert tokenizer.eos_token_id in policy.suppressed_ids
-    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_", "<im_")
-    with pytest.raises(ValueError, match="closes a reply with no special token"):
-        Policy(text_policy.model, tokenizer)
-
-
-class Script:
-    """An engine with one reply for all, which the limit cuts if it does not end with eos."""
-
-    def __init__(self, tokens):
-        self.tokens = tokens
-
-    def generate(self, conversations, max_new_tokens):
-        return [Reply(list(self.tokens), [0.0] * len(self.tokens)) for _ in conversations]
-
-
-# What templates put into the header of the assistant.
-THINKING = {
-    "Qwen3's": "\n<think>\n",
-    "with an option": "{% if enable_thinking is not defined %}<think>{% endif %}",
-    "in the first turn alone": "{% if messages|length == 1 %}<think>{% endif %}",
-    "with another word": "<reasoning-mode>",
-    "with first words": "<THINK>\nIs 1 < 2? Okay, ",
-    "none, but a tag": "<assistant>\n",
-    "a closed one": "\n<think>\n\n</think>\n",
-}
-
-
-@pytest.mark.parametrize("kind", THINKING)
-def test_the_environment_reads_what_follows_a_thought_that_the_template_opened(
-    kind, text_policy, monkeypatch
-):
-    tokenizer = build_tokenizer(ENVS["frozenlake"]().words)
-    head, tail = tokenizer.chat_template.rsplit("assistant\n", 1)
-    tokenizer.chat_template = f"{head}assistant{THINKING[kind]}{tail}"
-    policy = Policy(text_policy.model, tokenizer)
-    seen = []
-    step = FrozenLake.step
-    monkeypatch.setattr(FrozenLake, "step", lambda env, text: seen.append(text) or step(env, text))
-
-    closings = {"with another word": "</Reasoning-mode >", "with first words": "</THINK>"}
-    close = closings.get(kind, "</think>")
-    thinks = kind not in ("none, but a tag", "a closed one")
-    opened = [thinks, thinks and kind != "in the first turn alone"]
-    draft = "I try <answer>Left</answer>"
-    for text, end, readable in (
-        (f"{draft}{close}<answer>Up</answer>", [policy.eos_id], True),
-        (draft, [], False),  # cut inside the thought
-        (draft, [policy.eos_id], False),
-    ):
-        script = Script(tokenizer.encode(text) + end)
-        (episode,) = rollout(script, policy, [FrozenLake(max_turns=2)], [0], 3000, 40)
-        read = text + ("" if end else "…")
-        assert seen[-2:] == [f"<think>{read}" if thought else read for thought in opened]
-        assert episode.invalid == (0 if readable else sum(opened))
-
-
-def test_a_tokenizer_that_does_not_fit_is_refused(text_policy):
-    for token in ("[THINK]", "<|reasoning|>", "<thought>", "<answer>"):
-        tokenizer = build_tokenizer(())
-        tokenizer.add_special_tokens({"additional_special_tokens": [token]})
-        with pytest.raises(ValueError, match=re.escape(f"it needs {token}, a special token")):
-            Policy(text_policy.model, tokenizer)
-    tags = "[THINK]", "◁think▷", "<|begin_of_thought|>", "[CoT]", "<ponder>", "＜think＞"
-    for mark in (*tags, "Here are my reasoning steps:", "<|channel|>analysis<|message|>"):
-        tokenizer = build_tokenizer(())
-        tokenizer.chat_template = tokenizer.chat_template.replace("assistant\n", f"assistant{mark}")
-        with pytest.raises(ValueError, match="marks a thought in a form other than <think>"):
-            Policy(text_policy.model, tokenizer)
-    with pytest.raises(ValueError, match="its tokenizer belongs to another model"):
-        Policy(text_policy.model, build_tokenizer(tuple(f"word{k}" for k in range(20))))
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.lists(st.sampled_from([*SPECIAL, "<|im_", "end|>", " a", "\ud800"]), max_size=6))
-@pytest.mark.parametrize("task", ["frozenlake", "frozenlake_vlm"])
-def test_no_text_of_an_environment_becomes_a_special_token(
-    text_policy, vision_policy, task, pieces
-):
-    """A lone surrogate, which JSON can hold, is read as "?"."""
-    text = "".join(pieces)
-    policy = vision_policy if task == "frozenlake_vlm" else text_policy
-    images = (random_image(0), random_image(1)) if policy.image_processor else ()
-    special = policy.tokenizer.convert_tokens_to_ids(SPECIAL)
-    for turn in (policy.user_turn, partial(policy.bridge, closed=True)):
-        tokens, others = turn(Observation(text, images)), turn(Observation("x", images))
-        written = [x for x in tokens if x in special]
-        assert written == [x for x in others if x in special]
-        expected = policy.tokenizer.decode(others).replace("x", text.replace("\ud800", "?"))
-        assert policy.tokenizer.decode(tokens) == expected
