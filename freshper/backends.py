@@ -110,8 +110,6 @@ def set_up_process(config: Config, saved: Saved | None) -> None:
         elif config.preset == "tiny" and config.trainer == "torch":
             choose_threads()
     keep_freed_memory()
-    # transformers lists every weight that does not fit; `load_policy` raises one sentence instead.
-    logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(config.seed)  # for forks: nothing here draws from it
 

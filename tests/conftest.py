@@ -29,6 +29,7 @@ from torch.utils import _pytree
 from envs import ENVS
 from freshper.engine_hf import HFEngine, Sampling
 from freshper.episode import Episode
+from freshper.reinforce import ReturnNormalizer
 from freshper.rollout import rollout
 from freshper.tiny import build_policy
 
@@ -112,6 +113,13 @@ def speakable_episodes(policy, n):
             e.tokens[:16] = policy.image_token_id
         episodes.append(e)
     return episodes
+
+
+def whitened(batch, kl_reward_coef=0.0):
+    """Return the advantages of a batch against itself, [B, T]."""
+    normalizer = ReturnNormalizer(False, kl_reward_coef)
+    normalizer.observe(batch)
+    return normalizer.advantages(batch)
 
 
 def stock_inputs(policy, tokens, images):

@@ -102,7 +102,7 @@ def test_the_cache_ends_with_its_conversations(text_policy):
 
     held = []
     engine = HFEngine(text_policy, Sampling(), 0)
-    rollout(engine, text_policy, [Lake(max_turns=2)], [0], 3000, 5)
+    rollout(engine, [Lake(max_turns=2)], [0], 3000, 5)
     assert held == [True, True]
     assert not is_cached()
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import play, stock_logits, stock_logprobs
+from conftest import play, stock_logits, stock_logprobs, whitened
 
 from envs import ENVS
 from freshper.backends import make_trainer
@@ -125,9 +125,10 @@ def test_the_first_ratio_is_1_although_the_folder_says_dropout(family, monkeypat
         monkeypatch.setattr("freshper.backends.ACTIVATIONS", most)
         trainer = make_trainer(family, parse_args(["--micro_batch_size=2"]))
         trainer.record_behavior_logprobs(episodes)
+        batch = collate(episodes)
         calls = []
         hook = decoder.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))  # noqa: B023
-        update = trainer.update(episodes)  # the warm-up begins with a rate of 0
+        update = trainer.update(batch, whitened(batch))  # the warm-up begins with a rate of 0
         hook.remove()
         np.testing.assert_allclose(update.drift["log_ratio"], 0, atol=1e-4)
         assert update.stats["kl"] < 1e-8

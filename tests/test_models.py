@@ -56,7 +56,8 @@ def test_the_end_of_a_turn_is_the_template_s_whatever_the_tokenizer_s_eos(text_p
 class Script:
     """An engine with one reply for all, which the limit cuts if it does not end with eos."""
 
-    def __init__(self, tokens):
+    def __init__(self, policy, tokens):
+        self.policy = policy
         self.tokens = tokens
 
     def generate(self, conversations, max_new_tokens):
@@ -97,11 +98,11 @@ def test_the_environment_reads_what_follows_a_thought_that_the_template_opened(
         (draft, [], False),  # cut inside the thought
         (draft, [policy.eos_id], False),
     ):
-        script = Script(tokenizer.encode(text) + end)
-        (episode,) = rollout(script, policy, [FrozenLake(max_turns=2)], [0], 3000, 40)
+        script = Script(policy, tokenizer.encode(text) + end)
+        (episode,) = rollout(script, [FrozenLake(max_turns=2)], [0], 3000, 40)
         read = text + ("" if end else "…")
         assert seen[-2:] == [f"<think>{read}" if thought else read for thought in opened]
-        assert episode.invalid == (0 if readable else sum(opened))
+        assert episode.outcome["invalid"] == (0 if readable else sum(opened))
 
 
 def test_a_tokenizer_that_does_not_fit_is_refused(text_policy):

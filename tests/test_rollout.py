@@ -10,7 +10,7 @@ from freshper.rollout import training_seeds
 def test_a_conversation_that_would_grow_too_long_is_truncated(text_policy):
     longest = max(len(e.tokens) for e in play(text_policy, n=8))
     episodes = play(text_policy, n=8, max_tokens=longest - 1)
-    assert any(e.truncated for e in episodes)
+    assert any(e.outcome["truncated"] for e in episodes)
     assert all(len(e.tokens) < longest for e in episodes)
 
 

@@ -66,7 +66,7 @@ def test_the_shipped_weights_read_and_play_like_the_random_policy(name):
     envs = [ENVS[name](max_turns=preset.get("max_turns", 0)) for _ in range(n)]
     seeds = list(range(EVAL_SEEDS, EVAL_SEEDS + n))
     limits = preset["max_tokens"], preset["max_new_tokens"]
-    played = summarize(rollout(engine, policy, envs, seeds, *limits))
+    played = summarize(rollout(engine, envs, seeds, *limits))
 
     # Up to 0.009 and 0, of three seeds.
     assert played["invalid"] < (0.02 if "sokoban" in name else 0.005)
@@ -94,7 +94,7 @@ def test_one_s_own_environment(tmp_path, monkeypatch):
     folder = tiny_model("digits")
     policy = load_policy(str(folder), "cpu", torch.float32)
     envs = [digits() for _ in range(50)]
-    played = rollout(HFEngine(policy, Sampling(), 0), policy, envs, list(range(50)), 256, 6)
+    played = rollout(HFEngine(policy, Sampling(), 0), envs, list(range(50)), 256, 6)
     assert summarize(played)["invalid"] < 0.3  # with random weights, all
 
     monkeypatch.setattr(tiny, "warm_start", lambda *_: pytest.fail("built again"))

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from conftest import copy_of, speakable_episodes, stock_logits, stock_logprobs
+from conftest import copy_of, speakable_episodes, stock_logits, stock_logprobs, whitened
 from torch.nn.utils.rnn import pad_sequence
 
 from freshper.config import Config
 from freshper.episode import collate
 from freshper.errors import NonFiniteError
-from freshper.reinforce import ReturnNorm, policy_loss
+from freshper.reinforce import policy_loss
 from freshper.trainer import TorchTrainer
 
 
@@ -44,8 +44,8 @@ def test_the_gradient_is_that_of_the_stock_pass_whatever_the_micro_batches(
             values += (noise.normal(0, 0.2, len(e.tokens)) * e.action_mask).astype(np.float32)
 
     clip = reference.config.advantage_clip
-    norm = ReturnNorm("recompute", reference.config.kl_reward_coef)
     batch = collate(episodes)
+    advantages = whitened(batch, reference.config.kl_reward_coef)
     logprobs = []
     entropies = []
     for e in episodes:
@@ -55,7 +55,7 @@ def test_the_gradient_is_that_of_the_stock_pass_whatever_the_micro_batches(
     loss, _ = policy_loss(
         pad_sequence(logprobs, batch_first=True),
         batch.behavior_logprobs,
-        norm.advantages(batch).clamp(-clip, clip),
+        advantages.clamp(-clip, clip),
         batch.action_mask,
         torch.from_numpy(weights).float(),
         entropies=pad_sequence(entropies, batch_first=True),
@@ -71,7 +71,7 @@ def test_the_gradient_is_that_of_the_stock_pass_whatever_the_micro_batches(
     for size in (1, 3, 8):
         trainer = trainer_for(text_policy, micro_batch_size=size, **terms)
         assert all(len(rows) <= size for rows, _ in trainer.shard(batch))
-        stats = trainer.update(episodes, weights=weights).stats
+        stats = trainer.update(batch, advantages, weights).stats
         assert stats["loss"] == pytest.approx(loss.item(), rel=1e-4)
         assert stats["grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-4)
         torch.testing.assert_close(gradient(trainer.policy.model), expected, rtol=1e-3, atol=1e-5)
@@ -84,16 +84,16 @@ def test_updates_follow_the_schedule_and_move_log_probs_with_the_advantage(text_
     trainer = trainer_for(text_policy, kl_loss_coef=1e-9)
     episodes = speakable_episodes(text_policy, 8)
     trainer.record_behavior_logprobs(episodes)
+    batch = collate(episodes)
+    advantages = whitened(batch)
     for k in range(14):
-        trainer.update(episodes)
+        trainer.update(batch, advantages)
         expected = k / 10 if k < 10 else 0.5 * (1 + np.cos(np.pi * (k - 10) / 4))
         assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * expected)
     assert trainer.step == 14
-    batch = collate(episodes)
-    advantages = ReturnNorm("recompute", 0.0).advantages(batch)
     change = trainer.logprobs(batch) - batch.behavior_logprobs
     assert (change * advantages).sum() > 1.0
-    drift = trainer.update(episodes).drift
+    drift = trainer.update(batch, advantages).drift
     np.testing.assert_allclose(drift["log_ratio"], change.sum(-1), atol=1e-3)
 
     trainer.record_behavior_logprobs(episodes)
@@ -105,11 +105,11 @@ def test_updates_follow_the_schedule_and_move_log_probs_with_the_advantage(text_
 def test_a_step_clips_the_gradient_and_decays_no_weight(text_policy):
     trainer = trainer_for(text_policy)
     trainer.step = 10  # the whole rate
-    episodes = speakable_episodes(text_policy, 8)
+    batch = collate(speakable_episodes(text_policy, 8))
     before = [p.clone() for p in trainer.policy.model.parameters()]
-    trainer.update(episodes, torch.zeros(collate(episodes).tokens.shape))
+    trainer.update(batch, torch.zeros(batch.tokens.shape))
     assert all(map(torch.equal, before, trainer.policy.model.parameters()))
-    stats = trainer.update(episodes, torch.full(collate(episodes).tokens.shape, 20.0)).stats
+    stats = trainer.update(batch, torch.full(batch.tokens.shape, 20.0)).stats
     assert stats["grad_norm"] > 1.0
     assert gradient(trainer.policy.model).norm().item() == pytest.approx(1.0, rel=1e-4)
 
@@ -139,9 +139,12 @@ def test_numbers_that_are_not_finite_name_an_episode_and_touch_no_weight(text_po
     with torch.no_grad():
         trainer.policy.model.model.embed_tokens.weight[250] = torch.nan
     before = [p.clone() for p in trainer.policy.model.parameters()]
-    for call in (trainer.record_behavior_logprobs, trainer.update):
-        with pytest.raises(NonFiniteError, match=r"not finite.* episode seeds? \[?2\b"):
-            call(episodes)
+    batch = collate(episodes)
+    names_seed_2 = pytest.raises(NonFiniteError, match=r"not finite.* episode seeds? \[?2\b")
+    with names_seed_2:
+        trainer.record_behavior_logprobs(episodes)
+    with names_seed_2:
+        trainer.update(batch, whitened(batch))
     assert trainer.step == 0
     for p, old in zip(trainer.policy.model.parameters(), before, strict=True):
         assert torch.equal(p.nan_to_num(), old.nan_to_num())
