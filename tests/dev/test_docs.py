@@ -119,8 +119,9 @@ def test_ppo_s_advantages_and_priorities_against_values_computed_one_by_one(fork
     words = range(263, 273)  # which can be sampled
     episodes = [make_episode(rng, turns=n, vocabulary=words) for n in (3, 1, 4, 2, 3)]
     trainer.record_behavior_logprobs(episodes)
+    batch = collate(episodes)
     for _ in range(10):
-        trainer.update(episodes)
+        trainer.update(batch, torch.zeros(batch.tokens.shape))
     priorities = trainer.base_priorities(episodes)
     advantages, _ = trainer.token_advantages(collate(episodes))
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
-from conftest import speakable_episodes
+from conftest import speakable_episodes, whitened
 
 import freshper.backends
 import freshper.trainer
@@ -28,7 +28,6 @@ from freshper.backends import join_ranks, make_env, make_trainer
 from freshper.episode import collate
 from freshper.flags import parse_args
 from freshper.models import load_policy
-from freshper.reinforce import ReturnNorm
 from freshper.tiny import build_policy
 from freshper.trainer import TorchTrainer
 from freshper.trainer_deepspeed import serve
@@ -61,14 +60,12 @@ def numbers(trainer, episodes, first=0, folder=None):
             episode.behavior_logprobs = row[: len(episode.tokens)] + off
         results["mismatch"] = trainer.record_behavior_logprobs(episodes)["mismatch"]
 
-    norm = ReturnNorm("turn", 0.0)
-    norm.observe(episodes[2:])
+    batch, few = collate(episodes), collate(episodes[:3])  # with the log-probs of line 3
     weights = np.linspace(0.2, 1.0, len(episodes))
-    few = episodes[:3]
     calls = [
-        (episodes,),
-        (few, norm.advantages(few), weights[:3]),
-        (episodes, norm.advantages(episodes), weights),
+        (batch, whitened(batch)),
+        (few, whitened(batch)[:3, : few.tokens.shape[1]], weights[:3]),
+        (batch, whitened(batch), weights),
     ]
     results["updates"] = []
     for k in range(first, 3):
@@ -99,10 +96,11 @@ def gradients(trainer, alone):
 
     alone.backward = backward
     alone.clip_and_step = lambda: 0.0
-    alone.update(speakable_episodes(alone.policy, 32))
+    batch = collate(speakable_episodes(alone.policy, 32))
+    alone.update(batch, whitened(batch))
     expected = torch.cat([x.flatten() for x in total.values()])
 
-    trainer.update(speakable_episodes(alone.policy, 32))
+    trainer.update(batch, whitened(batch))
     states = trainer.optimizer_state()["tensors"]
     computed = torch.cat([state["exp_avg"] for state in states])[: len(expected)]
     return [x / x.norm() for x in (computed, expected)]
