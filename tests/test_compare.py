@@ -63,7 +63,7 @@ def out(tmp_path_factory):
         metrics.write_bytes(metrics.read_bytes()[:-100])
         assert call(patch, folder, *ARMS) == 0
     log = Path(f"{run}.log").read_text()
-    assert f"resuming from {run}/checkpoint, after iteration {done} " in log
+    assert f"resuming after iteration {done} " in log
     assert read(run, "metrics.csv")["iteration"].tolist() == [*range(11)]
     return folder
 

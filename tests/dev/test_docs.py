@@ -106,7 +106,7 @@ def forks(tmp_path_factory):
             words += ["--seeds", "1"]
         runs.append(subprocess.Popen(words, cwd=tree))
     # They run side by side.
-    assert {process.wait(300) for process in runs} == {0}
+    assert {process.wait(600) for process in runs} == {0}
     return trees
 
 
