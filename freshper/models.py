@@ -14,7 +14,6 @@ easy to get wrong:
 
 import copy
 import functools
-import logging
 import math
 import re
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ import torch
 import transformers
 from PIL import Image
 from torch import Tensor
+from transformers import modeling_utils
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from envs.base import THOUGHT, THOUGHT_TAG, Observation
@@ -44,9 +44,7 @@ ROPES = ("default", "linear", "llama3", "yarn")
 TEXT = "\ue000"
 REPLY = "\ue001"
 # Instead of transformers' table of weights that do not fit, `load_policy` raises one sentence.
-logging.getLogger("transformers.modeling_utils").addFilter(
-    lambda record: "LOAD REPORT" not in record.msg
-)
+modeling_utils.logger.addFilter(lambda record: "LOAD REPORT" not in record.msg)
 
 
 @dataclass(eq=False)
@@ -266,9 +264,9 @@ class Policy:
         return self.hidden(batch.tokens, torch.stack(positions, dim=1), sum(batch.images, []))
 
     def copy(self) -> "Policy":
-        """Return a copy, which shares a vision tower that is not trained, and its features."""
-        frozen = self.image_processor and self.freeze_vision
-        shared = [self.features, self.model.model.visual] if frozen else []
+        """Return a copy, which shares a frozen vision tower and its features."""
+        frozen = [x for x in self.model.parameters() if not x.requires_grad]
+        shared = [self.features, *frozen] * self.freeze_vision
         return copy.deepcopy(self, {id(part): part for part in shared})
 
     def save(self, folder: str, parameters: dict[str, Tensor] | None = None) -> None:
@@ -340,10 +338,9 @@ def load_policy(
         trust_remote_code=False,
     )
     # transformers would make random ones for those that are missing.
-    misfits = {*loaded["missing_keys"], *loaded["unexpected_keys"]}
-    misfits |= {weight for weight, *_ in loaded["mismatched_keys"]}
+    misfits = sorted(map(str, set().union(*loaded.values())))
     if misfits:
-        raise ValueError(f"its weights lack, or have no place for, {', '.join(sorted(misfits))}")
+        raise ValueError(f"its weights lack, or have no place for, {', '.join(misfits)}")
     # Out of the file's mapping, whose alignment can show in a last bit.
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
