@@ -16,7 +16,7 @@ import copy
 import functools
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Any
 
@@ -155,8 +155,7 @@ class Policy:
         """Return the text of a reply, with the thought that the chat template has opened for it,
         and with "…" at the end if the limit cut it."""
         text = self.tokenizer.decode(reply, skip_special_tokens=True)
-        *_, thinks = self.template(0, first)
-        return "<think>" * thinks + text + "…" * (reply[-1] != self.eos_id)
+        return "<think>" * self.template(0, first)[2] + text + "…" * (reply[-1] != self.eos_id)
 
     def bridge(self, observation: Observation, closed: bool) -> list[int]:
         """Return the tokens between two replies. `closed`: the first one ended with a sampled
@@ -265,9 +264,8 @@ class Policy:
 
     def copy(self) -> "Policy":
         """Return a copy, which shares a frozen vision tower and its features."""
-        frozen = [x for x in self.model.parameters() if not x.requires_grad]
-        shared = [self.features, *frozen] * self.freeze_vision
-        return copy.deepcopy(self, {id(part): part for part in shared})
+        frozen = [x for x in self.model.parameters() if self.freeze_vision > x.requires_grad]
+        return replace(self, model=copy.deepcopy(self.model, {id(x): x for x in frozen}))
 
     def save(self, folder: str, parameters: dict[str, Tensor] | None = None) -> None:
         """Write the model, tokenizer and image processor in the Hugging Face format. `parameters`
