@@ -14,10 +14,9 @@ easy to get wrong:
 
 import copy
 import functools
-import logging
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Any
 
@@ -26,6 +25,7 @@ import torch
 import transformers
 from PIL import Image
 from torch import Tensor
+from transformers import modeling_utils
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from envs.base import THOUGHT, THOUGHT_TAG, Observation
@@ -44,9 +44,7 @@ ROPES = ("default", "linear", "llama3", "yarn")
 TEXT = "\ue000"
 REPLY = "\ue001"
 # Instead of transformers' table of weights that do not fit, `load_policy` raises one sentence.
-logging.getLogger("transformers.modeling_utils").addFilter(
-    lambda record: "LOAD REPORT" not in record.msg
-)
+modeling_utils.logger.addFilter(lambda record: "LOAD REPORT" not in record.msg)
 
 
 @dataclass(eq=False)
@@ -158,8 +156,7 @@ class Policy:
         """Return the text of a reply, with the thought that the chat template has opened for it,
         and with "…" at the end if the limit cut it."""
         text = self.tokenizer.decode(reply, skip_special_tokens=True)
-        *_, thinks = self.template(0, first)
-        return "<think>" * thinks + text + "…" * (reply[-1] != self.eos_id)
+        return "<think>" * self.template(0, first)[2] + text + "…" * (reply[-1] != self.eos_id)
 
     def bridge(self, observation: Observation, closed: bool) -> list[int]:
         """Return the tokens between two replies. `closed`: the first one ended with a sampled
@@ -267,10 +264,9 @@ class Policy:
         return self.hidden(batch.tokens, torch.stack(positions, dim=1), sum(batch.images, []))
 
     def copy(self) -> "Policy":
-        """Return a copy, which shares a vision tower that is not trained, and its features."""
-        frozen = self.image_processor and self.freeze_vision
-        shared = [self.features, self.model.model.visual] if frozen else []
-        return copy.deepcopy(self, {id(part): part for part in shared})
+        """Return a copy, which shares a frozen vision tower and its features."""
+        frozen = [x for x in self.model.parameters() if self.freeze_vision > x.requires_grad]
+        return replace(self, model=copy.deepcopy(self.model, {id(x): x for x in frozen}))
 
     def save(self, folder: str, parameters: dict[str, Tensor] | None = None) -> None:
         """Write the model, tokenizer and image processor in the Hugging Face format. `parameters`
@@ -341,10 +337,9 @@ def load_policy(
         trust_remote_code=False,
     )
     # transformers would make random ones for those that are missing.
-    misfits = {*loaded["missing_keys"], *loaded["unexpected_keys"]}
-    misfits |= {weight for weight, *_ in loaded["mismatched_keys"]}
+    misfits = sorted(map(str, set().union(*loaded.values())))
     if misfits:
-        raise ValueError(f"its weights lack, or have no place for, {', '.join(sorted(misfits))}")
+        raise ValueError(f"its weights lack, or have no place for, {', '.join(misfits)}")
     # Out of the file's mapping, whose alignment can show in a last bit.
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()

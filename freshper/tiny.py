@@ -95,16 +95,14 @@ def choose_threads() -> None:
     if torch.get_num_threads() == 1:
         return
     x, weight = torch.ones(16, 64, 64), torch.ones(64, 64)  # as in a small update
-
-    def seconds(threads: int) -> float:
+    threads_of = {}  # by the seconds that they took
+    for threads in (1, 2):
         torch.set_num_threads(threads)
         began = time.perf_counter()
         for _ in range(500):
             (x @ weight).relu()
-        return time.perf_counter() - began
-
-    one, two = seconds(1), seconds(2)
-    torch.set_num_threads(2 if two < one else 1)
+        threads_of[time.perf_counter() - began] = threads
+    torch.set_num_threads(threads_of[min(threads_of)])
 
 
 def build_tokenizer(words: tuple[str, ...]) -> transformers.PreTrainedTokenizerFast:
@@ -123,7 +121,6 @@ def build_tokenizer(words: tuple[str, ...]) -> transformers.PreTrainedTokenizerF
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         chat_template=CHAT_TEMPLATE,
-        additional_special_tokens=SPECIAL[1:],
     )
 
 
@@ -164,7 +161,6 @@ def build_policy(env: TextEnv, heads: int = 4) -> Policy:
             video_token_id=video,
             vision_start_token_id=start,
             vision_end_token_id=end,
-            initializer_range=INITIALIZER_RANGE,
         )
         model = transformers.Qwen2_5_VLForConditionalGeneration(config)
         processor = Qwen2VLImageProcessorPil(

@@ -80,9 +80,10 @@ def test_a_long_observation_and_new_weights(text_policy):
         conversation.tokens += engine.generate([conversation], 2)[0].tokens
         conversation.tokens += rng.integers(0, 200, longer).tolist()
         reply = engine.generate([conversation], 1)[0]
+        conversation.tokens += reply.tokens
 
         e = make_episode(rng)
-        e.tokens = np.array([*conversation.tokens, *reply.tokens], dtype=np.int32)
+        e.tokens = np.array(conversation.tokens, dtype=np.int32)
         e.action_mask = np.arange(len(e.tokens)) == len(e.tokens) - 1
         with torch.no_grad():
             expected = stock_logprobs(policy, e)[-1].item()
@@ -114,3 +115,16 @@ def test_a_conversation_that_has_not_grown_gets_a_new_reply(text_policy):
     first, again = [engine.generate([conversation], 4)[0] for _ in range(2)]
     assert first.tokens == again.tokens
     assert first.logprobs == again.logprobs
+
+
+def test_random_numbers_go_on_from_a_saved_state(text_policy):
+    def draw(engine):
+        return engine.generate([Conversation([5, 6, 7])], 20)[0].tokens
+
+    engine, other = (HFEngine(text_policy, Sampling(), seed) for seed in (0, 1))
+    draw(engine)
+    state = engine.state_dict()
+    expected = draw(engine)
+    assert draw(other) != expected
+    other.load_state_dict(state)
+    assert draw(other) == expected

@@ -1,5 +1,5 @@
-"""Models that are not ours, with random weights, against their own forward pass; what becomes of a
-chat template, of special tokens, and of text that spells one."""
+"""Models that are not ours, with random weights, against their own forward pass, and tokenizers
+with merges against their file."""
 
 import json
 
@@ -8,16 +8,48 @@ import pytest
 import torch
 import transformers
 from conftest import play, stock_logits, stock_logprobs, whitened
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from envs import ENVS
 from freshper.backends import make_trainer
 from freshper.episode import collate
 from freshper.flags import parse_args
 from freshper.models import FAMILIES, VISION_FAMILIES, Policy, load_policy
-from freshper.tiny import build_tokenizer
+from freshper.tiny import CHAT_TEMPLATE, SPECIAL
 from freshper.trainer import action_logprobs
 
-TOKENIZER = build_tokenizer(ENVS["frozenlake"]().words)
+# Spaces, newlines, digits, capitals, emoji, and an accent that is a character of its own
+TEXT = "User has 4 fish,\n\n  and 12345 THINGS: cafe\u0301 🐟👩‍👧 — don't\r\n\tx  = 3.14 .\n"
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
+PRE_TOKENIZERS = {
+    "GPT-2's": BYTES,
+    "DeepSeek's": pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"[\r\n]|\s?\p{L}+|\p{N}"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    ),
+    "SmolLM's": pre_tokenizers.Sequence([pre_tokenizers.Digits(True), BYTES]),
+}
+
+
+def with_merges(kind):
+    """Train a tokenizer on this file."""
+    core = Tokenizer(models.BPE())
+    if kind == "SentencePiece's":
+        core.normalizer, core.decoder = normalizers.Replace(" ", "▁"), decoders.Replace("▁", " ")
+    else:
+        core.pre_tokenizer, core.decoder = PRE_TOKENIZERS[kind], decoders.ByteLevel()
+    alphabet = BYTES.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    core.train([__file__], trainer)
+    return core
+
+
+TOKENIZER = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=with_merges("GPT-2's"), eos_token="<|im_end|>", chat_template=CHAT_TEMPLATE
+)
 BEYOND = 38  # rows of the output layer without a token
 SIZES = {
     "vocab_size": len(TOKENIZER) + BEYOND,
@@ -138,3 +170,25 @@ def test_the_first_ratio_is_1_although_the_folder_says_dropout(family, monkeypat
     assert again == 2 * once
     assert all(torch.equal(*pair) for pair in zip(gradients, same, strict=True))
     assert any(gradient.abs().max() > 0 for gradient in gradients)
+
+
+@pytest.mark.parametrize("kind", [*PRE_TOKENIZERS, "SentencePiece's"])
+@pytest.mark.parametrize("model", ["llama", "qwen2"])
+def test_the_tokenizer_is_the_one_of_the_folder(model, kind, tmp_path):
+    """Whatever class the folder names: ids and text, and those of a checkpoint."""
+    folder, checkpoint = tmp_path / "folder", tmp_path / "checkpoint"
+    random_model(model, None).save(str(folder))
+    with_merges(kind).save(str(folder / "tokenizer.json"))
+    core = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = core.encode(TEXT).ids
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text()) | {"clean_up_tokenization_spaces": True}
+
+    for name in ("LlamaTokenizerFast", "Qwen2Tokenizer", "GPT2Tokenizer", "TokenizersBackend"):
+        file.write_text(json.dumps(settings | {"tokenizer_class": name}))
+        load_policy(str(folder), "cpu", torch.float32).save(str(checkpoint))
+        for saved in (folder, checkpoint):
+            policy = load_policy(str(saved), "cpu", torch.float32)
+            assert policy.encode(TEXT) == ids
+            assert policy.tokenizer.decode(ids) == core.decode(ids)
+            assert policy.tokenizer.decode(policy.eos_id) == "<|im_end|>"

@@ -1,20 +1,24 @@
 """A policy: its chat template and special tokens, positions and features of images, and what it is
 loaded from and saved to. The families of models are in test_families.py."""
 
+import json
 import re
+import shutil
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from conftest import copy_of, random_image, stock_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from envs import ENVS
 from envs.base import Observation
 from envs.frozenlake import FrozenLake
-from freshper.models import Policy
+from freshper.models import Policy, load_policy
 from freshper.rollout import Reply, rollout
 from freshper.tiny import SPECIAL, build_tokenizer
 
@@ -170,3 +174,60 @@ def test_frozen_vision_reuses_features_and_changes_nothing(vision_policy):
     torch.testing.assert_close(frozen.image_features(images), expected)
     assert len(frozen.features) == 3
     assert not any(p.requires_grad for p in frozen.model.model.visual.parameters())
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_a_copy_shares_a_vision_tower_that_is_not_trained(vision_policy, freeze):
+    policy = copy_of(vision_policy, freeze_vision=freeze, features={})
+    copied = policy.copy()
+    assert copied.features is policy.features  # always empty if the tower is trained
+    ours, theirs = policy.model.named_parameters(), copied.model.named_parameters()
+    for (name, parameter), (_, its_copy) in zip(ours, theirs, strict=True):
+        assert torch.equal(parameter, its_copy)
+        assert (parameter is its_copy) is (freeze and "visual" in name)
+
+
+# -- folders
+
+
+@pytest.fixture
+def folder(model_folder, tmp_path):
+    return shutil.copytree(model_folder["text"], tmp_path / "model")
+
+
+def load(folder):
+    return load_policy(str(folder), "cpu", torch.float32)
+
+
+def test_a_warning_is_shown_once_and_weights_that_do_not_fit_have_one_sentence(folder, caplog):
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] |= {"rope_type": "yarn", "factor": 2.0, "attn_factor": 1.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    weights |= {"other": weights.pop("model.norm.weight"), "lm_head.weight": torch.ones(5, 5)}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+    misfits = r"\('lm_head.weight', .*\), model.norm.weight, other"
+    with (
+        caplog.at_level("WARNING", "transformers"),
+        pytest.raises(ValueError, match=f"^its weights lack, or have no place for, {misfits}$"),
+    ):
+        load(folder)
+    (record,) = caplog.records
+    assert "attn_factor" in record.message
+
+
+def test_a_folder_without_tokenizer_json_is_refused(folder):
+    (folder / "tokenizer.json").rename(folder / "vocab.json")
+    with pytest.raises(OSError, match=r"does not appear to have a file named tokenizer\.json"):
+        load(folder)
+
+
+def test_a_saved_model_is_one_file(text_policy, tmp_path, monkeypatch):
+    """However large it is: vLLM would read shards again, not what a sync wrote beside them."""
+    save = transformers.PreTrainedModel.save_pretrained
+    small = [10**5 if default == "50GB" else default for default in save.__defaults__]
+    assert 10**5 in small
+    monkeypatch.setattr(save, "__defaults__", tuple(small))
+    text_policy.save(str(tmp_path))
+    assert [path.name for path in tmp_path.glob("model*")] == ["model.safetensors"]

@@ -1,5 +1,6 @@
 """The multi-turn loop: when an episode ends, and which instances it plays."""
 
+import numpy as np
 from conftest import play
 
 from envs.base import EVAL_SEEDS
@@ -7,11 +8,14 @@ from freshper.config import Config
 from freshper.rollout import training_seeds
 
 
-def test_a_conversation_that_would_grow_too_long_is_truncated(text_policy):
-    longest = max(len(e.tokens) for e in play(text_policy, n=8))
-    episodes = play(text_policy, n=8, max_tokens=longest - 1)
-    assert any(e.outcome["truncated"] for e in episodes)
-    assert all(len(e.tokens) < longest for e in episodes)
+def test_an_episode_ends_if_its_next_reply_might_not_fit(text_policy):
+    """Its conversation and a reply of five tokens, to the token."""
+    whole = play(text_policy, n=8)
+    needed = [np.flatnonzero(~e.action_mask)[-1] + 1 + 5 for e in whole]
+    for room in (max(needed), max(needed) - 1):
+        turns = [len(e.turn_rewards) for e in play(text_policy, n=8, max_tokens=room)]
+        expected = [len(e.turn_rewards) - (n > room) for e, n in zip(whole, needed)]
+        assert turns == expected
 
 
 def test_training_seeds_do_not_repeat():
