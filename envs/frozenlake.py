@@ -90,7 +90,6 @@ class FrozenLake(GridWorld):
     image = False  # whether the grid is drawn instead of written
     settings = ("slippery",)
     warm_start = ((400, 1), (200, 10))
-    layers = 4  # detours need depth
     # Captions name columns by these letters, and rows by digits.
     words = (*GridWorld.actions, " _", " #", "√", " G", " O", " a", " b", " c", " d")
 

@@ -30,6 +30,11 @@ def ask(env: TextEnv) -> str:
     return line if "<" in line or line.endswith(".") else f"<answer>{line}</answer>"
 
 
+def tell_unread(text: str) -> None:
+    """Print a reply that could not be read."""
+    print(f"This reply could not be read: {text!r}")
+
+
 def main() -> None:
     """Play episodes of an environment, one per seed, until the input ends."""
     parser = argparse.ArgumentParser(
@@ -51,7 +56,7 @@ def main() -> None:
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         for seed in itertools.count(args.seed):
             print(f"Episode of seed {seed}. Ctrl-D leaves.")
-            total, info = play_out(env, seed, lambda: ask(env))
+            total, info = play_out(env, seed, lambda: ask(env), tell_unread)
             print("The end:")
             show(env)
             result = "success" if info["success"] else "no success"

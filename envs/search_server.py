@@ -84,6 +84,8 @@ def main(argv: list[str] | None = None) -> None:
     """Serve an index. Raises an error if a file or a model cannot be used."""
     args = parse(argv)
     corpus = read_corpus(args.corpus)
+    if not any(corpus):
+        raise SystemExit(f"--corpus is {args.corpus}, but must have a passage")
     encoder: Encoder
     if args.encoder == "local":
         encoder = LocalEncoder(corpus)
