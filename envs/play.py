@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import itertools
 import sys
 import tempfile
@@ -30,11 +31,6 @@ def ask(env: TextEnv) -> str:
     return line if "<" in line or line.endswith(".") else f"<answer>{line}</answer>"
 
 
-def tell_unread(text: str) -> None:
-    """Print a reply that could not be read."""
-    print(f"This reply could not be read: {text!r}")
-
-
 def main() -> None:
     """Play episodes of an environment, one per seed, until the input ends."""
     parser = argparse.ArgumentParser(
@@ -52,11 +48,12 @@ def main() -> None:
     for stream in (sys.stdin, sys.stdout):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
 
+    unread = functools.partial(print, "This reply could not be read:")
     print(f"Actions: {', '.join(env.actions) or 'as the prompt says'}")
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         for seed in itertools.count(args.seed):
             print(f"Episode of seed {seed}. Ctrl-D leaves.")
-            total, info = play_out(env, seed, lambda: ask(env), tell_unread)
+            total, info = play_out(env, seed, lambda: ask(env), unread)
             print("The end:")
             show(env)
             result = "success" if info["success"] else "no success"

@@ -25,7 +25,7 @@ from pydantic import BaseModel, Field
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 
 from envs.search import (
-    MOST_BYTES,
+    MAX_BYTES,
     Encoder,
     LocalEncoder,
     Retriever,
@@ -46,7 +46,7 @@ class Request(BaseModel):
 def application(retriever: Retriever) -> FastAPI:
     """Return the web application that searches with a retriever."""
     app = FastAPI()
-    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=MOST_BYTES)
+    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=MAX_BYTES)
 
     @app.post("/retrieve")
     def answer(request: Request) -> dict[str, list]:

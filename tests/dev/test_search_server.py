@@ -160,7 +160,7 @@ def test_a_request_that_fails_is_sent_again_and_given_up_after_three_attempts(fa
     """A limit of time and of bytes holds for the whole answer."""
     monkeypatch.setattr(search, "PAUSE", 0.01)
     monkeypatch.setattr(search, "TIMEOUT", 0.3)
-    monkeypatch.setattr(search, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(search, "MAX_BYTES", 1 << 20)
     answers = [FAILURES[failure], [answer(GOOD)], *[FAILURES[failure]] * 3]
     received = []
 
