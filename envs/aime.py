@@ -19,8 +19,8 @@ import numpy as np
 from envs.answer_parsing import bare
 from envs.question_answering import FEEDBACK, Problem, Question, QuestionAnswering
 
-LARGEST = 16  # of a problem's numbers
-LARGEST_ANSWER = 7
+MAX_NUMBER = 16  # of a problem's numbers
+MAX_VALUE = 7
 GCD = "Find the greatest common divisor of"
 SMALLEST = "Find the smallest of"
 MULTIPLES = "Find how many multiples of"
@@ -34,7 +34,7 @@ class AIME(QuestionAnswering):
         MULTIPLES,
         AMONG,
         *FEEDBACK,
-        *(f" {n}" for n in range(1, LARGEST + 1)),
+        *(f" {n}" for n in range(1, MAX_NUMBER + 1)),
     )
     rules = "Solve this competition problem step by step; its answer is an integer from 000 to 999."
     form = "End your reply with the integer alone between tags, for example <answer>042</answer>."
@@ -51,13 +51,13 @@ class AIME(QuestionAnswering):
     @classmethod
     def problems(cls, style: str) -> Iterator[Problem]:
         """Yield all problems. Their content is the task in words and its numbers."""
-        for numbers in combinations_with_replacement(range(1, LARGEST + 1), 4):
+        for numbers in combinations_with_replacement(range(1, MAX_NUMBER + 1), 4):
             answers = {GCD: math.gcd(*numbers), SMALLEST: numbers[0]}
             for divisor in (2, 3, 5):
                 multiples = [n for n in numbers if n % divisor == 0]
                 answers[f"{MULTIPLES} {divisor}{AMONG}"] = len(multiples)
             for task, answer in answers.items():
-                if answer <= LARGEST_ANSWER:
+                if answer <= MAX_VALUE:
                     yield Problem(f"{answer:03d}", numbers, (task, numbers))
 
     def question_of(self, problem: Problem, rng: np.random.Generator) -> Question:

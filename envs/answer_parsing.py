@@ -21,7 +21,7 @@ MAX_ANSWER = 100  # characters
 
 _MARKED = r"(?s)(?:\*\*|`|“|\$|\\\(|\\\[|\\boxed\{)(.*)(?:\*\*|`|”|\$|\\\)|\\\]|\})"
 _DECIMAL = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
-_AMOUNT = rf"([-+]?)\\?[$€£]?({_DECIMAL}) ?\\?[%$€£]?"
+_AMOUNT = rf"([-+]?)(?:\\?[$€£])?({_DECIMAL})(?: ?\\?[%$€£])?"
 
 
 def bare(answer: str) -> str:
@@ -71,18 +71,19 @@ def read_sentence(reply: str, question: str) -> str:
     return value if allowed.issuperset(re.findall(_TOKEN, before + behind)) else ""
 
 
+_END = "(?![0-9.,])"  # what follows a closed group is no part of its number
 _SPELLINGS = {
     r"\\left|\\right|\\[,!;]": " ",
-    r"\\(?:text|mathrm)\{([^{}]*)\}": r" \1",
+    r"\\(?:text|mathrm)\{([^{}]*)\}": r" \1 ",
     r"\^?(?:\\circ|\{\\circ\})|\\degree| degrees?": "°",
     r"\^2|\^\{2\}": "²",
     r"\^3|\^\{3\}": "³",
     r"\\pi": "π",
-    r"\\sqrt(?=\{| ?[0-9](?![0-9]))": "√",  # \sqrt12 is the root of 1
-    r"√ ?\{([0-9]+)\}": r"√\1",
+    rf"\\sqrt(?=\{{| ?[0-9]{_END})": "√",  # \sqrt12 is the root of 1
+    rf"√ ?\{{([0-9]+)\}}{_END}": r"√\1",
     r"\\[dt]frac": r"\\frac",
-    r"(?<![0-9])\\frac\{([0-9]+)\}\{([0-9]+)\}": r"\1/\2",
-    r"(?<![0-9]) | (?![0-9])": "",
+    rf"(?<![0-9}}])\\frac\{{([0-9]+)\}}\{{([0-9]+)\}}{_END}": r"\1/\2",
+    r"(?<![0-9.,]) | (?![0-9.,])": "",
 }
 _UNIT = r"(?<=.)(?:°|[cdkm]?m[²³]?)\Z"
 

@@ -9,6 +9,7 @@ is wrong with it.
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from typing import Any, NamedTuple, Self
 
 import gymnasium
@@ -92,12 +93,14 @@ class TextEnv(gymnasium.Env):
     settings: tuple[str, ...] = ()  # names of settings of train.py that the task takes
     actions: tuple[str, ...] = ()  # of the random policy; or the task overrides `random_reply`
 
+    watched = True  # False saves the time to draw images
+
     # Tasks with questions replace these (envs/data.py).
     data = ""  # where the rows come from
     rows: Mapping[str, list] = {}  # by split
 
-    # These are for the tiny models alone.
-    layers = 2
+    # These are for the tiny preset alone.
+    tiny: Mapping[str, Any] = {}  # arguments of `__init__` that make the task easier
     words: tuple[str, ...] = ()  # each is one token
     warm_start: tuple[tuple[int, int], ...] = ((300, 10),)  # batches, turns of their episodes
 
@@ -130,14 +133,18 @@ class TextEnv(gymnasium.Env):
         if seed is None:
             seed = int(self.np_random.integers(EVAL_SEEDS))
         self.start(seed)
-        return self.observe(), {"success": False}
+        return self.show_turn(), {"success": False}
 
     def end_turn(self, reward: float, success: bool, ended: bool, valid: bool) -> Step:
         """Count the turn, and return what `step` returns. The last turn truncates the episode."""
         self.turn += 1
         metrics = {name: getattr(self, name) for name in self.metrics}
         info = {"success": success, "valid": valid, "metrics": metrics}
-        return self.observe(), reward, ended, self.turn >= self.max_turns, info
+        return self.show_turn(), reward, ended, self.turn >= self.max_turns, info
+
+    def show_turn(self) -> Observation:
+        """Return what a turn shows, or an empty observation if nobody looks."""
+        return self.observe() if self.watched else Observation("")
 
     def render(self) -> np.ndarray | None:
         """Return the first image of the current observation, or None, for Gymnasium's videos."""
@@ -163,21 +170,31 @@ class TextEnv(gymnasium.Env):
     def baselines(self, seed: int) -> dict[str, float]:
         """Return the success of the `random` policy in one episode of this seed, and of the
         `optimal` policy if the task defines `optimal_reply`."""
+        env = copy(self)
+        env.watched = False
         rng = np.random.default_rng((seed, 1))  # independent of the stream that draws the task
-        policies = {"random": lambda: self.random_reply(rng)}
-        if hasattr(self, "optimal_reply"):
-            policies["optimal"] = self.optimal_reply
-        return {name: play_out(self, seed, reply)[1]["success"] for name, reply in policies.items()}
+        policies = {"random": lambda: env.random_reply(rng)}
+        if hasattr(env, "optimal_reply"):
+            policies["optimal"] = env.optimal_reply
+        return {name: play_out(env, seed, reply)[1]["success"] for name, reply in policies.items()}
 
 
-def play_out(env: TextEnv, seed: int, reply: Callable[[], str]) -> tuple[float, dict]:
-    """Play the episode of this seed with replies from `reply`. Returns the episode's return and the
-    last info."""
+def play_out(
+    env: TextEnv,
+    seed: int,
+    reply: Callable[[], str],
+    unread: Callable[[str], object] = lambda text: None,
+) -> tuple[float, dict]:
+    """Play the episode of this seed with replies from `reply`, and give those that could not be
+    read to `unread`. Returns the episode's return and the last info."""
     env.reset(seed=seed)
     total = 0.0
     while True:
-        _, reward, terminated, truncated, info = env.step(reply())
+        text = reply()
+        _, reward, terminated, truncated, info = env.step(text)
         total += reward
+        if not info.get("valid", True):
+            unread(text)
         if terminated or truncated:
             return total, info
 

@@ -26,6 +26,8 @@ def check_environment(env: TextEnv) -> None:
     for seed in range(8):
         same = play(env, seed) == play(env, seed)
         require(env, same, f"reset(seed={seed}) began two different episodes: draw from the seed")
+        if hasattr(env, "optimal_reply"):
+            play(env, seed, "optimal_reply")
 
     env.reset(seed=0)
     try:
@@ -40,22 +42,23 @@ def require(env: TextEnv, holds: Any, sentence: str) -> None:
         raise ValueError(f"{type(env).__name__}.{sentence}")
 
 
-def play(env: TextEnv, seed: int) -> list:
-    """Play an episode of the random policy, and return all that it showed. Raises ValueError if a
-    part of it is not what it must be."""
-    rng = np.random.default_rng(seed)
+def play(env: TextEnv, seed: int, policy: str = "random_reply") -> list:
+    """Play an episode with the replies of a method, and return all that it showed. Raises
+    ValueError if a part of it is not what it must be."""
+    arguments = [np.random.default_rng(seed)] if policy == "random_reply" else []
     shown: list[Any] = []
 
     def reply() -> str:
         require(env, len(shown) < env.max_turns, "step() did not end the episode in its max_turns")
         shown.append(content(env))
-        return env.random_reply(rng)
+        return getattr(env, policy)(*arguments)
 
-    total, info = play_out(env, seed, reply)
+    def unread(text: str) -> None:
+        require(env, False, f"step() could not read {text!r:.200}, which {policy}() returned")
+
+    total, info = play_out(env, seed, reply, unread)
     require(env, math.isfinite(total), f"step() gave rewards with the sum {total}")
     require(env, "success" in info, f"step() returned the info {info}, but it must have `success`")
-    readable = info.get("valid", True)
-    require(env, readable, "step() could not read what random_reply() returned")
     return [*shown, content(env), total, info["success"]]
 
 

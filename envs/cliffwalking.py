@@ -13,7 +13,7 @@ From the task's own start hardly any episode arrives, and the policy learns to s
 Exercise 6 of docs/exercises.md is about this.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import gymnasium
@@ -47,7 +47,7 @@ class CliffWalking(GridWorld):
     cell, and marks what is above, right, below and left of it.
     """
 
-    settings = ("along_the_way",)
+    tiny: Mapping = {"along_the_way": True}
     max_turns = 50
     turn_reward = -1.0
     metrics = ("score",)

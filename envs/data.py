@@ -14,7 +14,8 @@ For example, with SmolLM2, which must have room for the longest row and for a re
 
 Without a validation split, `test` takes its place. If there is neither, every tenth different
 question is held out. A question of both splits is not trained on. Names of fields are compared
-without regard to case (AIME sets have `Problem` or `problem`). Images stay encoded.
+without regard to case (AIME sets have `Problem` or `problem`), unless a row has the exact name.
+Images stay encoded.
 """
 
 import csv
@@ -56,7 +57,7 @@ def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
             if not isinstance(row, dict) or None in row:
                 raise ValueError(f"{place} is {row!r:.80}, but each value must have a name")
             try:
-                rows[k] = from_row({name.lower(): value for name, value in row.items()})
+                rows[k] = from_row({name.lower(): value for name, value in row.items()} | row)
             except ValueError as error:
                 raise ValueError(f"{place}: {error}; it has {', '.join(row)}") from error
 
@@ -125,7 +126,7 @@ class QuestionEnv(TextEnv):
     """
 
     settings: tuple[str, ...] = ("data",)
-    # Of a row of data, its names in lower case. It raises ValueError with a sentence about the
+    # Of a row of data, its names in lower case, too. It raises ValueError with a sentence about the
     # field that cannot be used.
     from_row: Callable[[dict], Any]
     generate: Callable[[int], Any]  # the question of a seed

@@ -12,6 +12,7 @@ intended direction with probability 1/3. There the optimal policy succeeds in 0.
 that.
 """
 
+from functools import cache
 from typing import Any
 
 import gymnasium
@@ -89,7 +90,6 @@ class FrozenLake(GridWorld):
     image = False  # whether the grid is drawn instead of written
     settings = ("slippery",)
     warm_start = ((400, 1), (200, 10))
-    layers = 4  # detours need depth
     # Captions name columns by these letters, and rows by digits.
     words = (*GridWorld.actions, " _", " #", "√", " G", " O", " a", " b", " c", " d")
 
@@ -175,29 +175,36 @@ SHAPES = [  # on which cells, shape, colour, corners x, y, x, y, ... as shares o
 ]
 
 
+@cache
+def tile(symbol: str, cell_size: int) -> np.ndarray:
+    """Return the image of a symbol, uint8 [cell_size, cell_size, 3], which cannot be written to.
+
+    It is drawn four times as large and scaled down, so that edges are smooth.
+    """
+    large = 4 * cell_size
+    canvas = Image.new("RGB", (large, large), EDGE if symbol == "#" else ICE)
+    pen = ImageDraw.Draw(canvas)
+    for symbols, shape, color, corners in SHAPES:
+        if symbol in symbols:
+            getattr(pen, shape)([large * share for share in corners], fill=color)
+    pen.rectangle((0, 0, large - 1, large - 1), outline=LINE, width=large // 28)
+    return np.asarray(canvas.reduce(4))
+
+
 def draw(grid: np.ndarray, cell_size: int) -> np.ndarray:
     """Return the image of a grid of symbols [R, C], uint8 [R cell_size, C cell_size, 3].
 
-    Each cell is drawn four times as large and scaled down, so that edges are smooth. Along its
-    left and its top edge, a ruler shades with row and column, because a tiny vision tower cannot
-    yet tell them from positions alone.
+    Along the left and the top edge of each cell, a ruler shades with row and column, because a tiny
+    vision tower cannot yet tell them from positions alone.
     """
     rows, columns = grid.shape
     image = np.zeros((rows, cell_size, columns, cell_size, 3), np.uint8)  # row, y, column, x
-    large = 4 * cell_size
     ruler = cell_size // 7
 
     for (row, col), symbol in np.ndenumerate(grid):
-        canvas = Image.new("RGB", (large, large), EDGE if symbol == "#" else ICE)
-        pen = ImageDraw.Draw(canvas)
-        for symbols, shape, color, corners in SHAPES:
-            if symbol in symbols:
-                getattr(pen, shape)([large * share for share in corners], fill=color)
-        pen.rectangle((0, 0, large - 1, large - 1), outline=LINE, width=large // 28)
-
-        tile = np.array(canvas.reduce(4))  # [cell_size, cell_size, 3]
-        tile[:, :ruler] = 40 + 50 * row
-        tile[:ruler] = 40 + 50 * col
-        image[row, :, col] = tile
+        cell = image[row, :, col]  # [cell_size, cell_size, 3]
+        cell[:] = tile(symbol, cell_size)
+        cell[:, :ruler] = 40 + 50 * row
+        cell[:ruler] = 40 + 50 * col
 
     return image.reshape(rows * cell_size, -1, 3)

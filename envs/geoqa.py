@@ -6,8 +6,8 @@ Data: the fields `image`, `problem` and `solution` (`<answer> 145° </answer>`) 
 
 A reply's answer is the letter of a choice, a value (envs/answer_parsing.py), or both, as "B) 60°".
 It is right if it shares the letter or the value with the gold answer and contradicts neither. The
-data set has answers of all these forms. A reply with a sentence around the letter or the value (a
-word of three letters is enough) is not read, because it may say anything about them.
+data set has answers of all these forms. A letter before anything but a value is not read, because
+words may say anything about it.
 
 Without data: a triangle or a quadrilateral on a grid of 4 x 4 squares. A question asks for the
 length of the red side, the angle at the red dot, or the area: 10,163 problems for training and
@@ -41,7 +41,9 @@ FILL = "#aad2fa"
 EDGE = "#102060"
 RED = "#e01828"
 CHOICE = r"\(?([A-F])(?:$|[).:]+ *)(.*)"  # letter and what is behind it
-WORD = r"[A-Z]|(?<![\\a-z])[a-z]{3}"  # no unit and no command of LaTeX
+# A value in one spelling, or nothing
+TERM = r"(?:[0-9.,:√π²³°%^{}]|\\frac|\([-+0-9.,/√π]+\))"
+VALUE = rf"|(?=.*[0-9π]){TERM}*(?:[-+/]{TERM}+)*"
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # others may start programs
 MAX_SIDE = 896  # pixels; larger images are scaled down, to at most 1024 tokens of Qwen2.5-VL
 
@@ -113,14 +115,16 @@ class GeoQA(QuestionAnswering):
     def read(answer: str) -> Answer | None:
         """Return an answer as the letter of a choice and what is behind it. None: it has neither a
         letter nor a digit. A letter is a choice if it stands alone (B, (B), B.) or before a value
-        ("B) 60°"). Before words it may belong to a sentence."""
+        ("B) 60°")."""
         text = bare(answer)
         if not re.search(r"\w", text):
             return None
 
         choice = re.fullmatch(CHOICE, text)
-        if choice and not re.search(WORD, choice[2]):
-            return Answer(choice[1], *read_measure(choice[2]))
+        if choice:
+            value, unit = read_measure(choice[2])
+            if re.fullmatch(VALUE, str(value)):
+                return Answer(choice[1], value, unit)
         return Answer("", *read_measure(text))
 
     @staticmethod

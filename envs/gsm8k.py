@@ -25,9 +25,9 @@ from envs.question_answering import FEEDBACK, Problem, Question, QuestionAnsweri
 NAMES = ("Ann", "Ben", "Mia", "Tom")
 THINGS = (" deer", " fish", " sheep", " squid")  # singular and plural are the same word
 CHANGES = {1: " and gets 1", 2: " and gets 2", -1: " and loses 1", -2: " and loses 2"}
-MOST = 7  # things at any time
-MOST_CHANGES = 6
-MOST_FULL = 20  # things at any time, in full prompts
+MAX_THINGS = 7  # things at any time
+MAX_CHANGES = 6
+MAX_THINGS_FULL = 20  # things at any time, in full prompts
 
 
 class GSM8K(QuestionAnswering):
@@ -70,7 +70,7 @@ class GSM8K(QuestionAnswering):
 
 def one_change() -> Iterator[Problem]:
     """Yield the problems of full prompts."""
-    for first, last in permutations(range(MOST_FULL + 1), 2):
+    for first, last in permutations(range(MAX_THINGS_FULL + 1), 2):
         change = last - first
         # The answer must not be a number of the question.
         if last != abs(change):
@@ -81,10 +81,10 @@ def one_change() -> Iterator[Problem]:
 
 def several_changes() -> Iterator[Problem]:
     """Yield the problems of terse prompts. Their number of changes decides their kind."""
-    contents: list[tuple[int, ...]] = [(first,) for first in range(MOST + 1)]
-    for kind in range(MOST_CHANGES):
+    contents: list[tuple[int, ...]] = [(first,) for first in range(MAX_THINGS + 1)]
+    for kind in range(MAX_CHANGES):
         longer = [(*content, change) for content in contents for change in CHANGES]
-        contents = [content for content in longer if 0 <= sum(content) <= MOST]
+        contents = [content for content in longer if 0 <= sum(content) <= MAX_THINGS]
         for content in contents:
             first, *changes = content
             yield Problem(str(sum(content)), (first, *sorted(changes)), content, kind)

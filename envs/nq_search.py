@@ -49,7 +49,7 @@ def normalize(text: str) -> str:
 
 def exact_match(answer: str, golden_answers: list[str]) -> bool:
     """Return whether a normalised answer equals a normalised golden answer. A sentence around the
-    answer is not accepted, because it may hold several answers. As in SQuAD, "a" equals "the"."""
+    answer is not accepted, because it may hold several answers."""
     return normalize(answer) in map(normalize, golden_answers)
 
 
@@ -82,11 +82,15 @@ class NQSearch(QuestionEnv):
     @staticmethod
     def from_row(row: dict) -> Question:
         """Return the question of a row. Raises ValueError if its golden answers are no list of
-        texts."""
+        texts, or SQuAD's normalisation leaves nothing of one."""
         answers = row.get("golden_answers")
         if not answers or not isinstance(answers, list):
             raise ValueError(f"the field golden_answers is {answers}, but must be a list of texts")
         texts = [as_text(answer, "golden_answers") for answer in answers]
+        if not all(map(normalize, texts)):
+            # Any article would be right.
+            more = "each must have more than articles and punctuation"
+            raise ValueError(f"the field golden_answers is {texts}, but {more}")
         return Question(harmless(as_text(row.get("question"), "question")), texts)
 
     def generate(self, seed: int) -> Question:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import itertools
 import sys
 import tempfile
@@ -47,11 +48,12 @@ def main() -> None:
     for stream in (sys.stdin, sys.stdout):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
 
+    unread = functools.partial(print, "This reply could not be read:")
     print(f"Actions: {', '.join(env.actions) or 'as the prompt says'}")
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         for seed in itertools.count(args.seed):
             print(f"Episode of seed {seed}. Ctrl-D leaves.")
-            total, info = play_out(env, seed, lambda: ask(env))
+            total, info = play_out(env, seed, lambda: ask(env), unread)
             print("The end:")
             show(env)
             result = "success" if info["success"] else "no success"

@@ -29,7 +29,7 @@ E5_PREFIXES = {"query": "query: ", "document": "passage: "}
 ATTEMPTS = 3
 TIMEOUT = 30.0
 PAUSE = 0.5
-MOST_BYTES = 1 << 25  # of a request, and of its answer
+MAX_BYTES = 1 << 25  # of a request, and of its answer
 MAX_TEXT = 2000  # characters of a passage or a query; Wikipedia's passages have about 600
 
 
@@ -138,7 +138,7 @@ def harmless(text: str) -> str:
 def retrieve(url: str, queries: list[str], topk: int) -> list[list[str]]:
     """Ask a server for the `topk` best passages ("Title\\ntext") of each query, best first, without
     angle brackets. Raises ConnectionError if ATTEMPTS fail: an answer takes longer than TIMEOUT or
-    more than MOST_BYTES, or does not follow the protocol (envs/search_server.py)."""
+    more than MAX_BYTES, or does not follow the protocol (envs/search_server.py)."""
     body = json.dumps({"queries": queries, "topk": topk, "return_scores": True}).encode()
 
     for attempt in range(ATTEMPTS):
@@ -172,10 +172,10 @@ def ask(url: str, body: bytes) -> bytes:
         headers = {"Content-Type": "application/json"}
         connection.request("POST", f"/{path}", body, headers)
         response = connection.getresponse()
-        answer = response.read(MOST_BYTES + 1)
+        answer = response.read(MAX_BYTES + 1)
     finally:
         timer.cancel()
         connection.close()
-    if response.status != 200 or len(answer) > MOST_BYTES:
+    if response.status != 200 or len(answer) > MAX_BYTES:
         raise OSError(f"status {response.status}: {answer[:300]!r}")
     return answer

@@ -25,7 +25,7 @@ from pydantic import BaseModel, Field
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 
 from envs.search import (
-    MOST_BYTES,
+    MAX_BYTES,
     Encoder,
     LocalEncoder,
     Retriever,
@@ -46,7 +46,7 @@ class Request(BaseModel):
 def application(retriever: Retriever) -> FastAPI:
     """Return the web application that searches with a retriever."""
     app = FastAPI()
-    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=MOST_BYTES)
+    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=MAX_BYTES)
 
     @app.post("/retrieve")
     def answer(request: Request) -> dict[str, list]:
@@ -84,6 +84,8 @@ def main(argv: list[str] | None = None) -> None:
     """Serve an index. Raises an error if a file or a model cannot be used."""
     args = parse(argv)
     corpus = read_corpus(args.corpus)
+    if not any(corpus):
+        raise SystemExit(f"--corpus is {args.corpus}, but must have a passage")
     encoder: Encoder
     if args.encoder == "local":
         encoder = LocalEncoder(corpus)

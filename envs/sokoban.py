@@ -11,7 +11,7 @@ preset. The authors' rooms may need more than 10. Rooms with the same walls and 
 out, or none is.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -106,7 +106,7 @@ class Sokoban(GridWorld):
 
     side = 6  # up to 8
     n_boxes = 1
-    settings = ("longest",)
+    tiny: Mapping = {"longest": 5}
     metrics = ("score",)
     turn_reward = -0.1
     warm_start = ((900, 1), (150, 10))

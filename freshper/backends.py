@@ -117,14 +117,14 @@ def set_up_process(config: Config, saved: Saved | None) -> None:
 def make_env(config: Config, rows: Mapping[str, list] | None = None) -> TextEnv:
     """Make the environment of --env, with the rows of --data if they have been read. Prompts and
     images of a tiny model are terse and small, and some of its tasks are easier."""
-    values = vars(config) | {"style": "full"}
+    task = ENVS[config.env]
+    names = ("format_penalty", "max_turns", *task.settings)
+    arguments = {name: getattr(config, name) for name in names}
     if config.preset == "tiny":
-        values |= {"style": "terse", "longest": 5, "along_the_way": True}
-    make = ENVS[config.env]
+        arguments |= task.tiny
     if rows:
-        values["rows"] = rows
-    names = ("style", "format_penalty", "max_turns", "rows", *make.settings)
-    return make(**{name: values[name] for name in names if name in values})
+        arguments["rows"] = rows
+    return task(style="terse" if config.preset == "tiny" else "full", **arguments)
 
 
 def load_model(config: Config, saved: Saved | None, observation: Observation) -> Policy:

@@ -60,6 +60,8 @@ CHAT_TEMPLATE = """\
 {% endfor %}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+# Of most tasks 2. On the ice, detours need depth.
+LAYERS = {ENVS["frozenlake"]: 4, ENVS["frozenlake_vlm"]: 4}
 HIDDEN = 64
 PATCH = 7  # pixels; a token is 2 x 2 patches
 INITIALIZER_RANGE = 0.1  # at transformers' 0.02 so small a model hardly starts to learn
@@ -135,7 +137,7 @@ def build_policy(env: TextEnv, heads: int = 4) -> Policy:
         "vocab_size": len(tokenizer),
         "hidden_size": HIDDEN,
         "intermediate_size": 2 * HIDDEN,
-        "num_hidden_layers": env.layers,
+        "num_hidden_layers": LAYERS.get(type(env), 2),
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "max_position_embeddings": 4096,

@@ -53,6 +53,12 @@ def test_csv(tmp_path):
     assert pairs(rows["train"] + rows["held_out"]) == expected
 
 
+def test_of_two_columns_that_differ_in_case_the_exact_name_wins(tmp_path):
+    rows = [{"Answer": "-", "question": f"{k}", "answer": k, "Question": "-"} for k in range(9)]
+    splits = load_rows(write_rows(tmp_path / "a.jsonl", rows), from_row)
+    assert pairs(splits["train"] + splits["held_out"]) == [(f"{k}", f"{k}") for k in range(9)]
+
+
 def test_what_asks_the_same_stays_on_one_side(tmp_path):
     """Questions about one image, and one question with two answers and other spaces."""
     images = [[f"{k}?", "1", "", k % 20 + 1] for k in range(80)]

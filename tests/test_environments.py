@@ -5,13 +5,14 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import gymnasium
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from envs import ENVS
+from envs import ENVS, frozenlake
 from envs.base import Observation, TextEnv, outside_think, parse_action
 from envs.check import check_environment
 from freshper.tiny import build_policy
@@ -154,6 +155,16 @@ def test_the_random_policy_has_its_own_stream(monkeypatch):
     assert drawn[0] != np.random.default_rng(7).random()
 
 
+def test_baselines_draw_no_image_that_no_policy_reads(monkeypatch):
+    env = ENVS["frozenlake_vlm"]()
+    drawn = Mock(side_effect=frozenlake.draw)
+    monkeypatch.setattr(frozenlake, "draw", drawn)
+    assert env.baselines(3) == ENVS["frozenlake"]().baselines(3)
+    assert not drawn.called
+    env.reset(seed=3)
+    assert drawn.called
+
+
 @every_environment
 def test_arbitrary_replies_never_raise_and_unreadable_ones_cost_turn_and_penalty_alone(name):
     env = CASES[name](format_penalty=0.5, max_turns=3)
@@ -234,7 +245,14 @@ BROKEN = [
     ({"observe": unseeded}, "reset(seed=0) began two different episodes"),
     ({"step": returns(float("nan"))}, "step() gave rewards with the sum nan"),
     ({"step": returns(ended=False)}, "step() did not end the episode in its max_turns"),
-    ({"step": returns(valid=False)}, "step() could not read what random_reply() returned"),
+    (
+        {"step": returns(valid=False)},
+        "step() could not read '<answer>7</answer>', which random_reply() returned",
+    ),
+    (
+        {"optimal_reply": lambda _: "7"},
+        "step() could not read '7', which optimal_reply() returned",
+    ),
     ({"step": raises_for_the_unreadable}, "step() raised TypeError("),
 ]
 

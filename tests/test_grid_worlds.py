@@ -283,3 +283,8 @@ def test_images_show_the_state(style, size):
                 looks.setdefault(symbol, set()).add(cell[size // 7 :, size // 7 :].tobytes())
     assert looks.keys() == set("PX√_OG" + "#" * (style == "terse"))
     assert len(set.union(*looks.values())) == sum(map(len, looks.values())) == len(looks)
+
+    # Whoever changes an image changes no later one.
+    before = image.copy()
+    image[:] = 0
+    np.testing.assert_array_equal(env.observe().images[0], before)

@@ -160,7 +160,7 @@ def test_a_request_that_fails_is_sent_again_and_given_up_after_three_attempts(fa
     """A limit of time and of bytes holds for the whole answer."""
     monkeypatch.setattr(search, "PAUSE", 0.01)
     monkeypatch.setattr(search, "TIMEOUT", 0.3)
-    monkeypatch.setattr(search, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(search, "MAX_BYTES", 1 << 20)
     answers = [FAILURES[failure], [answer(GOOD)], *[FAILURES[failure]] * 3]
     received = []
 
@@ -209,6 +209,7 @@ def test_build_and_serve_from_the_command_line(tmp_path):
 REFUSED = {  # arguments: a part of the error
     "--index c.jsonl": "not recognized",
     "--corpus bad.jsonl": "contents",
+    "--corpus empty.jsonl": "--corpus is empty.jsonl, but must have a passage",
 }
 
 
@@ -216,11 +217,12 @@ def test_what_cannot_be_served_is_refused_and_no_file_is_overwritten(tmp_path, m
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "c.jsonl", CORPUS)
     write_rows(tmp_path / "bad.jsonl", [{"contents": "fine"}, {"text": "x"}])
+    Path("empty.jsonl").write_text("\n \n")
 
     files = ["--corpus", "c.jsonl", "--index", "c.faiss"]
     before = Path("c.jsonl").read_bytes()
     for arguments, sentence in REFUSED.items():
-        with pytest.raises(Exception, match=re.escape(sentence)):
+        with pytest.raises((Exception, SystemExit), match=re.escape(sentence)):
             search_server.main([*files, *arguments.split()])
     assert Path("c.jsonl").read_bytes() == before
 
