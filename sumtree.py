@@ -86,7 +86,7 @@ class SumTree:
             right = self.nodes.take(node + 1)
             # Rounding can lift a mass to the end of the left child, with only zeros to its right.
             go_right = (masses >= left) & (right > 0.0)
-            masses = np.where(go_right, masses - left, masses)
+            masses = masses - left * go_right
             node = node + go_right
         return node - self.size
 

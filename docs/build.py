@@ -99,61 +99,86 @@ class Row(NamedTuple):
     code: str
 
 
+class Part(NamedTuple):
+    """A row of a page: a docstring, or "", beside the code of these symbols."""
+
+    prose: str
+    symbols: list[str]
+    code: str  # HTML, without docstring and imports
+
+
 class Module(NamedTuple):
-    """A source file. Its lines are counted from 1."""
+    """A source file."""
 
     symbols: dict[str, int]  # the line of each; "" is the module, "line-8" a line of Algorithm 1
-    docstrings: dict[int, str]  # by the first line of each part; "" between functions
-    imports: set[int]
-    code: dict[int, str]  # HTML of each line, without docstrings
+    imports: str  # HTML
+    parts: list[Part]
 
 
-def symbols(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.stmt]]:
-    """Yield classes, functions and assigned names of a module, with their dotted names."""
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef
+
+
+def parts(node: Documented, prefix: str = "") -> Iterator[tuple[Documented | None, dict, int]]:
+    """Yield the parts of a module or class: itself with the statements up to its first function,
+    each function, each class in the same way, and the statements between them.
+
+    A part is the node whose docstring it shows, the symbols it defines and the line of each, and
+    its last line."""
+    documented: Documented | None = node
+    end = getattr(node, "lineno", 0)
+    symbols = {prefix.rstrip("."): end or 1}
     for child in node.body:
         if isinstance(child, ast.ClassDef | ast.FunctionDef):
-            yield prefix + child.name, child
-        if isinstance(child, ast.ClassDef):
-            yield from symbols(child, f"{child.name}.")
-        if isinstance(child, ast.Assign | ast.AnnAssign):
+            yield documented, symbols, end
+            documented, symbols = None, {}
+            name = prefix + child.name
+            if isinstance(child, ast.ClassDef):
+                yield from parts(child, f"{name}.")
+            else:
+                yield child, {name: child.lineno}, child.end_lineno
+        elif isinstance(child, ast.Assign | ast.AnnAssign):
             for target in getattr(child, "targets", None) or [child.target]:
-                yield prefix + ast.unparse(target), child
+                symbols[prefix + ast.unparse(target)] = child.lineno
+        end = child.end_lineno
+    yield documented, symbols, end
 
 
 def read_module(path: Path) -> Module:
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
-    lines = ["", *text.splitlines()]
     shown = highlight(text, PythonLexer(stripnl=False), FORMATTER).splitlines()
     code = {n: line and f'<span id="L{n}">{line}</span>' for n, line in enumerate(shown, 1)}
-    module = Module({}, {}, set(), code)
 
-    for symbol, node in [("", tree), *symbols(tree)]:
-        start = getattr(node, "lineno", 1)
-        module.symbols[symbol] = start
-        if isinstance(node, ast.Assign | ast.AnnAssign):
-            continue
-        if symbol:
-            start = min([start, *(decorator.lineno for decorator in node.decorator_list)])
-            module.docstrings.setdefault(node.end_lineno + 1, "")
-        # A comment above a function belongs to it.
-        while lines[start - 1].lstrip().startswith("# "):
-            start -= 1
+    def taken(node: ast.stmt) -> str:
+        """Return the lines of a statement, which the code beside the prose is without."""
+        return "\n".join(code.pop(n) for n in range(node.lineno, node.end_lineno + 1))
 
-        module.docstrings[start] = ast.get_docstring(node) or ""
-        if module.docstrings[start]:
-            for n in range(node.body[0].lineno, node.body[0].end_lineno + 1):
-                del code[n]
-
+    imports = []
     for node in tree.body:
         for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         if for_types or isinstance(node, ast.Import | ast.ImportFrom):
-            module.imports.update(range(node.lineno, node.end_lineno + 1))
-    for n, line in enumerate(lines):
-        number = LINE.search(line)
-        if number and path.name == "train.py":
-            module.symbols[f"line-{number[1]}"] = n
-            module.docstrings[n] = ""
+            imports.append(taken(node))
+    module = Module({}, "\n".join(imports), [])
+
+    def add(prose: str, symbols: dict[str, int], numbers: range) -> None:
+        module.symbols.update(symbols)
+        lines = "\n".join(code[n] for n in numbers if n in code)
+        module.parts.append(Part(prose, list(symbols), lines.strip("\n")))
+
+    lines = text.splitlines()
+    start = 1
+    for documented, symbols, end in parts(tree):
+        prose = (documented and ast.get_docstring(documented)) or ""
+        if prose:
+            taken(documented.body[0])
+        # A line of Algorithm 1 is a part of its own.
+        for n in range(start, end + 1):
+            number = LINE.search(lines[n - 1]) if path.name == "train.py" else None
+            if number:
+                add(prose, symbols, range(start, n))
+                prose, symbols, start = "", {f"line-{number[1]}": n}, n
+        add(prose, symbols, range(start, end + 1))
+        start = end + 1
     return module
 
 
@@ -210,25 +235,21 @@ class Edition:
         """Return the page of a module: a row per part, prose left, code right."""
         module = self.modules[name]
         page = [f"<h1><code>{name}</code></h1>"]
-        starts = sorted(module.docstrings)
-        for start, end in pairwise([*starts, len(module.code) + 10_000]):
-            left = self.link(DOCSTRING.render(module.docstrings[start]), name)
+        for part in module.parts:
+            left = self.link(DOCSTRING.render(part.prose), name)
             boxes = {}
-            for symbol, line in module.symbols.items():
-                if start <= line < end:
-                    boxes |= {row.label: row for row in self.rows[f"{name}.{symbol}".rstrip(".")]}
+            for symbol in part.symbols:
+                boxes |= {row.label: row for row in self.rows[f"{name}.{symbol}".rstrip(".")]}
             for row in boxes.values():
                 place = f'<a href="paper_to_code.html#{row.label}">{row.place}</a>'
                 says = self.link(MARKDOWN.renderInline(row.says))
                 left += f"<div class=paper>{place} {says}</div>"
 
-            lines = [n for n in module.code if start <= n < end and n not in module.imports]
-            code = "\n".join(module.code[n] for n in lines).strip("\n")
-            if start == 1:
-                imports = "\n".join(module.code[n] for n in sorted(module.imports))
-                left += f"<details><summary>imports</summary><pre>{imports}</pre></details>"
-            if left or code:
-                right = self.link(code, name)
+            if part is module.parts[0]:
+                imports = f"<pre>{module.imports}</pre>"
+                left += f"<details><summary>imports</summary>{imports}</details>"
+            if left or part.code:
+                right = self.link(part.code, name)
                 page.append(f"<section><div>{left}</div><pre>{right}</pre></section>")
         return "\n".join(page)
 
@@ -238,7 +259,7 @@ class Edition:
         for title, paths in GROUPS.items():
             page += f"<h2>{title}</h2><ol>"
             for name in map(module_name, paths):
-                paragraph = self.modules[name].docstrings[1].partition("\n\n")[0]
+                paragraph = self.modules[name].parts[0].prose.partition("\n\n")[0]
                 page += f'<li><a href="{name}.html"><code>{name}</code></a> '
                 page += f"{DOCSTRING.renderInline(paragraph)}</li>"
             page += "</ol>"
@@ -260,6 +281,8 @@ def build(out: Path) -> None:
     pages |= {name: edition.module(name) for name in edition.modules}
     tables = (ROOT / "freshper/tables.toml").read_text(encoding="utf-8")
     pages["freshper.config"] += f"<h2>tables.toml</h2><pre>{escape(tables)}</pre>"
+    for name, following in pairwise(["index", *edition.modules]):
+        pages[name] += f'<p>Next: <a href="{following}.html"><code>{following}</code></a></p>'
 
     out.mkdir(parents=True, exist_ok=True)
     shutil.copy(DOCS / "explore.html", out)

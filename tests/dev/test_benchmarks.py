@@ -9,8 +9,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("command", ["replay.py", "memory.py --backend hf+torch"])
-def test_a_benchmark_runs(command):
+COMMANDS = ["replay.py", "memory.py --backend hf+torch"]
+COMMANDS += ["gpu.py OUT --only hf+torch --preset tiny --dtype float32 --iterations 1"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_benchmark_runs(command, tmp_path):
+    command = command.replace("OUT", str(tmp_path / "out"))
     words = [sys.executable, *f"benchmarks/{command}".split()]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
+    if "gpu.py" in command:
+        *_, row = done.stdout.split("\n1 ", 1)[1].split()
+        assert float(row) < 1e-6  # mismatch

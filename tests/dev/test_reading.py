@@ -1,7 +1,10 @@
-"""The reading edition: its links resolve, and it shows every line of code."""
+"""The reading edition: its links resolve, it shows every line of code, and a browser opens it.
+
+The last needs Debian's package chromium-headless-shell."""
 
 import html
 import re
+import subprocess
 
 import pytest
 
@@ -34,9 +37,33 @@ def test_links_resolve_and_formulas_are_mathml(out, pages):
             assert (out / (target or name)).is_file(), (name, link)
             assert not anchor or anchor in anchors[target or name], (name, link)
 
+    # The order of reading
+    order, page = [], "index.html"
+    while following := re.search(r'Next: <a href="(.+?)"', pages[page]):
+        page = following[1]
+        order.append(page.removesuffix(".html"))
+    assert order == [module_name(path) for path in sum(GROUPS.values(), [])]
+
     # A command that the converter does not know stays as it is.
     for latex in re.findall(r"<math.*?</math>", pages["paper_to_code.html"], re.DOTALL):
         assert "\\" not in html.unescape(latex)
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_browser_opens_every_page_without_errors_or_scrolling_sideways(out, pages, width):
+    frames = [f"<iframe src={name} width={width} height=900></iframe>" for name in pages]
+    script = """onload = () => {
+      const wide = (frame) => frame.contentDocument.documentElement.scrollWidth > frame.width;
+      const frames = [...document.querySelectorAll("iframe")];
+      console.log("wide:", frames.filter(wide).map((frame) => frame.getAttribute("src")).join());
+    };"""
+    opener = out.parent / "opener.html"
+    opener.write_text(f"<base href={out}/>{''.join(frames)}<script>{script}</script>")
+    flags = "--headless --no-sandbox --disable-gpu --allow-file-access-from-files --dump-dom"
+    words = ["chromium-headless-shell", *flags.split(), "--enable-logging=stderr", opener]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    said = re.findall(r"CONSOLE.*?\] (.*)", done.stderr)
+    assert len(said) == 1 and said[0].startswith('"wide: "'), said
 
 
 def test_eq_14_and_each_line_of_algorithm_1_stand_beside_their_code(pages):
