@@ -6,7 +6,7 @@ Runs of equal seed are not paired, because they soon diverge. The 95 % intervals
 n = 3, 5 and 10, with equal and unequal variances.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,6 +89,20 @@ def judge_equal(effects: Sequence[Effect]) -> list[str]:
         within = max(-effect.low, effect.high) <= SMALLEST_EFFECT
         answers.append("yes" if within else "no" if p < 0.05 else "undecided")
     return answers
+
+
+def above(bound: float) -> Callable[[Sequence[Effect]], list[str]]:
+    """Return a judge of whether each interval, uncorrected, lies above a bound (yes) or below it
+    (no)."""
+
+    def judge_above(effects: Sequence[Effect]) -> list[str]:
+        answers = []
+        for effect in effects:
+            there, not_there = effect.low > bound, effect.high < bound
+            answers.append("yes" if there else "no" if not_there else "undecided")
+        return answers
+
+    return judge_above
 
 
 def permutation_p(x: Groups, y: Groups, draws: int = 100_000) -> float:

@@ -2,52 +2,45 @@
 
     python evidence/verdicts.py
 
-claims.csv is the table of the paper's claims (numbers) and of questions of ours (letters), a row
-per family of effects that are corrected together. README.md says what its words mean.
+The claims are in claims.py.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import pandas
-from runs import ARMS, CELLS, FOLDER, MAIN, NAMES, PAIR, RUN, SEEDS, SUCCESSES, TASKS, Data
-from scipy.stats import spearmanr, t
-from stats import Effect, contrast, judge, judge_equal, permutation_p
+from claims import CLAIMS, Part, count, reached
+from runs import ARMS, FOLDER, NAMES, PAIR, RUN, RUNS, SEEDS, TASKS, at, effect, values
+from scipy.stats import t
+from stats import Effect, contrast, judge, permutation_p
 
-SETS = {"nine": TASKS, "seven": MAIN, "pair": PAIR}
 RIVALS = [arm for arm in ARMS if arm != "freshper"]
 OTHERS = [task for task in TASKS if task not in ("nq_search", "cliffwalking")]
-MINUS = {f"FreshPER minus {ARMS[arm]}": f"freshper - {arm}" for arm in RIVALS}
-TWO_BY_TWO = {
-    "age factor": "0.5 {F} - 0.5 {N} + 0.5 {A} - 0.5 {Z}",
-    "priority": "0.5 {F} - 0.5 {A} + 0.5 {N} - 0.5 {Z}",
-    "interaction": "{F} - {N} - {A} + {Z}",
-    "age factor, with priority": "{F} - {N}",
-    "age factor alone": "{A} - {Z}",
-    "priority, with age factor": "{F} - {A}",
-    "priority alone": "{N} - {Z}",
+Difference = tuple[Sequence[str], Sequence[float]]  # arms and their weights
+DIFFERENCES: dict[str, Difference] = {
+    f"FreshPER minus {ARMS[arm]}": (("freshper", arm), (1, -1)) for arm in RIVALS
 }
-CELL_EFFECTS = {name: formula.format(**CELLS) for name, formula in TWO_BY_TWO.items()}
+DIFFERENCES["uniform up to an age minus on-policy"] = (("uniform", "on_policy"), (1, -1))
+# The two-by-two: priority and age factor (F), one of them (N, A), none (Z). A base priority of
+# |r| + 1e6 is the same for all.
+CELLS = ("freshper", "no_decay @ 0.5", "freshper --epsilon 1e6", "per --beta 0 --alpha 0 @ 0.5")
+F, N, A, Z = np.eye(4)
+FACTORS: dict[str, Difference] = {
+    "age factor": (CELLS, (F - N + A - Z) / 2),
+    "priority": (CELLS, (F - A + N - Z) / 2),
+    "interaction": (CELLS, F - N - A + Z),
+    "age factor, with priority": (CELLS, F - N),
+    "age factor alone": (CELLS, A - Z),
+    "priority, with age factor": (CELLS, F - A),
+    "priority alone": (CELLS, N - Z),
+}
 # FreshPER without the age factor, and its learning rate
-NO_DECAY = {CELLS["N"]: "FreshPER's", "no_decay": "doubled"}
-SECOND_SEEDS = (506, 507, 508, 509, 510)
-COLUMNS = """final last peak normalised updates cpu_s unreadable replay_age ess r2 c late
-age_rank age_r2""".split()
-COLUMNS += [f"{name} {x}" for x in SUCCESSES for name in ("reach", "log until")]
-POOLED = ["median task", "mean", "mean, normalised", "mean without NQ, Cliff", "permutation p"]
+NO_DECAY = {"no_decay @ 0.5": "FreshPER's", "no_decay": "doubled"}
 SHARES = np.arange(0.1, 1.01, 0.1)  # of the episodes
-
-
-class Part(NamedTuple):
-    """One effect of a claim."""
-
-    name: str
-    effect: Effect
-    answer: str
-
-
-# -- effects and their answers
+SECOND_SEEDS = (506, 507, 508, 509, 510)
+COLUMNS = """final last peak normalised curve updates cpu_s unreadable replay_age ess r2 c late
+age_rank age_r2""".split()
+COLUMNS += [column for column in RUNS if column.startswith(("reach", "log until"))]
 
 
 def span(effect: Effect) -> str:
@@ -56,203 +49,165 @@ def span(effect: Effect) -> str:
     return estimate if np.isnan(effect.low) else f"{estimate} [{low}, {high}]"
 
 
-def beyond(effects: Sequence[Effect], bound: float) -> list[str]:
-    """Return whether each interval lies above a bound (yes) or below it (no)."""
-    answers = []
-    for effect in effects:
-        above, below = effect.low > bound, effect.high < bound
-        answers.append("yes" if above else "no" if below else "undecided")
-    return answers
-
-
-def special(data: Data, name: str) -> Part:
-    """Return the median R² of KL by age of the 45 runs of FreshPER ("line"), or the correlation of
-    ranks of on-policy success and FreshPER's gain ("rank")."""
-    if name == "line":
-        r2 = [data.values(task, "freshper", "r2") for task in TASKS]
-        low, value, high = np.quantile(r2, (0.25, 0.5, 0.75))
-        yes, no = value >= 0.9, value < 0.7
-    else:
-        level = [data.values(task, "on_policy", "normalised").mean() for task in TASKS]
-        gain = [data.effect("freshper - on_policy", [task]).estimate for task in TASKS]
-        low = high = np.nan
-        value = spearmanr(level, gain).statistic
-        yes, no = value <= -0.68, value > 0
-    answer = "yes" if yes else "no" if no else "undecided"
-    return Part(name, Effect(value, low, high, np.nan), answer)
-
-
-def parts_of(data: Data, row: dict[str, str]) -> list[Part]:
-    """Return the effects of a row of claims.csv. Raises KeyError if a run has not been made."""
-    if row["judge"] in ("line", "rank"):
-        return [special(data, row["judge"])]
-    tasks = SETS.get(row["tasks"]) or row["tasks"].split()
-    shown = SETS.get(row["shown"]) or row["shown"].split() or tasks
-    name, _, bound = row["judge"].partition(" ")
-    if name == "ratio":
-        # Tasks on which each run of FreshPER has this success, and does not begin with it
-        column = row["column"].removeprefix("log ")
-        tasks = [x for x in tasks if np.isfinite(data.values(x, "freshper", column)).all()]
-        shown = tasks
-
-    cells = [(formula, task) for formula in row["effects"].split("; ") for task in tasks]
-    effects = [data.effect(formula, [task], row["column"]) for formula, task in cells]
-    if name == "above":
-        answers = beyond(effects, float(bound))
-    elif name == "equal":
-        answers = judge_equal(effects)
-    elif name == "ratio":
-        answers = judge(effects, smallest=0.0)
-        effects = [Effect(*np.exp(effect[:3]), effect.p) for effect in effects]
-    else:
-        answers = judge(effects)
-    named = zip(cells, effects, answers, strict=True)
-    return [Part(f"{NAMES[x]}, {f}", effect, a) for (f, x), effect, a in named if x in shown]
-
-
-def rule(name: str, answers: list[str]) -> str:
-    """Return the answer of a claim from those of its effects. Mixed: they differ."""
-    same = answers[0] if len(set(answers)) == 1 else "mixed"
-    if name == "every":
-        return "no" if "no" in answers else same
-    if name == "most":
-        often = [answer for answer in answers if answers.count(answer) > len(answers) / 2]
-        return often[0] if often else "mixed"
-    if name == "not":
-        return {"yes": "no", "no": "yes"}.get(same, same)
-    if name == "count" and same == "mixed":
-        kinds = [kind for kind in ("yes", "undecided", "no") if kind in answers]
-        return ", ".join(f"{kind} {answers.count(kind)}" for kind in kinds)
-    return same
-
-
-# -- tables
-
-
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "".join(f"|{'|'.join(line)}|\n" for line in lines)
 
 
-def claims(data: Data) -> str:
-    """Return each claim, with its verdict and the numbers behind it."""
-    claims = pandas.read_csv(FOLDER / "claims.csv", keep_default_na=False)
-    rows = []
-    for number, own in claims.groupby("claim", sort=False):
-        parts = [part for row in own.to_dict("records") for part in parts_of(data, row)]
-        numbers = "; ".join(f"{part.name}: {span(part.effect)} {part.answer}" for part in parts)
+def described(parts: list[Part]) -> str:
+    """Return the effects of a claim. Many are counted: they stand in another table."""
+    if len(parts) > 4:
         estimates = [part.effect.estimate for part in parts]
-        if number.startswith("h"):
-            medians = np.median(np.split(np.array(estimates), 2), axis=1)
-            numbers += "; medians: on_policy {:.3f}, epochs {:.3f}".format(*medians)
-        # Those of many tasks stand in another table.
-        elif len(parts) > 4:
-            above = sum(part.effect.low > 0 for part in parts)
-            below = sum(part.effect.high < 0 for part in parts)
-            numbers = f"{len(parts)} effects, {min(estimates):.3f} to {max(estimates):.3f}; "
-            numbers += f"intervals above 0: {above}, below: {below}"
-        says = " ".join(own["says"]).strip()
-        answer = rule(own["rule"].iloc[0], [part.answer for part in parts])
-        rows.append([number, says, f"**{answer}**", numbers])
+        return f"{len(parts)}: {min(estimates):.3f} to {max(estimates):.3f}; {count(parts)[0]}"
+    named = [f"{NAMES.get(x, '')} {formula}: {span(e)} {a}" for x, formula, e, a in parts]
+    return "; ".join(text.strip() for text in named)
+
+
+def claims() -> str:
+    """Return each claim, with its verdict and the numbers behind it."""
+    rows = []
+    for claim in CLAIMS:
+        says, _, _ = claim.__doc__.partition("\n\n")
+        number, says = " ".join(says.split()).split(": ", 1)
+        answer, parts = claim()
+        rows.append([number, says, f"**{answer}**", described(parts)])
     return table(("", "claim", "verdict", "effects"), rows)
 
 
-def pooled(data: Data, formula: str) -> list[str]:
+def pooled(name: str, arms: Sequence[str], weights: Sequence[float]) -> list[str]:
     """Return an effect over all nine tasks: the median task, means with their intervals, and p of a
     permutation within each task and pair of arms (of an interaction it has no meaning)."""
-    terms = data.terms(formula)
-    more, less = ([arm for weight, arm in terms if sign * weight > 0] for sign in (1, -1))
-    x, y = ([data.values(task, arm) for task in TASKS for arm in arms] for arms in (more, less))
-    median = np.median([data.effect(formula, [task]).estimate for task in TASKS])
-    means = [data.effect(formula, TASKS), data.effect(formula, TASKS, "normalised")]
-    means.append(data.effect(formula, OTHERS))
-    p = "" if formula == CELL_EFFECTS["interaction"] else f"{permutation_p(x, y):.5f}"
-    return [f"{median:.3f}", *map(span, means), p]
+    median = np.median([effect([task], arms, weights=weights).estimate for task in TASKS])
+    means = [effect(TASKS, arms, column, weights) for column in ("final", "normalised")]
+    means.append(effect(OTHERS, arms, weights=weights))
+    cells = [f"{median:.3f}", *map(span, means)]
+    if name == "interaction":
+        return [*cells, ""]
+    signs = [*zip(arms, weights)]
+    more = [values(task, arm) for task in TASKS for arm, weight in signs if weight > 0]
+    less = [values(task, arm) for task in TASKS for arm, weight in signs if weight < 0]
+    p = permutation_p(more, less)
+    return [*cells, f"{'at most ' * (p < 2e-5)}{p:.5f}"]
 
 
-def compared(data: Data, formulas: dict[str, str]) -> str:
+def compared(differences: dict[str, Difference]) -> str:
     """Return the effects by task, and over all nine."""
-    columns = [[NAMES[task] for task in TASKS] + POOLED]
-    for formula in formulas.values():
-        effects = [data.effect(formula, [task]) for task in TASKS]
+    columns = [[NAMES[task] for task in TASKS]]
+    columns[0] += [
+        "median task",
+        "mean",
+        "mean, normalised",
+        "mean without NQ, Cliff",
+        "permutation p",
+    ]
+    for name, (arms, weights) in differences.items():
+        effects = [effect([task], arms, weights=weights) for task in TASKS]
         cells = [f"{span(e)} {a}" for e, a in zip(effects, judge(effects), strict=True)]
-        columns.append(cells + pooled(data, formula))
-    return table(("success", *formulas), [*zip(*columns, strict=True)])
+        columns.append(cells + pooled(name, arms, weights))
+    return table(("success", *differences), [*zip(*columns, strict=True)])
 
 
-def success(data: Data) -> str:
+def success() -> str:
     """Return the final success of the random policy and of the arms, by task."""
     rows = []
     for task in TASKS:
-        numbers = [data.values(task, "freshper", "random").mean()]
-        numbers += [data.values(task, arm).mean() for arm in ARMS]
-        rows.append([NAMES[task], *(f"{number:.2f}" for number in numbers)])
+        numbers = [values(task, "freshper", "random"), *(values(task, arm) for arm in ARMS)]
+        rows.append([NAMES[task], *(f"{number.mean():.2f}" for number in numbers)])
     return table(("final success", "random", *ARMS.values()), rows)
 
 
-def second_stage(data: Data) -> str:
+def solved() -> str:
+    """Return how many of five runs end above 0.65, where few means say little: NQ Search has a
+    plateau at 0.55 to 0.60, and CliffWalking is solved or not."""
+    rows = []
+    for task in ("nq_search", "cliffwalking"):
+        rows.append([NAMES[task], *(f"{(values(task, arm) > 0.65).sum()}" for arm in ARMS)])
+    return table(("runs above 0.65", *ARMS.values()), rows)
+
+
+def tuning() -> str:
+    """Return success by factor on the learning rate, the mean over two tasks and two seeds, 1 for
+    the optimal policy and 0 for the random one."""
+    runs = RUNS.loc[PAIR].query("seed in (401, 402)")["normalised"]
+    means = runs.groupby(["rate", "arm"]).mean().unstack()[[*ARMS]]
+    rows = [
+        [f"{rate:g}", *(f"{x:.3f}" for x in row)] for rate, row in zip(means.index, means.values)
+    ]
+    return table(("rate", *ARMS.values()), rows)
+
+
+def second_stage() -> str:
     """Return the effects by the first five seeds, five more, and all ten. Confirmed: the second
     stage alone has the same sign, and an interval without 0."""
+    four = ["frozenlake", "frozenlake_vlm", "sokoban_simple", "aime"]
+    groups = {NAMES[task]: [task] for task in four} | {"mean of four": four}
+    stages = (SEEDS, SECOND_SEEDS, SEEDS + SECOND_SEEDS)
     rows = []
-    for arm in ("on_policy", "uniform", CELLS["N"], CELLS["A"]):
+    for arm in ("on_policy", "uniform", *CELLS[1:3]):
         formula = f"freshper - {arm}"
-        for task in data.complete(formula, TASKS, SECOND_SEEDS):
-            stages = (SEEDS, SECOND_SEEDS, SEEDS + SECOND_SEEDS)
-            one, two, ten = (data.effect(formula, [task], seeds=seeds) for seeds in stages)
+        for name, tasks in groups.items():
+            one, two, ten = (effect(tasks, formula, seeds=seeds) for seeds in stages)
             confirmed = two.low * two.high > 0 and one.estimate * two.estimate > 0
-            rows.append([NAMES[task], formula, span(one), span(two), span(ten), str(confirmed)])
+            rows.append([name, formula, span(one), span(two), span(ten), str(confirmed)])
     return table(("task", "effect", "first", "second", "both", "confirmed"), rows)
 
 
-def after_updates(data: Data) -> dict[str, dict[str, Effect]]:
-    """Return success minus that of on-policy training, by arm and task, when both have made as many
-    updates as on-policy training makes in all, a third of the others'."""
-    effects: dict[str, dict[str, Effect]] = {"freshper": {}, "per": {}}
-    for task in TASKS:
-        end = data.values(task, "on_policy", "updates")[:1]
-        theirs = data.interpolated(task, "on_policy", "step", end)[:, 0]
-        for arm in effects:
-            ours = data.interpolated(task, arm, "step", end)[:, 0]
-            effects[arm][task] = contrast([ours, theirs], [1.0, -1.0])
-    return effects
+def after_updates() -> str:
+    """Return success minus that of on-policy training, when both have made as many updates as it
+    makes in all, a third of the others'. Fair is the last row alone: there no rate falls."""
+    pairs = [(task, "freshper", "on_policy") for task in TASKS]
+    pairs += [(task, "per", "on_policy") for task in TASKS]
+    pairs.append(("frozenlake", "freshper +constant", "on_policy +constant"))
+    rows = []
+    for task, *arms in pairs:
+        end = values(task, arms[1], "updates")[:1]
+        groups = [at(task, arm, "step", end)[:, 0] for arm in arms]
+        rows.append([NAMES[task], " - ".join(arms), span(contrast(groups, [1, -1]))])
+    return table(("task", "effect", "success"), rows)
 
 
-def per_update(data: Data) -> str:
-    ours, pers = after_updates(data).values()
-    rows = [[NAMES[task], span(ours[task]), span(pers[task])] for task in TASKS]
-    return table(("minus on-policy", "FreshPER", "Standard PER"), rows)
-
-
-def decay_pays(data: Data, tasks: list[str], no_decay: str) -> list[Effect]:
+def decay_pays(tasks: list[str], no_decay: str) -> list[Effect]:
     """Return FreshPER minus an arm without decay at shares of the episodes, means over tasks."""
     groups = []
     for arm in ("freshper", no_decay):
         for task in tasks:
-            episodes = data.values(task, arm, "episodes")[0] * SHARES
-            groups.append(data.interpolated(task, arm, "episodes", episodes))
+            episodes = values(task, arm, "episodes")[0] * SHARES
+            groups.append(at(task, arm, "episodes", episodes))
     weights = np.repeat([1.0, -1.0], len(tasks)) / len(tasks)
     return [contrast([g[:, k] for g in groups], weights) for k in range(len(SHARES))]
 
 
-def late_pay(data: Data) -> str:
-    groups = {NAMES[task]: [task] for task in TASKS}
-    groups |= {"nine tasks": TASKS, "without NQ Search, CliffWalking": OTHERS}
+def shares() -> str:
     rows = []
     for no_decay, rate in NO_DECAY.items():
-        for name, tasks in groups.items():
-            rows.append([name, rate, *map(span, decay_pays(data, tasks, no_decay))])
+        for name, tasks in {"nine tasks": TASKS, "without NQ, Cliff": OTHERS}.items():
+            rows.append([name, rate, *map(span, decay_pays(tasks, no_decay))])
     return table(["", "no decay's rate", *(f"{share:.0%}" for share in SHARES)], rows)
 
 
-def plateau(data: Data) -> str:
-    """Return who leaves the plateau of NQ Search at 0.55 to 0.60, and after how many episodes."""
+def until(success: float, task: str, arm: str, extra: float | np.ndarray = np.inf) -> Effect:
+    """Return an arm's time until a success, as a ratio to FreshPER's, if an episode costs so many
+    seconds more than its CPU seconds here (medians). The default counts episodes."""
+    logs = effect([task], f"{arm} - freshper", f"log until {success}")
+    theirs, own = (np.median(values(task, name, "s")) for name in (arm, "freshper"))
+    cost = (theirs + extra) / (own + extra) if np.all(extra < np.inf) else 1.0
+    return Effect(*(np.exp(number) * cost for number in logs[:3]), logs.p)
+
+
+def episodes_and_time() -> str:
+    """Return the episodes until a success, and the time of two rivals if an episode costs nothing
+    more than here, as ratios to FreshPER's."""
     rows = []
-    runs = data.runs.loc["nq_search"].query("seed in @SEEDS")
-    for (arm, rate), times in runs["until 0.65"].groupby(["arm", "rate"]):
-        left = [f"{time:.0f}" for time in times if time < np.inf]
-        if len(times) == len(SEEDS):
-            rows.append([f"{arm} @ {rate:g}", f"{len(left)} of 5", " ".join(left)])
-    return table(("NQ Search", "reach 0.65", "after episodes"), rows)
+    for success in (0.5, 0.9):
+        effects = []
+        for task in reached(success):
+            row = [until(success, task, arm) for arm in RIVALS]
+            row += [until(success, task, arm, extra=0.0) for arm in ("epochs", "on_policy")]
+            rows.append([f"{NAMES[task]}, {success}", *map(span, row)])
+            effects.append([ratio.estimate for ratio in row])
+        rows.append([f"median, {success}", *(f"{x:.3f}" for x in np.median(effects, axis=0))])
+    header = ("ratio", *(ARMS[arm] for arm in RIVALS), "as many updates, time", "on-policy, time")
+    return table(header, rows)
 
 
 def readings(ages: pandas.DataFrame) -> list[float]:
@@ -272,22 +227,24 @@ def readings(ages: pandas.DataFrame) -> list[float]:
     ]
 
 
-def drift(data: Data) -> str:
+def drift() -> str:
     rows = []
-    for (task, arm, rate), runs in data.ages.items():
-        values = np.array([readings(run) for run in runs])
-        cells = [span(contrast([column], [1.0])) for column in values.T]
-        rows.append([NAMES[task], f"{arm} @ {rate:g}", str(len(runs)), *cells])
+    ages = pandas.read_csv(FOLDER / "runs_ages.csv.gz")
+    for (task, arm, rate), arms in ages.groupby(RUN[:3]):
+        runs = [readings(run) for _, run in arms.groupby("seed")]
+        if len(runs) > 1:
+            cells = [span(contrast([column], [1.0])) for column in np.transpose(runs)]
+            rows.append([NAMES[task], f"{arm} @ {rate:g}", str(len(runs)), *cells])
     header = ("1/c in steps", "arm", "runs", "intercept", "origin", "mean age", "youngest", "slope")
     return table(header, rows)
 
 
-def write_arms(data: Data) -> None:
+def write_arms() -> None:
     """Write arms.csv: the means of each arm, and half of the 95 % interval of its final success.
 
     Stage 0 is the tuning, 1 and 2 are the first and the second five seeds."""
-    stage = np.searchsorted((500, 505), data.runs.index.get_level_values("seed"))
-    groups = data.runs.assign(stage=stage).groupby([*RUN[:3], "stage"])
+    stage = np.searchsorted((500, 505), RUNS.index.get_level_values("seed"))
+    groups = RUNS.assign(stage=stage).groupby([*RUN[:3], "stage"])
     runs = groups.size()
     arms = groups[COLUMNS].mean()
     arms.insert(0, "runs", runs)
@@ -296,23 +253,24 @@ def write_arms(data: Data) -> None:
 
 
 def main() -> None:
-    data = Data()
     sections = {
-        "Claims and questions": claims(data),
-        "Success": success(data),
-        "FreshPER minus its rivals": compared(data, MINUS),
-        "The two-by-two": compared(data, CELL_EFFECTS),
-        "The second stage": second_stage(data),
-        "After as many updates as on-policy training": per_update(data),
-        "FreshPER minus no decay, by the share of the episodes": late_pay(data),
-        "The plateau of NQ Search": plateau(data),
-        "Drift by age": drift(data),
+        "Claims and questions": claims(),
+        "Success": success(),
+        "Runs that end above 0.65": solved(),
+        "Differences of arms": compared(DIFFERENCES),
+        "The two-by-two": compared(FACTORS),
+        "The second stage": second_stage(),
+        "After as many updates as on-policy training": after_updates(),
+        "FreshPER minus no decay, by the share of the episodes": shares(),
+        "Episodes and time until a success": episodes_and_time(),
+        "Tuning": tuning(),
+        "Drift by age": drift(),
     }
     text = "# Numbers\n\nWritten by `python evidence/verdicts.py`; [how to read them](README.md).\n"
     for title, body in sections.items():
         text += f"\n## {title}\n\n{body}"
     (FOLDER / "tables.md").write_text(text)
-    write_arms(data)
+    write_arms()
     print(text)
 
 

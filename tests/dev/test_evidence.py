@@ -3,6 +3,7 @@ forms."""
 
 import re
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +15,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "evidence"))
 
 import stats
 import verdicts
-from runs import ARMS, FOLDER, NAMES, RATES, Data
+from runs import ARMS, FOLDER, NAMES, RATES
 
-LEFT_OUT = ("NQ Search", "CliffWalking")  # of some means
+LEFT_OUT = ("NQ Search (stand-in)", "CliffWalking")  # of some means
 KEYS = {name: task for task, name in NAMES.items()}
 RNG = np.random.default_rng(0)
-
-
-@pytest.fixture(scope="module")
-def data():
-    return Data()
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +72,9 @@ def test_the_rates_are_the_best_of_the_tuning(rows):
     success = (tuning["final"] - tuning["random"]) / (1 - tuning["random"])
     means = success.groupby([tuning["arm"], tuning["rate"]]).mean()
     assert dict(means.groupby("arm").idxmax()) == {arm: (arm, RATES.get(arm, 1.0)) for arm in ARMS}
+    for rate, *cells in printed("Tuning"):
+        expected = [means.get((arm, float(rate)), np.nan) for arm in ARMS]
+        assert np.allclose(np.array(cells, float), expected, atol=5.1e-4, equal_nan=True)
 
 
 def printed(title):
@@ -103,11 +102,13 @@ def interval(groups, weights):
 
 
 RIVALS = [(arm, RATES.get(arm, 1.0)) for arm in ARMS if arm != "freshper"]
+MINUS = np.column_stack([np.ones(5), -np.eye(5)])
 CELLS = [("no_decay", 0.5), ("freshper --epsilon 1e6", 0.5), ("per --beta 0 --alpha 0", 0.5)]
 F, N, A, Z = np.eye(4)
 FACTORS = [(F - N + A - Z) / 2, (F - A + N - Z) / 2, F - N - A + Z, F - N, A - Z, F - A, N - Z]
 WEIGHTS = {  # of the arms' means in the columns of a table, FreshPER's first
-    "FreshPER minus its rivals": (RIVALS, np.column_stack([np.ones(5), -np.eye(5)])),
+    # the last: uniform up to an age minus on-policy
+    "Differences of arms": (RIVALS, [*MINUS, MINUS[4] - MINUS[2]]),
     "The two-by-two": (CELLS, FACTORS),
 }
 
@@ -139,13 +140,20 @@ def test_a_table_of_effects(rows, title):
 
 
 def test_the_second_stage(rows):
+    stages = range(501, 506), range(506, 511), range(501, 511)
+    groups = []
     for name, formula, *cells, _ in printed("The second stage"):
-        rival = formula.removeprefix("freshper - ").removesuffix(" @ 0.5")
-        rate = 1.0 if rival in ("on_policy", "uniform") else 0.5
-        of_task = rows[rows["task"] == KEYS[name]].set_index(["arm", "rate", "seed"])["final"]
-        ours, theirs = of_task["freshper", 0.5], of_task[rival, rate]
-        stages = range(501, 506), range(506, 511), range(501, 511)
-        assert_printed(cells, [interval([ours[seeds], theirs[seeds]], [1, -1]) for seeds in stages])
+        if name in KEYS:
+            rival = formula.removeprefix("freshper - ").removesuffix(" @ 0.5")
+            rate = 1.0 if rival in ("on_policy", "uniform") else 0.5
+            of_task = rows[rows["task"] == KEYS[name]].set_index(["arm", "rate", "seed"])["final"]
+            groups += [of_task["freshper", 0.5], of_task[rival, rate]]
+            expected = [interval([x[seeds] for x in groups[-2:]], [1, -1]) for seeds in stages]
+        else:
+            weights = np.tile([1, -1], 4) / 4
+            expected = [interval([x[seeds] for x in groups], weights) for seeds in stages]
+            groups = []
+        assert_printed(cells, expected)
 
 
 @pytest.fixture(scope="module")
@@ -153,47 +161,95 @@ def curves():
     return pandas.read_csv(FOLDER / "runs_curves.csv.gz").query("501 <= seed <= 505")
 
 
+def runs_of(curves, task, arm, rate):
+    """Return the curves of five runs."""
+    of_arm = curves.query("task == @task and arm == @arm and rate == @rate")
+    return [run for _, run in of_arm.groupby("seed")]
+
+
 def success(curves, task, arm, rate, column, at):
     """Return the mean success of five runs at points of a column."""
-    runs = curves.query("task == @task and arm == @arm and rate == @rate").groupby("seed")
-    return np.mean([np.interp(at, run[column], run["eval_success"]) for _, run in runs], axis=0)
+    runs = runs_of(curves, task, arm, rate)
+    return np.mean([np.interp(at, run[column], run["eval_success"]) for run in runs], axis=0)
 
 
 def test_after_as_many_updates(curves):
-    for name, *cells in printed("After as many updates as on-policy training"):
-        task = KEYS[name]
-        end = curves.query("task == @task and arm == 'on_policy' and rate == 1")["step"].max()
-        theirs = success(curves, task, "on_policy", 1.0, "step", end)
-        ours = [success(curves, task, *arm, "step", end) for arm in (("freshper", 0.5), ("per", 1))]
-        assert_printed(cells, ours - theirs)
+    for name, formula, cell in printed("After as many updates as on-policy training"):
+        ours, theirs = formula.split(" - ")
+        end = max(run["step"].max() for run in runs_of(curves, KEYS[name], theirs, 1.0))
+        rate = 0.5 if "freshper" in ours else 1.0
+        gain = success(curves, KEYS[name], ours, rate, "step", end)
+        gain -= success(curves, KEYS[name], theirs, 1.0, "step", end)
+        assert_printed([cell], [gain])
 
 
 def test_no_decay_by_the_share_of_the_episodes(curves):
-    table = printed("FreshPER minus no decay, by the share of the episodes")
-    gains = {0.5: {}, 1.0: {}}
-    for name, rate, *cells in table:
+    for name, rate, *cells in printed("FreshPER minus no decay, by the share of the episodes"):
+        left_out = () if name == "nine tasks" else LEFT_OUT
         rate = 0.5 if rate == "FreshPER's" else 1.0
-        if name in KEYS:
-            at = np.linspace(0.1, 1, 10) * curves.query("task == @KEYS[@name]")["episodes"].max()
-            ours = success(curves, KEYS[name], "freshper", 0.5, "episodes", at)
-            gain = ours - success(curves, KEYS[name], "no_decay", rate, "episodes", at)
-            gains[rate][name] = gain
-        else:
-            left_out = () if name == "nine tasks" else LEFT_OUT
-            gain = np.mean([x for task, x in gains[rate].items() if task not in left_out], axis=0)
-        assert_printed(cells, gain)
+        gains = []
+        for task in {*KEYS} - {*left_out, NAMES["small"]}:
+            at = np.linspace(0.1, 1, 10) * curves.query("task == @KEYS[@task]")["episodes"].max()
+            ours = success(curves, KEYS[task], "freshper", 0.5, "episodes", at)
+            gains.append(ours - success(curves, KEYS[task], "no_decay", rate, "episodes", at))
+        assert_printed(cells, np.mean(gains, axis=0))
 
 
-def test_who_leaves_the_plateau(curves):
-    runs = curves.query("task == 'nq_search'").groupby(["arm", "rate"])
-    for name, of_five, episodes in printed("The plateau of NQ Search"):
-        arm, rate = name.split(" @ ")
-        times = []
-        for _, run in runs.get_group((arm, float(rate))).groupby("seed"):
-            at = np.arange(run["episodes"].max() + 1)
-            times += [*at[np.interp(at, run["episodes"], run["eval_success"]) >= 0.65][:1]]
-        assert np.allclose(np.array(episodes.split(), int), times, atol=1)
-        assert of_five == f"{len(times)} of 5"
+def first(run, level):
+    """Return the logarithm of the episodes at which a curve first has a success, or of all."""
+    points = run[["episodes", "eval_success"]].to_numpy()
+    for (x, y), (later, higher) in pairwise(points):
+        if higher >= level:
+            return np.log(x + (later - x) * (level - y) / (higher - y))
+    return np.log(points[-1, 0])
+
+
+def test_episodes_and_time_until_a_success(rows, curves):
+    ratios = []
+    for name, *cells in printed("Episodes and time until a success"):
+        name, level = name.rsplit(", ", 1)
+        if name == "median":
+            assert_printed(cells, np.median(ratios, axis=0))
+            ratios = []
+            continue
+
+        logs, seconds = [], []
+        for arm, rate in [*RIVALS, ("freshper", 0.5)]:
+            runs = runs_of(curves, KEYS[name], arm, rate)
+            logs.append([first(run, float(level)) for run in runs])
+            own = rows.query("task == @KEYS[@name] and arm == @arm and rate == @rate")
+            own = own.query("501 <= seed <= 505")
+            seconds.append(np.median(own["cpu_s"] / own["episodes"]))
+        expected = [np.exp(interval([log, logs[-1]], [1, -1])) for log in logs[:-1]]
+        expected += [expected[k] * seconds[k] / seconds[-1] for k in (3, 4)]
+        ratios.append([x[0] for x in expected])
+        assert_printed(cells, expected)
+
+
+def test_smollm2(rows, curves):
+    measures = {"i": [], "i, 0.5": [], "i, final": []}
+    for arm, rate in (("freshper", 0.5), ("on_policy", 0.5), ("epochs", 1.0), ("per", 0.5)):
+        runs = runs_of(curves, "small", arm, rate)
+        trapezia = [run["eval_success"].rolling(2).mean().mean() for run in runs]  # of equal width
+        measures["i"].append(trapezia)
+        measures["i, 0.5"].append([first(run, 0.5) for run in runs])
+        measures["i, final"].append(finals(rows, "small", arm, rate))
+    cells = {
+        number: effects.split("; ") for number, _, _, effects in printed("Claims and questions")
+    }
+    for number, (ours, *others) in measures.items():
+        expected = [interval([ours, theirs], [1, -1]) for theirs in others]
+        if number == "i, 0.5":
+            expected = [np.exp(interval([theirs, ours], [1, -1])) for theirs in others]
+        assert_printed([cell.rpartition(": ")[2] for cell in cells[number]], expected)
+
+
+def test_runs_that_end_above(rows):
+    arms = [("freshper", 0.5), *RIVALS]
+    for name, *cells in printed("Runs that end above 0.65"):
+        assert [int(x) for x in cells] == [
+            sum(finals(rows, KEYS[name], *arm) > 0.65) for arm in arms
+        ]
 
 
 def test_drift_by_age():
@@ -219,9 +275,9 @@ def test_drift_by_age():
         assert_printed(cells, expected)
 
 
-def test_the_tables_are_those_of_the_data(data):
+def test_the_tables_are_those_of_the_data():
     tables = (FOLDER / "tables.md").read_text()
-    for make in (verdicts.claims, verdicts.second_stage, verdicts.drift):
-        assert make(data) in tables
-    for formulas in (verdicts.MINUS, verdicts.CELL_EFFECTS):
-        assert verdicts.compared(data, formulas) in tables
+    for make in (verdicts.claims, verdicts.success, verdicts.second_stage, verdicts.drift):
+        assert make() in tables
+    for formulas in (verdicts.DIFFERENCES, verdicts.FACTORS):
+        assert verdicts.compared(formulas) in tables

@@ -1,0 +1,487 @@
+"""What the paper claims (numbers) and what we asked (letters), one function each.
+
+The first paragraph of a docstring stands in tables.md, the rest is the rule and what was changed in
+it. A call of `family` is a family of effects that are corrected together. README.md says what yes,
+no and undecided mean.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from runs import MAIN, NAMES, PAIR, TASKS, effect, values
+from scipy.stats import spearmanr
+from stats import Effect, above, judge, judge_equal
+
+TEXT = ["frozenlake"]
+CLIFF = ["cliffwalking"]
+GSM8K = ["gsm8k"]
+SMOLLM2 = ["small"]
+RIVALS_OF_SMOLLM2 = ("on_policy @ 0.5", "epochs @ 1", "per @ 0.5")
+OF_SMOLLM2 = [f"freshper - {arm}" for arm in RIVALS_OF_SMOLLM2]
+EPISODES = ("on_policy - freshper", "epochs - freshper")
+
+
+class Part(NamedTuple):
+    """One effect of a claim, or one number."""
+
+    task: str
+    formula: str
+    effect: Effect
+    answer: str
+
+
+Verdict = tuple[str, list[Part]]
+
+
+# -- effects
+
+
+def family(
+    tasks: Sequence[str],
+    *formulas: str,
+    column: str = "final",
+    by: Callable[[list[Effect]], list[str]] = judge,
+    shown: Collection[str] = NAMES.keys(),
+    weights: Sequence[float] = (1, -1),
+) -> list[Part]:
+    """Return the effects of all formulas on all tasks, judged together, and not all shown."""
+    cells = [(task, formula) for formula in formulas for task in tasks]
+    effects = [effect([task], formula, column, weights) for task, formula in cells]
+    parts = [Part(*cell, *judged) for cell, *judged in zip(cells, effects, by(effects))]
+    if weights != (1, -1):
+        parts = [part._replace(formula=f"{part.formula} {weights}") for part in parts]
+    return [part for part in parts if part.task in shown]
+
+
+def times(success: float, tasks: Sequence[str], *formulas: str) -> list[Part]:
+    """Return the ratios of episodes until a success. An arm that never has it counts with all its
+    episodes. Yes: significantly above 1, no: significantly below."""
+    by = partial(judge, smallest=0.0)
+    parts = family(tasks, *formulas, column=f"log until {success}", by=by)
+    return [part._replace(effect=ratio(part.effect)) for part in parts]
+
+
+def ratio(logarithm: Effect) -> Effect:
+    """Return the ratio of which this is the logarithm."""
+    return Effect(*np.exp(logarithm[:3]), logarithm.p)
+
+
+def reached(success: float) -> list[str]:
+    """Return the tasks on which each run of FreshPER has this success, and none begins with it."""
+    column = f"until {success}"
+    return [task for task in TASKS if np.isfinite(values(task, "freshper", column)).all()]
+
+
+# -- verdicts
+
+
+def count(parts: list[Part]) -> Verdict:
+    """Answer a question: yes, or "yes 2, no 1" if answers differ."""
+    answers = [part.answer for part in parts]
+    kinds = [kind for kind in ("yes", "undecided", "no") if kind in answers]
+    if len(kinds) == 1:
+        return kinds[0], parts
+    return ", ".join(f"{kind} {answers.count(kind)}" for kind in kinds), parts
+
+
+def alike(parts: list[Part]) -> Verdict:
+    """Answer as all effects do. Mixed: their answers differ."""
+    answer, _ = count(parts)
+    return "mixed" if "," in answer else answer, parts
+
+
+def most(parts: list[Part]) -> Verdict:
+    """Answer as more than half of the effects do, otherwise mixed."""
+    answers = [part.answer for part in parts]
+    often = max(answers, key=answers.count)
+    return often if answers.count(often) > len(parts) / 2 else "mixed", parts
+
+
+def contrary(parts: list[Part]) -> Verdict:
+    """Answer a claim that there is no effect."""
+    answer, _ = alike(parts)
+    return {"yes": "no", "no": "yes"}.get(answer, answer), parts
+
+
+def untested(parts: list[Part]) -> Verdict:
+    """Answer that the claim's condition does not hold here. What was measured is shown."""
+    return "not tested", [part._replace(answer="") for part in parts]
+
+
+def graded(name: str, numbers: Sequence[float], yes: float, no: float) -> Verdict:
+    """Answer by one number, and show others beside it."""
+    answer = "yes" if numbers[0] >= yes else "no" if numbers[0] < no else "undecided"
+    return answer, [Part("", name, Effect(*numbers, np.nan), "")]
+
+
+# -- claims of the paper
+
+
+def rivals(column):
+    """Return FreshPER minus both rivals on the seven tasks of Table 1, corrected over nine, a rival
+    at a time."""
+    of_two = [
+        family(TASKS, f"freshper - {arm}", column=column, shown=MAIN)
+        for arm in ("on_policy", "per")
+    ]
+    return sum(of_two, [])
+
+
+def claim_1():
+    """1: FreshPER "consistently outperforms both on-policy baselines and standard PER" (5).
+
+    The seven tasks of Table 1, corrected over nine, a rival at a time. By the first rule no (nine
+    tasks); undecided until 2026-11-26."""
+    return alike(rivals("final"))
+
+
+def claim_1_peak():
+    """1, peak: FreshPER "achieves the best peak performance on all seven tasks" (4.2).
+
+    As 1, of the highest evaluation after training began. Until 2026-11-28 one no made it no: one
+    fact had two symbols."""
+    return alike(rivals("peak"))
+
+
+def claim_2():
+    """2: Standard PER "underperforms the on-policy baseline on most tasks" (4.3).
+
+    The seven tasks. Ours is mended: epsilon 0.1, and the drawn batch's maximum in IS weights."""
+    return most(family(MAIN, "on_policy - per"))
+
+
+def claim_3():
+    """3: it "fails catastrophically" on NQ Search (4.3): is more than 0.2 below on-policy training.
+
+    The interval lies above 0.2. With Sokoban Simple (mixed) until 2026-11-28."""
+    return alike(family(["nq_search"], "on_policy - per", by=above(0.2)))
+
+
+def claim_3_sokoban():
+    """3, Sokoban: it "fails catastrophically" on Sokoban Simple (4.3).
+
+    Not tested: on-policy training has 0.31, the random policy 0.20, so nothing can fall by 0.2."""
+    return untested(family(["sokoban_simple"], "on_policy - per"))
+
+
+def claim_4():
+    """4: age decay helps on most tasks: minus no decay.
+
+    The seven tasks, corrected over nine."""
+    return most(family(TASKS, "freshper - no_decay", shown=MAIN))
+
+
+def claim_4_is():
+    """4, IS: the same minus Standard PER, which adds IS weights."""
+    return most(family(TASKS, "freshper - per", shown=MAIN))
+
+
+def claim_4_on_policy():
+    """4, on-policy: replay without age decay is above on-policy training on most tasks. If so, age
+    decay is not "essential for applying PER to LLM RL" (4.3).
+
+    Added on 2026-11-27."""
+    return most(family(TASKS, "no_decay - on_policy", shown=MAIN))
+
+
+def claim_5():
+    """5: "tau is task-dependent" (4.3): tau 20 is above 1.25 on one task and not on the
+    other.
+
+    Until 2026-11-28: tau 20 is above no decay, and 80 equals no decay (mixed)."""
+    answer, parts = alike(family(PAIR, "freshper - freshper --tau 1.25"))
+    return "yes" if answer == "mixed" else "no", parts
+
+
+def claim_5_long():
+    """5, long: tau 1,500 is "identical to Standard PER" on Sokoban Simple (B.1).
+
+    Not tested there yet. Of FrozenLake B.1 says the opposite. Shown is tau 450 minus no decay at
+    the same rate."""
+    return untested(family(PAIR, "freshper --tau 450 - no_decay @ 0.5"))
+
+
+def claim_6():
+    """6: on FrozenLake in text "all tau values outperform Baseline" (Fig. 5): tau 5, 20 and 80."""
+    taus = ("freshper --tau 5", "freshper", "freshper --tau 80")
+    return alike(family(TEXT, *(f"{arm} - on_policy" for arm in taus)))
+
+
+def claim_7():
+    """7: KL is "heuristically" approximated by c times age (3.3): median R² of 45 runs [quartiles].
+
+    FreshPER, KL(mu, theta), ages weighted by draws, without the oldest bin. At least 0.9: yes;
+    below 0.7: no. By the first rule no."""
+    r2 = [values(task, "freshper", "r2") for task in TASKS]
+    return graded("R²", np.quantile(r2, (0.5, 0.25, 0.75)), yes=0.9, no=0.7)
+
+
+def claim_8():
+    """8: c is "determined by the learning rate and the typical gradient magnitude" (3.3): at a
+    quarter of the rate more than an eighth of it is left, and less than half.
+
+    Intervals of c - 2 c' and of 8 c' - c lie above 0; KL(mu, theta). By the first rule (1/c) not
+    yes."""
+    of_c = partial(family, PAIR, "freshper - freshper @ 0.125", column="c", by=above(0))
+    return alike(of_c(weights=(1, -2)) + of_c(weights=(-1, 8)))
+
+
+def claim_9():
+    """9: the faster the policy evolves, "the more aggressively tau should be set" (4.3; tau = 1/c,
+    3.3): at a quarter of the rate tau 80 is above tau 20, and more so than at the full rate.
+
+    The first half was added on 2026-11-26: from undecided to mixed."""
+    slow = "freshper --tau 80 @ 0.125 - freshper @ 0.125"
+    more = family(PAIR, f"{slow} - freshper --tau 80 - freshper", weights=(1, -1, -1, 1))
+    return alike(family(PAIR, slow) + more)
+
+
+def claim_9_rates():
+    """9, rates: tau 20 is above tau 80 at the full rate; tau 5 is above tau 20 at a quarter.
+
+    Added on 2026-11-27."""
+    full = family(
+        PAIR, "freshper - freshper --tau 80", "freshper --tau 5 @ 0.125 - freshper @ 0.125"
+    )
+    return count(full)
+
+
+def claim_10():
+    """10: IS correction "does not substantially improve peak performance" (Fig. 7)."""
+    return contrary(family(TEXT, "freshper --beta 0.4 - freshper", column="peak"))
+
+
+def claim_11():
+    """11: without IS correction "all other methods degrade in late training" (B.2), with it
+    FreshPER does so less.
+
+    At a constant rate. Without, the interval of the loss lies above 0.03. Minus the loss with."""
+    alone = "freshper +constant"
+    less = family(TEXT, f"{alone} - freshper --beta 0.4 +constant", column="late")
+    return alike(family(TEXT, alone, column="late", by=above(0.03)) + less)
+
+
+def claim_12():
+    """12: "on-policy training peaks early and then degrades (e.g., Sokoban Simple, GeoQA)" (4.3).
+
+    The late loss has an interval above 0.03."""
+    return alike(family(["sokoban_simple", "geoqa"], "on_policy", column="late", by=above(0.03)))
+
+
+def claim_12_freshper():
+    """12, FreshPER: it "consistently sustains its peak performance through the end" (4.3): no
+    late loss above 0.03 on any of nine tasks.
+
+    Added on 2026-11-28."""
+    return contrary(family(TASKS, "freshper", column="late", by=above(0.03)))
+
+
+def claim_13():
+    """13: an advantage clip of 0.2 "was essential for stable off-policy learning" (E).
+
+    Not tested yet: it ran with KL terms, at a rate tuned for 20. No until 2026-11-28."""
+    return untested(family(TEXT, "freshper --advantage_clip 0.2 - freshper"))
+
+
+def claim_13_diverged():
+    """13, clip 20: with it "replay-augmented training frequently diverged" (E).
+
+    Not tested, as 13. Shown is the share of runs without the dual clip, too, in which numbers
+    were not finite. No until 2026-11-28."""
+    return untested(family(TEXT, "freshper --dual_clip 0", column="diverged"))
+
+
+def claim_14():
+    """14: KL regularization "should be disabled" (E): off minus ours (0.03), off minus Default's.
+
+    Not tested yet, as 13. Mixed until 2026-11-28, undecided until 2026-11-26, no by the first
+    rule."""
+    default = "freshper --kl_loss_coef 0.05 --kl_reward_coef 0.1"
+    off = "freshper --kl_loss_coef 0"
+    return untested(family(TEXT, f"{off} - freshper", f"{off} - {default}"))
+
+
+def claim_15():
+    """15: an entropy bonus "was counterproductive with replay" (E)."""
+    return alike(family(TEXT, "freshper - freshper --entropy_coef 0.01"))
+
+
+def claim_16():
+    """16: exponential "against polynomial decay" (3.3; no claim)."""
+    return alike(family(TEXT, "freshper - freshper --decay polynomial"))
+
+
+def claim_17():
+    """17: is abs(A) as good a base priority as abs(r)?
+
+    Until 2026-11-28 as a claim of the paper, which says that it can be any signal of PER (3.4)."""
+    return count(family(TEXT, "freshper --base_priority advantage - freshper", by=judge_equal))
+
+
+def claim_18():
+    """18: evicting "the lowest effective priority" (A.1) is as good as the oldest (Table 5)."""
+    arms = "freshper --capacity 640 --eviction lowest_priority - freshper --capacity 640"
+    return alike(family(TEXT, arms, by=judge_equal))
+
+
+def claim_19():
+    """19: CliffWalking: "All three methods converge to the optimal score" (B.3): success above 0.9.
+
+    By most of the three."""
+    return most(family(CLIFF, "on_policy", "per", "freshper", by=above(0.9)))
+
+
+def claim_19_rates():
+    """19, rates: the same, on-policy training at a quarter and half of its rate."""
+    return alike(family(CLIFF, "on_policy @ 0.25", "on_policy @ 0.5", by=above(0.9)))
+
+
+def claim_19_gain():
+    """19, gain: "when the task is simple enough for on-policy training to solve quickly, replay
+    provides no benefit" (B.3).
+
+    Not tested: on-policy training solves CliffWalking in one run of five. No until 2026-11-28."""
+    return untested(family(CLIFF, "freshper - on_policy"))
+
+
+def claim_20():
+    """20: when "the model is already near-saturated, replay provides little additional
+    benefit" (4.3)."""
+    return contrary(family(GSM8K, "freshper --model good - on_policy --model good"))
+
+
+def claim_20_tenth():
+    """20, tenth: the same at a tenth of the rate."""
+    arms = "freshper --model good @ 0.05 - on_policy --model good @ 0.1"
+    return contrary(family(GSM8K, arms))
+
+
+def claim_21():
+    """21: "the harder the task [...] the more valuable" replay (4.3): rank correlation of failure
+    and FreshPER's gain.
+
+    Nine tasks, success of on-policy training. At least 0.68: yes; below 0: no."""
+    level = [values(task, "on_policy", "normalised").mean() for task in TASKS]
+    gain = [effect([task], "freshper - on_policy").estimate for task in TASKS]
+    rank = -spearmanr(level, gain).statistic
+    return graded("rank correlation", (rank, np.nan, np.nan), yes=0.68, no=0.0)
+
+
+def claim_22():
+    """22: FreshPER "transfers to multimodal settings" (4.3): it beats on-policy training from
+    images.
+
+    Corrected over nine tasks."""
+    return alike(family(TASKS, "freshper - on_policy", shown=["frozenlake_vlm", "geoqa"]))
+
+
+# -- our questions
+
+
+def claim_a():
+    """a: is it more than updates? Minus as many updates.
+
+    By the first rule no on CliffWalking."""
+    return count(family(TASKS, "freshper - epochs"))
+
+
+def claim_a_rate():
+    """a, rate: the same at twice its rate.
+
+    It was tuned by two seeds. Added on 2026-11-28."""
+    return count(family(PAIR, "freshper - epochs @ 0.5"))
+
+
+def claim_b():
+    """b: does it beat uniform replay up to an age? Minus it."""
+    return count(family(TASKS, "freshper - uniform"))
+
+
+def claim_c():
+    """c: is it freshness? Minus shuffled ages."""
+    return count(family(PAIR, "freshper - freshper +shuffled"))
+
+
+def claim_c_none():
+    """c, none: do shuffled ages equal no decay at the same rate?"""
+    return count(family(PAIR, "freshper +shuffled - no_decay @ 0.5", by=judge_equal))
+
+
+def claim_d():
+    """d: does drift itself beat age? The oracle minus FreshPER.
+
+    A task at a time."""
+    text = family(TEXT, "freshper --capacity 1280 +oracle - freshper")
+    return count(text + family(["nq_search"], "freshper --capacity 2560 +oracle - freshper"))
+
+
+def claim_e():
+    """e: is tau 15, where automatic tau stood, equal to tau 20?"""
+    return count(family(PAIR, "freshper --tau auto - freshper", by=judge_equal))
+
+
+def claim_f():
+    """f: more replay: 2 updates minus 1; 4 minus 2."""
+    arms = ("freshper - freshper --replay_ratio 1", "freshper --replay_ratio 4 - freshper")
+    return count(family(TEXT, *arms))
+
+
+def claim_g():
+    """g: epsilon 1e-6: IS weights relative to the batch's maximum minus the buffer's."""
+    return count(family(TEXT, "per --epsilon 1e-6 - per --epsilon 1e-6 +buffer_maximum"))
+
+
+def claim_h():
+    """h, 0.5: episodes until a success of 0.5: on-policy training's, and as many updates'."""
+    return count(times(0.5, reached(0.5), *EPISODES))
+
+
+def claim_h_middle():
+    """h, 0.6: the same until 0.6.
+
+    Not on NQ Search, where 0.6 lies on a plateau (2026-11-26)."""
+    tasks = [task for task in reached(0.6) if task != "nq_search"]
+    return count(times(0.6, tasks, *EPISODES))
+
+
+def claim_h_high():
+    """h, 0.9: the same until 0.9."""
+    return count(times(0.9, reached(0.9), *EPISODES))
+
+
+def claim_i():
+    """i: SmolLM2: mean over the curve, FreshPER minus its rivals.
+
+    Added on 2026-11-28, after these runs; the third campaign makes others."""
+    return count(family(SMOLLM2, *OF_SMOLLM2, column="curve"))
+
+
+def claim_i_half():
+    """i, 0.5: the same: episodes until a success of 0.5, rival / FreshPER.
+
+    Added on 2026-11-28, after these runs."""
+    return count(times(0.5, SMOLLM2, *(f"{arm} - freshper" for arm in RIVALS_OF_SMOLLM2)))
+
+
+def claim_i_final():
+    """i, final: the same: final success.
+
+    The rule of the first campaign."""
+    return count(family(SMOLLM2, *OF_SMOLLM2))
+
+
+def claim_tau():
+    """tau: success has a maximum: the best tau is above tau 1.25 and 450.
+
+    A task at a time."""
+    text = family(TEXT, "freshper - freshper --tau 1.25", "freshper - freshper --tau 450")
+    best = "freshper --tau 5"
+    return count(
+        text
+        + family(["nq_search"], f"{best} - freshper --tau 1.25", f"{best} - freshper --tau 450")
+    )
+
+
+CLAIMS = [claim for name, claim in globals().items() if name.startswith("claim_")]
