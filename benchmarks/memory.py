@@ -21,7 +21,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from freshper.backends import join_ranks, make_trainer
-from freshper.episode import Episode
+from freshper.episode import Episode, collate
 from freshper.flags import parse_args
 from freshper.models import Policy
 from freshper.tiny import build_tokenizer
@@ -77,10 +77,12 @@ def main() -> None:
     zeros = np.zeros(LENGTH, np.float32)
     tokens = zeros.astype(np.int32)
     episodes = [Episode(tokens, mask, zeros, reward, np.array([reward])) for reward in (0.0, 1.0)]
+    batch = collate(episodes)
+    advantages = torch.where(batch.action_mask, torch.tensor([[-1.0], [1.0]]), 0.0)
     for _ in range(UPDATES):
         held = resident("VmRSS") - before
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-        trainer.update(episodes)
+        trainer.update(batch, advantages)
     peak = resident("VmHWM") - before
     print(f"{held / parameters:.1f} held, {peak / parameters:.1f} at the peak, bytes per parameter")
     trainer.close()

@@ -81,12 +81,13 @@ class Game:
     [TURNS], and `lengths` of the conversations [TURNS, B]."""
 
     def __init__(self, policy: Policy, engine: Engine):
+        self.policy = policy
         self.engine = engine
         self.turns: list[float] = []
         self.lengths: list[list[int]] = []
         envs: list[Any] = [EndlessLake(style="full") for _ in SEEDS]
         start = time.perf_counter()
-        episodes = rollout(self, policy, envs, SEEDS, max_tokens=4096, max_new_tokens=REPLY)
+        episodes = rollout(self, envs, SEEDS, max_tokens=4096, max_new_tokens=REPLY)
         self.seconds = time.perf_counter() - start
         assert all(episode.action_mask.sum() == TURNS * REPLY for episode in episodes)
 

@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from envs.base import Observation, TextEnv, play_out
+from envs.base import Observation, TextEnv, UserError, play_out
 
 # Columns of metrics.csv for every episode, which no metric of a task may have.
 COLUMNS = ("success", "reward", "truncated", "turns", "invalid", "cut")
 
 
 def check_environment(env: TextEnv) -> None:
-    """Check the parts of an environment, and play a few episodes, each twice. Raises ValueError
+    """Check the parts of an environment, and play a few episodes, each twice. Raises UserError
     with one sentence about the first part that is wrong."""
     for part in ("actions", "words", "metrics", "settings"):
         value = getattr(env, part)
@@ -30,21 +30,18 @@ def check_environment(env: TextEnv) -> None:
             play(env, seed, "optimal_reply")
 
     env.reset(seed=0)
-    try:
-        env.step("a reply without an action")
-    except Exception as error:
-        require(env, False, f"step() raised {error!r:.200}, but no reply may raise an error")
+    env.step("a reply without an action")  # no reply may raise an error
 
 
 def require(env: TextEnv, holds: Any, sentence: str) -> None:
-    """Raise ValueError with a sentence about the environment unless something holds."""
+    """Raise UserError with a sentence about the environment unless something holds."""
     if not holds:
-        raise ValueError(f"{type(env).__name__}.{sentence}")
+        raise UserError(f"{type(env).__name__}.{sentence}")
 
 
 def play(env: TextEnv, seed: int, policy: str = "random_reply") -> list:
     """Play an episode with the replies of a method, and return all that it showed. Raises
-    ValueError if a part of it is not what it must be."""
+    UserError if a part of it is not what it must be."""
     arguments = [np.random.default_rng(seed)] if policy == "random_reply" else []
     shown: list[Any] = []
 

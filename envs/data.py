@@ -28,22 +28,22 @@ from typing import Any
 
 import numpy as np
 
-from envs.base import TextEnv, held_out
+from envs.base import TextEnv, UserError, held_out
 
 
 def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
     """Return `from_row` of all rows, by split ("train" and "held_out"). The rows are shuffled,
     because files are often sorted by year or by difficulty.
 
-    Raises ValueError with one sentence that names source, row and field, if there is no such
+    Raises UserError with one sentence that names source, row and field, if there is no such
     source, a file cannot be read, a field is refused by `from_row`, or the rows are too few."""
     try:
-        path = Path(source).expanduser()
+        path = Path(source)
         splits = read_files(path) if path.exists() else read_hub(source)
     # Their readers raise errors of a dozen libraries.
     except Exception as error:
         sentence = f"--data is {source}, which cannot be read: {error!r:.300}"
-        raise ValueError(sentence) from error
+        raise UserError(sentence) from error
 
     if len(splits) == 1:
         splits = {"train": next(iter(splits.values()))}
@@ -55,11 +55,11 @@ def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
             # A line of JSON may be no object. In a CSV file, values beyond the header have the name
             # None.
             if not isinstance(row, dict) or None in row:
-                raise ValueError(f"{place} is {row!r:.80}, but each value must have a name")
+                raise UserError(f"{place} is {row!r:.80}, but each value must have a name")
             try:
                 rows[k] = from_row({name.lower(): value for name, value in row.items()} | row)
-            except ValueError as error:
-                raise ValueError(f"{place}: {error}; it has {', '.join(row)}") from error
+            except UserError as error:
+                raise UserError(f"{place}: {error}; it has {', '.join(row)}") from error
 
     train = splits["train"]
     tenth = list(dict.fromkeys(map(asked, train)))[::10]
@@ -69,7 +69,7 @@ def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
 
     if not all(splits.values()):
         few = "no files of rows, or too few different rows to hold some out"
-        raise ValueError(f"--data is {source}, which has {few}")
+        raise UserError(f"--data is {source}, which has {few}")
     for rows in splits.values():
         np.random.default_rng(0).shuffle(rows)
     return splits
@@ -126,14 +126,14 @@ class QuestionEnv(TextEnv):
     """
 
     settings: tuple[str, ...] = ("data",)
-    # Of a row of data, its names in lower case, too. It raises ValueError with a sentence about the
+    # Of a row of data, its names in lower case, too. It raises UserError with a sentence about the
     # field that cannot be used.
     from_row: Callable[[dict], Any]
     generate: Callable[[int], Any]  # the question of a seed
 
     def __init__(self, data: str = "", rows: Mapping[str, list] | None = None, **common: Any):
         """Read the questions of `data`, if there is any, unless its `rows` are given. Raises
-        ValueError if that fails."""
+        UserError if that fails."""
         super().__init__(**common)
         self.data = data
         if data:
@@ -146,11 +146,11 @@ class QuestionEnv(TextEnv):
 
 def as_text(value: Any, name: str) -> str:
     """Return a text, or a number as a person writes it: 1969.0, which pandas makes of 1969 in a
-    column with gaps, is 1969. Raises ValueError for anything else, and for a text of spaces."""
+    column with gaps, is 1969. Raises UserError for anything else, and for a text of spaces."""
     if type(value) is float and math.isfinite(value):
         return np.format_float_positional(value, trim="-")
     if type(value) not in (str, int) or not str(value).strip():
-        raise ValueError(f"the field {name} is {value!r:.80}, but must be a text or a number")
+        raise UserError(f"the field {name} is {value!r:.80}, but must be a text or a number")
     return str(value)
 
 

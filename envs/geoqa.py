@@ -26,7 +26,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageOps
 
 from envs.answer_parsing import bare, read_measure
-from envs.base import parse_answer
+from envs.base import UserError, parse_answer
 from envs.question_answering import FEEDBACK, Problem, Question, QuestionAnswering
 
 SIDE = 4  # squares
@@ -87,7 +87,7 @@ class GeoQA(QuestionAnswering):
         except Exception as error:
             allowed = f"{{'bytes': a file, {', '.join(FORMATS)}}}"
             sentence = f"the field image is {image!r:.80}, but must be {allowed}: {error}"
-            raise ValueError(sentence) from error
+            raise UserError(sentence) from error
         return super().from_row(row)._replace(image=image["bytes"])
 
     @classmethod

@@ -21,7 +21,7 @@ from typing import Any, Self
 import numpy as np
 
 from envs import synthetic_wiki
-from envs.base import Observation, Step, parse_block
+from envs.base import Observation, Step, UserError, parse_block
 from envs.data import QuestionEnv, as_text
 from envs.search import MAX_TEXT, harmless, retrieve
 from envs.synthetic_wiki import Question
@@ -61,7 +61,7 @@ def parse_action(reply: str) -> tuple[str, str]:
 
 
 class NQSearch(QuestionEnv):
-    """Questions to answer by searching. Raises ValueError unless `data` and `search_url` come
+    """Questions to answer by searching. Raises UserError unless `data` and `search_url` come
     together and can be used."""
 
     settings = ("data", "search_url")
@@ -73,7 +73,7 @@ class NQSearch(QuestionEnv):
 
     def __init__(self, data: str = "", search_url: str = "", **common: Any):
         if bool(data) != bool(search_url) or not re.match("http://|$", search_url):
-            raise ValueError("--data and --search_url need each other and an http:// address")
+            raise UserError("--data and --search_url need each other and an http:// address")
         super().__init__(data, **common)
         self.topk = 1 if self.style == "terse" else TOPK
         self.search_url = search_url
@@ -81,16 +81,16 @@ class NQSearch(QuestionEnv):
 
     @staticmethod
     def from_row(row: dict) -> Question:
-        """Return the question of a row. Raises ValueError if its golden answers are no list of
+        """Return the question of a row. Raises UserError if its golden answers are no list of
         texts, or SQuAD's normalisation leaves nothing of one."""
         answers = row.get("golden_answers")
         if not answers or not isinstance(answers, list):
-            raise ValueError(f"the field golden_answers is {answers}, but must be a list of texts")
+            raise UserError(f"the field golden_answers is {answers}, but must be a list of texts")
         texts = [as_text(answer, "golden_answers") for answer in answers]
         if not all(map(normalize, texts)):
             # Any article would be right.
             more = "each must have more than articles and punctuation"
-            raise ValueError(f"the field golden_answers is {texts}, but {more}")
+            raise UserError(f"the field golden_answers is {texts}, but {more}")
         return Question(harmless(as_text(row.get("question"), "question")), texts)
 
     def generate(self, seed: int) -> Question:
@@ -107,7 +107,7 @@ class NQSearch(QuestionEnv):
     @classmethod
     def step_many(cls, envs: list[Self], replies: list[str]) -> list[Step]:
         """Step each environment with its reply. They search one corpus, in one call. If the server
-        fails, raises ConnectionError before any environment has taken its turn."""
+        fails, raises SearchError before any environment has taken its turn."""
         (corpus,) = {env.question.group or env.search_url for env in envs}
         search = retrieve if envs[0].search_url else synthetic_wiki.search
         actions = [parse_action(reply) for reply in replies]

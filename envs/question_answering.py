@@ -23,7 +23,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from envs.answer_parsing import read_number, read_sentence
-from envs.base import WARM_START_SEEDS, Observation, Step, held_out, parse_answer, part_of_ten
+from envs.base import (
+    WARM_START_SEEDS,
+    Observation,
+    Step,
+    UserError,
+    held_out,
+    parse_answer,
+    part_of_ten,
+)
 from envs.data import QuestionEnv, as_text
 
 WRONG = "Wrong. "
@@ -82,11 +90,11 @@ class QuestionAnswering(QuestionEnv):
 
     @classmethod
     def from_row(cls, row: dict) -> Question:
-        """Return the question of a row. Raises ValueError if a field or its answer is not read."""
+        """Return the question of a row. Raises UserError if a field or its answer is not read."""
         text, answer = (as_text(row.get(name), name) for name in cls.fields)
         gold = cls.gold(answer)
         if cls.read(gold) is None:
-            raise ValueError(f"the right answer is {gold[:99]!r}, which the task does not read")
+            raise UserError(f"the right answer is {gold[:99]!r}, which the task does not read")
         return Question(text, gold)
 
     @staticmethod

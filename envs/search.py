@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from envs.base import UserError
+
 # Weights of a hashed word in a passage's title (its first line) and of a trigram, where any other
 # word counts 1
 TITLE = 4.0
@@ -31,6 +33,10 @@ TIMEOUT = 30.0
 PAUSE = 0.5
 MAX_BYTES = 1 << 25  # of a request, and of its answer
 MAX_TEXT = 2000  # characters of a passage or a query; Wikipedia's passages have about 600
+
+
+class SearchError(UserError, ConnectionError):
+    """The search server failed."""
 
 
 class LocalEncoder:
@@ -137,7 +143,7 @@ def harmless(text: str) -> str:
 
 def retrieve(url: str, queries: list[str], topk: int) -> list[list[str]]:
     """Ask a server for the `topk` best passages ("Title\\ntext") of each query, best first, without
-    angle brackets. Raises ConnectionError if ATTEMPTS fail: an answer takes longer than TIMEOUT or
+    angle brackets. Raises SearchError if ATTEMPTS fail: an answer takes longer than TIMEOUT or
     more than MAX_BYTES, or does not follow the protocol (envs/search_server.py)."""
     body = json.dumps({"queries": queries, "topk": topk, "return_scores": True}).encode()
 
@@ -153,7 +159,7 @@ def retrieve(url: str, queries: list[str], topk: int) -> list[list[str]]:
         except Exception as error:
             reason = f"{error!r:.300}"
 
-    raise ConnectionError(
+    raise SearchError(
         f"the search server {url} failed {ATTEMPTS} times, for up to {TIMEOUT:g} s each, "
         f"at last with {reason}"
     )

@@ -13,6 +13,7 @@ import pytest
 
 from compare import EXHIBITS
 from envs import ENVS
+from envs.base import UserError
 from envs.frozenlake import FrozenLake
 from freshper.backends import join_ranks, make_env
 from freshper.config import Config, Preset
@@ -143,7 +144,7 @@ def test_a_folder_s_name_must_be_utf_8_for_other_libraries(monkeypatch, capsys):
     """In a locale of one byte a letter, Python writes ü as one byte, and safetensors as two. In the
     locale C it reads two surrogates."""
     sentence = "but must be a name that a file can have here"
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         check(settings_of(""), {"out": "out/l\udcc3\udcbc"})
     monkeypatch.setattr(os, "fsencode", lambda name: name.encode("latin-1"))
     assert refusal(["--out", "out/lü"], capsys) == f"--out is out/lü, {sentence}"
@@ -246,10 +247,10 @@ def test_an_environment_gets_the_flags_that_it_lists(monkeypatch, capsys):
 def test_a_backend_that_cannot_run_here_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)  # as if it were not installed
     sentence = r"^--backend is hf\+deepspeed, but deepspeed is not installed \(docs/gpus.md\)$"
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         join_ranks(settings_of("--backend hf+deepspeed"))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"^--backend is hf\+torch, but several ranks need deep"):
+    with pytest.raises(UserError, match=r"^--backend is hf\+torch, but several ranks need deep"):
         join_ranks(settings_of(""))
 
 

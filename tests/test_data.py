@@ -10,6 +10,7 @@ import pytest
 from conftest import write_rows
 
 from envs import ENVS
+from envs.base import UserError
 from envs.data import as_text, asked, load_rows
 from envs.question_answering import Question
 from freshper.backends import check_rows
@@ -122,7 +123,7 @@ def test_bad_input_is_named_in_one_sentence(name, tmp_path):
     elif content is not None:
         (tmp_path / name).write_text(content)
     source = str(tmp_path / name.partition("/")[0])
-    with pytest.raises(ValueError, match=rf"^.*{re.escape(source)}.*{re.escape(sentence)}.*$"):
+    with pytest.raises(UserError, match=rf"^.*{re.escape(source)}.*{re.escape(sentence)}.*$"):
         load_rows(source, from_row)
 
 
@@ -150,5 +151,5 @@ def test_the_longest_row_must_fit_the_model(split, tmp_path, text_policy):
 
     config = Config(env="gsm8k", data="d", max_tokens=least, max_new_tokens=4)
     check_rows(text_policy, env, config)
-    with pytest.raises(ValueError, match=f"is {least - 1}, but must be at least {least} for the"):
+    with pytest.raises(UserError, match=f"is {least - 1}, but must be at least {least} for the"):
         check_rows(text_policy, env, replace(config, max_tokens=least - 1))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from envs.base import UserError
 from envs.frozenlake import FrozenLake
 from freshper.config import Config
 from freshper.engine_vllm import gpus_of_vllm, options_of_vllm, variables_of_vllm
@@ -41,5 +42,5 @@ def test_vllm_has_the_gpus_that_the_ranks_leave(installed, visible, ranks, left,
 def test_ranks_that_leave_vllm_no_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="must leave a GPU for vLLM, but 4,5 are all"):
+    with pytest.raises(UserError, match="must leave a GPU for vLLM, but 4,5 are all"):
         gpus_of_vllm("cuda")

@@ -9,7 +9,7 @@ import pytest
 from conftest import write_rows
 
 from envs import search, synthetic_wiki
-from envs.base import EVAL_SEEDS, WARM_START_SEEDS, play_out
+from envs.base import EVAL_SEEDS, WARM_START_SEEDS, UserError, play_out
 from envs.nq_search import NQSearch, exact_match, parse_action
 
 NO_SERVER = "http://127.0.0.1:9/retrieve"
@@ -92,7 +92,7 @@ def test_golden_answers_that_cannot_be_compared_are_refused(answers, tmp_path):
     rows = [{"question": "who?", "golden_answers": answer} for answer in (["x"], ["x"], answers)]
     source = write_rows(tmp_path / "train.jsonl", rows)
     sentence = rf"^{source}, train row 3: the field golden_answers is [^\n]*$"
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         NQSearch(data=source, search_url=NO_SERVER)
 
 
@@ -142,7 +142,7 @@ def test_passages_cannot_pose_as_anything_else(questions, monkeypatch):
 
 @pytest.mark.parametrize(("data", "url"), [("x", ""), ("", NO_SERVER), ("x", "127.0.0.1:8000")])
 def test_data_and_address_need_each_other(data, url):
-    with pytest.raises(ValueError, match="need each other and an http:// address"):
+    with pytest.raises(UserError, match="need each other and an http:// address"):
         NQSearch(data=data, search_url=url)
 
 

@@ -12,7 +12,7 @@ from conftest import write_rows
 from PIL import ExifTags, Image, ImageColor
 
 from envs.aime import AIME
-from envs.base import EVAL_SEEDS, WARM_START_SEEDS
+from envs.base import EVAL_SEEDS, WARM_START_SEEDS, UserError
 from envs.geoqa import MAX_SIDE, RED, GeoQA, decode
 from envs.gsm8k import GSM8K
 from envs.question_answering import RIGHT, WRONG
@@ -242,7 +242,7 @@ BAD = [  # task, field, value, a part of the sentence
 @pytest.mark.parametrize(("task", "field", "value", "sentence"), BAD)
 def test_bad_rows_are_named_in_one_sentence(task, field, value, sentence, tmp_path):
     source = write_rows(tmp_path / "rows.parquet", [ROWS[task][0] | {field: value}])
-    with pytest.raises(ValueError, match=rf"^{source}, train row 1: .*{sentence}[^\n]*$"):
+    with pytest.raises(UserError, match=rf"^{source}, train row 1: .*{sentence}[^\n]*$"):
         task(data=source)
 
 

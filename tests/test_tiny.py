@@ -11,7 +11,7 @@ import torch
 from gymnasium.utils.env_checker import check_env
 
 from envs import ENVS
-from envs.base import EVAL_SEEDS, WARM_START_SEEDS
+from envs.base import EVAL_SEEDS, WARM_START_SEEDS, UserError
 from envs.check import check_environment
 from freshper import tiny
 from freshper.config import defaults
@@ -105,7 +105,7 @@ def test_one_s_own_environment(tmp_path, monkeypatch):
 
     # A tiny model never samples bytes.
     digits.random_reply = lambda self, rng: "<answer>zwölf</answer>"
-    with pytest.raises(ValueError, match=r"^Digits.random_reply\(\) returned '<answer>zw.* ASCII"):
+    with pytest.raises(UserError, match=r"^Digits.random_reply\(\) returned '<answer>zw.* ASCII"):
         warm_start(policy, digits)
 
 
@@ -125,5 +125,5 @@ def test_without_a_home_folder_the_cache_must_be_named(monkeypatch):
     monkeypatch.setitem(ENVS, "own", ENVS["frozenlake"])
     monkeypatch.delenv("FRESHPER_CACHE", raising=False)
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
-    with pytest.raises(ValueError, match="FRESHPER_CACHE must name a folder"):
+    with pytest.raises(UserError, match="FRESHPER_CACHE must name a folder"):
         tiny_model("own")
