@@ -59,7 +59,7 @@ class Run(contextlib.AbstractContextManager):
     def __enter__(self) -> Self:
         # The system holds the lock, so that a crash leaves none behind.
         self.lock = filelock.FileLock(self.folder / ".lock", timeout=0)
-        with self.may_fail():
+        with may_fail(self.folder):
             self.folder.mkdir(parents=True, exist_ok=bool(self.config.resume))
             self.lock.acquire()
 
@@ -68,20 +68,13 @@ class Run(contextlib.AbstractContextManager):
             return self
         self.saved = checkpoint.find_saved(self.config.resume)
         if self.saved:
-            self.compare(self.saved.made_with)
+            compare(self.made_with, self.saved.made_with)
         return self
 
     def __exit__(self, *error: object) -> None:
         if self.metrics.empty and not self.config.resume:
             shutil.rmtree(self.folder, ignore_errors=True)
         self.lock.release()
-
-    def compare(self, made_with: Row) -> None:
-        """Raise UserError if the checkpoint was made with other settings or rows."""
-        for name in self.made_with.keys() - {"out", *MAY_CHANGE}:
-            now, then = self.made_with[name], made_with.get(name)
-            if now != then:
-                raise UserError(f"{name} is {now}, but {then} in the checkpoint of {self.folder}")
 
     def restore(self, parts: Parts) -> bool:
         """Give the parts the state of the newest checkpoint, and cut the tables after it.
@@ -117,14 +110,8 @@ class Run(contextlib.AbstractContextManager):
         """Write the rows of an iteration: the replayed trajectories to replay.csv, then the row of
         metrics.csv."""
         for drawn, update in replays:
-            columns = {
-                "iteration": iteration,
-                "age": drawn.ages,
-                "probability": drawn.probabilities,
-                "reward": [episode.reward for episode in drawn.episodes],
-            }
-            rows = pandas.DataFrame(columns | update.drift)
-            with self.may_fail(), open(self.folder / "replay.csv", "a") as file:
+            rows = replayed(iteration, drawn, update)
+            with may_fail(self.folder), open(self.folder / "replay.csv", "a") as file:
                 rows.to_csv(file, header=not file.tell(), index=False, float_format="%.6g")
 
         now = time.perf_counter()
@@ -168,19 +155,38 @@ class Run(contextlib.AbstractContextManager):
 
         Raises UserError if the disk does not take it."""
         new = self.folder / f".{name}"
-        with self.may_fail():
+        with may_fail(self.folder):
             new.write_bytes(content)
             new.replace(self.folder / name)
 
-    @contextlib.contextmanager
-    def may_fail(self) -> Iterator[None]:
-        """Raise UserError if the system cannot write to the folder."""
-        try:
-            yield
-        except filelock.Timeout as error:
-            raise UserError(f"{self.folder} is in use by another process") from error
-        except OSError as error:
-            raise UserError(f"{self.folder} cannot be written: {error}") from error
+
+@contextlib.contextmanager
+def may_fail(folder: Path) -> Iterator[None]:
+    """Raise UserError if the system cannot write to a folder in the block."""
+    try:
+        yield
+    except filelock.Timeout as error:
+        raise UserError(f"{folder} is in use by another process") from error
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error}") from error
+
+
+def compare(now: Row, then: Row) -> None:
+    """Raise UserError if a checkpoint was made with other settings, or rows of --data."""
+    for name in now.keys() - {"out", *MAY_CHANGE}:
+        if now[name] != then.get(name):
+            raise UserError(f"{name} is {now[name]}, but {then.get(name)} in the checkpoint")
+
+
+def replayed(iteration: int, drawn: Replay, update: Update) -> pandas.DataFrame:
+    """Return the rows of replay.csv of a replay update."""
+    columns = {
+        "iteration": iteration,
+        "age": drawn.ages,
+        "probability": drawn.probabilities,
+        "reward": [episode.reward for episode in drawn.episodes],
+    }
+    return pandas.DataFrame(columns | update.drift)
 
 
 def folder_of(config: Config) -> Path:

@@ -28,7 +28,7 @@ from freshper.config import Config
 from freshper.engine_hf import HFEngine
 from freshper.episode import compressed
 from freshper.flags import parse_args
-from freshper.run import Run
+from freshper.run import Run, compare
 from freshper.tiny import SHIPPED
 
 SHORT = """--iterations 6 --save_every 2 --rollout_batch_size 4 --batch_size 4
@@ -194,7 +194,7 @@ def test_a_run_goes_on_with_its_own_settings_checkpoint_and_data_only(copy, fini
         return capsys.readouterr().err
 
     edit(lr=0.002)
-    assert f"lr is 0.002, but 0.001 in the checkpoint of {copy}" in refused()
+    assert "lr is 0.002, but 0.001 in the checkpoint" in refused()
     edit(seed=43)  # as if the checkpoint were that of another run
     assert "seed is 43, but 42 in the checkpoint" in refused()
     edit(out="elsewhere")  # a run that was moved
@@ -209,9 +209,9 @@ def test_the_rows_of_data_are_those_of_the_checkpoint(tmp_path):
     other = FrozenLake()
     other.rows = {"train": [Question("1 + 1?", "3")]}
     saved = Run(Config(), env).made_with
-    Run(Config(), same).compare(saved)
+    compare(Run(Config(), same).made_with, saved)
     with pytest.raises(UserError, match=r"^data_sha256 is .* in the checkpoint of"):
-        Run(Config(), other).compare(saved)
+        compare(Run(Config(), other).made_with, saved)
 
 
 def test_a_run_that_is_extended_changes_only_with_its_first_save(copy, finished, monkeypatch):
