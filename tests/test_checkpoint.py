@@ -210,7 +210,7 @@ def test_the_rows_of_data_are_those_of_the_checkpoint(tmp_path):
     other.rows = {"train": [Question("1 + 1?", "3")]}
     saved = Run(Config(), env).made_with
     compare(Run(Config(), same).made_with, saved)
-    with pytest.raises(UserError, match=r"^data_sha256 is .* in the checkpoint of"):
+    with pytest.raises(UserError, match=r"^data_sha256 is .* in the checkpoint"):
         compare(Run(Config(), other).made_with, saved)
 
 
