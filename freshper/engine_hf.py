@@ -119,6 +119,10 @@ class HFEngine:
         replies = [Reply([], []) for _ in conversations]
         tokens_fed = cache.visible.sum(1).tolist()  # [B]
         chunks = [c.tokens[n:] for c, n in zip(conversations, tokens_fed)]
+        if not all(chunks):
+            # One has not grown, and the cache also holds the last reply to it.
+            self.rows.clear()
+            return self.generate(conversations, max_new_tokens)
 
         # One context for all tokens, so that mixed precision casts the weights once.
         with self.policy.precision():
@@ -138,8 +142,8 @@ class HFEngine:
 
     def cache_of(self, conversations: list[Conversation]) -> KVCache:
         """Return the last call's cache without the episodes that have ended, or a new one if any
-        conversation is not in it, or has not grown."""
-        if all(self.is_cached(conversation) for conversation in conversations):
+        conversation is not in it."""
+        if all(conversation in self.rows for conversation in conversations):
             cache, _ = self.rows[conversations[0]]
             rows = [self.rows[conversation][1] for conversation in conversations]
             # `keep` copies the cache.
@@ -152,13 +156,6 @@ class HFEngine:
         for row, conversation in enumerate(conversations):
             self.rows[conversation] = cache, row
         return cache
-
-    def is_cached(self, conversation: Conversation) -> bool:
-        """Return whether the last call's cache holds a shorter form of a conversation."""
-        if conversation not in self.rows:
-            return False
-        cache, row = self.rows[conversation]
-        return int(cache.visible[row].sum()) < len(conversation.tokens)
 
     def feed(
         self, cache: KVCache, conversations: list[Conversation], chunks: list[list[int]]

@@ -285,9 +285,7 @@ def tiny_model(name: str) -> Path:
     sources = [__file__, *map(inspect.getfile, classes)]
     code = b"".join(Path(source).read_bytes() for source in sources)
 
-    cache = os.environ.get("FRESHPER_CACHE") or os.path.expanduser("~/.cache/freshper")
-    if cache.startswith("~"):
-        raise UserError("FRESHPER_CACHE must name a folder, because there is no home folder")
+    cache = os.environ.get("FRESHPER_CACHE") or Path.home() / ".cache/freshper"
     folder = Path(cache, f"{name}-{hashlib.sha256(code).hexdigest()[:8]}")
     if not folder.is_dir():
         unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from conftest import play, stock_logits, stock_logprobs, whitened
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from freshper.backends import make_trainer
 from freshper.episode import collate
@@ -20,29 +20,20 @@ from freshper.trainer import action_logprobs
 # Spaces, newlines, digits, capitals, emoji, and an accent that is a character of its own
 TEXT = "User has 4 fish,\n\n  and 12345 THINGS: cafe\u0301 🐟👩‍👧 — don't\r\n\tx  = 3.14 .\n"
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
-PRE_TOKENIZERS = {
-    "GPT-2's": BYTES,
-    "DeepSeek's": pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"[\r\n]|\s?\p{L}+|\p{N}"), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    ),
-    "SmolLM's": pre_tokenizers.Sequence([pre_tokenizers.Digits(True), BYTES]),
+DIGITS = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), BYTES])
+KINDS = {
+    "GPT-2's": (BYTES, decoders.ByteLevel()),
+    "SmolLM's": (DIGITS, decoders.ByteLevel()),
+    "SentencePiece's": (pre_tokenizers.Metaspace(), decoders.Metaspace()),
 }
 
 
 def with_merges(kind):
     """Train a tokenizer on this file."""
     core = Tokenizer(models.BPE())
-    if kind == "SentencePiece's":
-        core.normalizer, core.decoder = normalizers.Replace(" ", "▁"), decoders.Replace("▁", " ")
-    else:
-        core.pre_tokenizer, core.decoder = PRE_TOKENIZERS[kind], decoders.ByteLevel()
+    core.pre_tokenizer, core.decoder = KINDS[kind]
     alphabet = BYTES.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=SPECIAL, initial_alphabet=alphabet)
     core.train([__file__], trainer)
     return core
 
@@ -172,23 +163,19 @@ def test_the_first_ratio_is_1_although_the_folder_says_dropout(family, monkeypat
     assert any(gradient.abs().max() > 0 for gradient in gradients)
 
 
-@pytest.mark.parametrize("kind", [*PRE_TOKENIZERS, "SentencePiece's"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model", ["llama", "qwen2"])
 def test_the_tokenizer_is_the_one_of_the_folder(model, kind, tmp_path):
-    """Whatever class the folder names: ids and text, and those of a checkpoint."""
-    folder, checkpoint = tmp_path / "folder", tmp_path / "checkpoint"
-    random_model(model, None).save(str(folder))
-    with_merges(kind).save(str(folder / "tokenizer.json"))
-    core = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    """Ids and text, and those of a checkpoint, whatever class the folder names."""
+    random_model(model, None).save(str(tmp_path))
+    with_merges(kind).save(str(tmp_path / "tokenizer.json"))
+    core = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     ids = core.encode(TEXT).ids
-    file = folder / "tokenizer_config.json"
-    settings = json.loads(file.read_text()) | {"clean_up_tokenization_spaces": True}
-
     for name in ("LlamaTokenizerFast", "Qwen2Tokenizer", "GPT2Tokenizer", "TokenizersBackend"):
-        file.write_text(json.dumps(settings | {"tokenizer_class": name}))
-        load_policy(str(folder), "cpu", torch.float32).save(str(checkpoint))
-        for saved in (folder, checkpoint):
-            policy = load_policy(str(saved), "cpu", torch.float32)
-            assert policy.encode(TEXT) == ids
-            assert policy.tokenizer.decode(ids) == core.decode(ids)
-            assert policy.tokenizer.decode(policy.eos_id) == "<|im_end|>"
+        settings = {"tokenizer_class": name, "clean_up_tokenization_spaces": True}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        load_policy(str(tmp_path), "cpu", torch.float32).save(str(tmp_path / "checkpoint"))
+        policy = load_policy(str(tmp_path / "checkpoint"), "cpu", torch.float32)
+        assert policy.encode(TEXT) == ids
+        assert policy.tokenizer.decode(ids) == core.decode(ids)
+        assert policy.tokenizer.decode(policy.eos_id) == "<|im_end|>"

@@ -19,7 +19,6 @@ from envs import ENVS
 from envs.base import Observation
 from envs.frozenlake import FrozenLake
 from freshper.models import Policy, load_policy
-from freshper.rollout import Reply, rollout
 from freshper.tiny import SPECIAL, build_tokenizer
 
 # -- chat templates and special tokens
@@ -57,17 +56,6 @@ def test_the_end_of_a_turn_is_the_template_s_whatever_the_tokenizer_s_eos(text_p
         Policy(text_policy.model, tokenizer)
 
 
-class Script:
-    """An engine with one reply for all, which the limit cuts if it does not end with eos."""
-
-    def __init__(self, policy, tokens):
-        self.policy = policy
-        self.tokens = tokens
-
-    def generate(self, conversations, max_new_tokens):
-        return [Reply(list(self.tokens), [0.0] * len(self.tokens)) for _ in conversations]
-
-
 # What templates put into the header of the assistant.
 THINKING = {
     "Qwen3's": "\n<think>\n",
@@ -81,32 +69,27 @@ THINKING = {
 
 
 @pytest.mark.parametrize("kind", THINKING)
-def test_the_environment_reads_what_follows_a_thought_that_the_template_opened(
-    kind, text_policy, monkeypatch
-):
+def test_the_environment_reads_what_follows_a_thought_that_the_template_opened(kind, text_policy):
     tokenizer = build_tokenizer(ENVS["frozenlake"]().words)
     head, tail = tokenizer.chat_template.rsplit("assistant\n", 1)
     tokenizer.chat_template = f"{head}assistant{THINKING[kind]}{tail}"
     policy = Policy(text_policy.model, tokenizer)
-    seen = []
-    step = FrozenLake.step
-    monkeypatch.setattr(FrozenLake, "step", lambda env, text: seen.append(text) or step(env, text))
+    env = FrozenLake()
+    env.reset(seed=0)
 
     closings = {"with another word": "</Reasoning-mode >", "with first words": "</THINK>"}
-    close = closings.get(kind, "</think>")
     thinks = kind not in ("none, but a tag", "a closed one")
-    opened = [thinks, thinks and kind != "in the first turn alone"]
     draft = "I try <answer>Left</answer>"
     for text, end, readable in (
-        (f"{draft}{close}<answer>Up</answer>", [policy.eos_id], True),
+        (f"{draft}{closings.get(kind, '</think>')}<answer>Up</answer>", [policy.eos_id], True),
         (draft, [], False),  # cut inside the thought
         (draft, [policy.eos_id], False),
     ):
-        script = Script(policy, tokenizer.encode(text) + end)
-        (episode,) = rollout(script, [FrozenLake(max_turns=2)], [0], 3000, 40)
-        read = text + ("" if end else "…")
-        assert seen[-2:] == [f"<think>{read}" if thought else read for thought in opened]
-        assert episode.outcome["invalid"] == (0 if readable else sum(opened))
+        for first in (True, False):
+            thought = thinks and (first or kind != "in the first turn alone")
+            read = policy.read(tokenizer.encode(text) + end, first)
+            assert read == "<think>" * thought + text + "…" * (not end)
+            assert env.step(read)[-1]["valid"] is (readable or not thought)
 
 
 def test_a_tokenizer_that_does_not_fit_is_refused(text_policy):
@@ -166,7 +149,7 @@ def test_positions_equal_the_stock_m_rope(vision_policy, sizes):
         vision_policy.positions(tokens, 2 * images)
 
 
-def test_frozen_vision_reuses_features_and_changes_nothing(vision_policy):
+def test_a_frozen_vision_tower_and_its_features_are_reused(vision_policy):
     frozen = copy_of(vision_policy, freeze_vision=True, features={})
     images = [random_image(k % 3) for k in range(6)]
     expected = vision_policy.image_features(images)
@@ -175,16 +158,13 @@ def test_frozen_vision_reuses_features_and_changes_nothing(vision_policy):
     assert len(frozen.features) == 3
     assert not any(p.requires_grad for p in frozen.model.model.visual.parameters())
 
-
-@pytest.mark.parametrize("freeze", [False, True])
-def test_a_copy_shares_a_vision_tower_that_is_not_trained(vision_policy, freeze):
-    policy = copy_of(vision_policy, freeze_vision=freeze, features={})
-    copied = policy.copy()
-    assert copied.features is policy.features  # always empty if the tower is trained
-    ours, theirs = policy.model.named_parameters(), copied.model.named_parameters()
-    for (name, parameter), (_, its_copy) in zip(ours, theirs, strict=True):
-        assert torch.equal(parameter, its_copy)
-        assert (parameter is its_copy) is (freeze and "visual" in name)
+    for policy in (frozen, vision_policy):
+        copied = policy.copy()
+        assert copied.features is policy.features
+        pairs = zip(policy.model.named_parameters(), copied.model.parameters(), strict=True)
+        for (name, ours), its in pairs:
+            assert torch.equal(ours, its)
+            assert (ours is its) is ("visual" in name and policy is frozen)
 
 
 # -- folders

@@ -119,11 +119,3 @@ def test_threads_are_those_that_are_faster_now(two, chosen, monkeypatch):
     monkeypatch.setattr(tiny.time, "perf_counter", lambda: next(clock))
     tiny.choose_threads()
     assert set_to == [1, 2, chosen]
-
-
-def test_without_a_home_folder_the_cache_must_be_named(monkeypatch):
-    monkeypatch.setitem(ENVS, "own", ENVS["frozenlake"])
-    monkeypatch.delenv("FRESHPER_CACHE", raising=False)
-    monkeypatch.setattr("os.path.expanduser", lambda path: path)
-    with pytest.raises(UserError, match="FRESHPER_CACHE must name a folder"):
-        tiny_model("own")
