@@ -6,14 +6,22 @@
 # We train text FrozenLake twice on a CPU, in four minutes, and then look at what the buffers hold.
 # Sections and equations are the paper's. [The exercises](exercises.md) go on from here.
 #
-# On Colab, clone the repository first (`!git clone`), and go to its folder `docs` (`%cd`). This
-# notebook is made of `docs/tour.py`: `jupytext --to ipynb docs/tour.py`, then
-# `PYTHONWARNINGS=ignore jupyter execute --inplace docs/tour.ipynb`.
+# On Colab, open this notebook from GitHub, and begin with a cell of these lines (OWNER/REPOSITORY is
+# this repository's name there):
+#
+#     !git clone https://github.com/OWNER/REPOSITORY project
+#     %pip install -q -e ./project
+#     %cd project/docs
+#
+# This notebook is made of `docs/tour.py`: `jupytext --to ipynb docs/tour.py`, then
+# `PYTHONWARNINGS=ignore jupyter execute --inplace docs/tour.ipynb`, twice, so that the runs are
+# there.
 
 # %%
 import os
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -50,11 +58,20 @@ ARMS = {"without decay": "--decay none", "with decay": "--tau 20"}
 # Without a penalty for the format, r is 0 or 1.
 FLAGS = "--env frozenlake --preset tiny --seed 7 --format_penalty 0 --eval_every 30"
 runs = {name: OUT / f"{name.replace(' ', '-')}-{ITERATIONS}" for name in ARMS}
+OUT.mkdir(parents=True, exist_ok=True)
 for name, folder in runs.items():
     if not folder.exists():
         flags = f"{FLAGS} {ARMS[name]} --iterations {ITERATIONS}".split()
         command = [sys.executable, "train.py", *flags, "--out", str(folder)]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        log = Path(f"{folder}.log")
+        with open(log, "w") as file:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
+        table = folder / "metrics.csv"
+        while process.poll() is None:
+            time.sleep(1)
+            done = table.read_text().count("\n") - 2 if table.exists() else 0
+            print(f"\r{name}: {done} of {ITERATIONS} iterations", end="\r")
+        assert process.returncode == 0, log.read_text()
     last = pandas.read_csv(folder / "metrics.csv").iloc[-1]
     print(f"{name}: {last.episodes:.0f} episodes, {last.step:.0f} updates,")
     print(f"    held-out success {last.eval_success:.2f}")

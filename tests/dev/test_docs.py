@@ -1,6 +1,7 @@
 """What the pages promise: links resolve, commands parse, symbols exist, patches apply and run."""
 
 import copy
+import fnmatch
 import importlib.util
 import json
 import re
@@ -20,6 +21,7 @@ from compare import EXHIBITS
 from freshper.config import Config
 from freshper.episode import collate
 from freshper.flags import parse_args
+from freshper.report import COLUMNS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("e*/README.md")])
@@ -70,6 +72,29 @@ def test_commands_exist_and_their_flags_parse(page):
         flags = words[words.index(name) + 1 :]
         if name == "train.py" and not PLACEHOLDERS & set(flags):
             parse_args(flags)
+
+
+def test_runs_md_explains_every_column_and_no_other():
+    page = (ROOT / "docs/runs.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+    names = re.findall("`(.+?)`", " ".join(cells))
+    for name in names:
+        assert fnmatch.filter(COLUMNS, name), name
+    for column in COLUMNS:
+        assert any(fnmatch.fnmatch(column, name) for name in names), column
+
+
+def test_an_installed_copy_works_in_another_folder(tmp_path):
+    """With the files that setuptools packs, in a folder that has no checkout."""
+    source = tmp_path / "source"
+    words = ["git", "checkout-index", "--all", f"--prefix={source}/"]
+    subprocess.run(words, cwd=ROOT, check=True)
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", tmp_path / "to"]
+    subprocess.run([*install, source], check=True)
+    shutil.rmtree(source)
+    use = "import sumtree; from freshper.backends import load; from freshper.flags import parse_args;"
+    use += "load(parse_args(['--env', 'frozenlake']))  # its weights are packed, too"
+    subprocess.run([sys.executable, "-c", use], cwd=tmp_path / "to", check=True, timeout=60)
 
 
 def test_paper_to_code_has_every_label_in_order_with_its_number():
