@@ -97,16 +97,15 @@ def test_golden_answers_that_cannot_be_compared_are_refused(answers, tmp_path):
 
 
 def test_what_each_kind_of_reply_earns():
-    """A search and an answer are valid and only the right answer earns 1. An answer ends it."""
-    replies = "<search>Rome</search>", "Rome", "<answer>x</answer>", "<answer>{}</answer>"
-    results = [(0.0, True, False), (-0.15, False, False), (0.0, True, True), (1.0, True, True)]
+    """Reward, valid, and whether it ends the episode."""
     env = NQSearch()
-    for reply, (reward, valid, ended) in zip(replies, results, strict=True):
-        env.reset(seed=3)
-        _, *results, info = env.step(reply.format(env.question.answers[0]))
-        assert results == [reward, ended, False]
-        assert (info["valid"], info["success"]) == (valid, reward == 1.0)
-        assert info["metrics"] == {"searches": float("search" in reply)}
+    env.reset(seed=3)
+    expected = {"<search>Rome</search>": (0.0, True, False), "Rome": (-0.15, False, False)}
+    expected["<answer>x</answer>"] = (0.0, True, True)
+    expected[f"<answer>{env.question.answers[0]}</answer>"] = (1.0, True, True)
+    for reply, result in expected.items():
+        _, reward, ended, _, info = env.step(reply)
+        assert (reward, info["valid"], ended) == result
 
 
 def test_the_optimal_player_searches_for_each_person_of_the_chain():

@@ -24,10 +24,8 @@ def test_an_episode_from_start_to_goal_and_on_to_the_next_seed():
     episode.append("<think>down now</think><answer>Down</answer>")
     shown = run("cliffwalking", "--seed", "4", typed="\n".join([*episode, "Up"]))
     rewards = [("", "-1"), ("Your last reply could not be read. ", "-1.15"), *[("", "-1")] * 13]
-    unread = "This reply could not be read: <answer>nonsense</answer>\n"
-    assert shown.count(unread) == 1
-    shown = shown.replace(unread, "")
-    form = r"> (?:The end:\n)?(Your .*? read\. )?Reward: (\S+)\.\nTurn"
+    assert shown.count("This reply could not be read: <answer>nonsense</answer>\n") == 1
+    form = r"> (?:The end:\n|This .*\n)?(Your .*? read\. )?Reward: (\S+)\.\nTurn"
     assert re.findall(form, shown) == rewards
     assert "\nsuccess after 14 turns, return -14.15\n\nEpisode of seed 5" in shown
 
