@@ -10,9 +10,9 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-from runs import MAIN, NAMES, PAIR, TASKS, effect, values
+from runs import MAIN, NAMES, PAIR, TASKS, at, effect, values
 from scipy.stats import spearmanr
-from stats import Effect, above, judge, judge_equal
+from stats import Effect, above, contrast, judge, judge_equal
 
 TEXT = ["frozenlake"]
 CLIFF = ["cliffwalking"]
@@ -393,6 +393,16 @@ def claim_a_rate():
 
     It was tuned by two seeds. Added on 2026-11-28."""
     return count(family(PAIR, "freshper - epochs @ 0.5"))
+
+
+def claim_a_updates():
+    """a, updates: is it better after as many updates as on-policy training makes, at constant rates?
+
+    The only pair in which no rate falls. Added on 2026-11-28."""
+    arms = ("freshper +constant", "on_policy +constant")
+    end = values("frozenlake", arms[1], "updates")[:1]
+    own = contrast([at("frozenlake", arm, "step", end)[:, 0] for arm in arms], (1, -1))
+    return count([Part("frozenlake", " - ".join(arms), own, *judge([own]))])
 
 
 def claim_b():
