@@ -396,7 +396,7 @@ def claim_a_rate():
 
 
 def claim_a_updates():
-    """a, updates: is it better after as many updates as on-policy training makes, at constant rates?
+    """a, updates: minus on-policy training after as many updates, at constant rates.
 
     The only pair in which no rate falls. Added on 2026-11-28."""
     arms = ("freshper +constant", "on_policy +constant")
