@@ -1,9 +1,9 @@
 """CliffWalking, as text: walk along the cliff to the goal, one step at a time.
 
-Paper: section 4.3, appendix D "CliffWalking"; Table 2 (200 actions). It is a control: on-policy
-training solves it. The dynamics are those of Gymnasium's `CliffWalking-v1` (Sutton and Barto,
-example 6.6): 4x12 cells, -1 a step, and -100 for a fall, which leads back to the start. All
-held-out seeds are the same task. `score` is the sum of rewards.
+Paper: section 4.3, appendix D "CliffWalking"; Table 2 (200 actions). It is a control: the paper's
+on-policy training "solves it quickly". The dynamics are those of Gymnasium's `CliffWalking-v1`
+(Sutton and Barto, example 6.6): 4x12 cells, -1 a step, and -100 for a fall, which leads back to the
+start. All held-out seeds are the same task. `score` is the sum of rewards.
 
 Where we differ: the optimal score is -13, the length of the shortest way. The paper's 0 comes from
 a private package. The random policy scores -2079 in 200 turns (exact). The default here is 50

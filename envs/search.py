@@ -1,7 +1,8 @@
 """Search passages with a FAISS index, in this process or on a server.
 
 Paper: appendix D, "NQ Search" ("Retrieved documents are provided via a FAISS index with E5
-embeddings, k = 3"). The index is exact. envs/search_server.py builds and serves one.
+embeddings", three passages a query). The index is exact. envs/search_server.py builds and serves
+one.
 
 There are two encoders: a transformer such as E5, and hashed words, which are ours and need no
 download.

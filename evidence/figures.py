@@ -125,7 +125,7 @@ def pays(figure: Figure) -> None:
     for arm in ("freshper", "epochs", "on_policy"):
         panels[0].plot([], [], color=COLORS[arm], label=ARMS[arm])
     panels[0].plot([], [], "k--", label="at least")
-    figure.legend(loc="outside lower center", ncols=4, columnspacing=1)
+    figure.legend(loc="outside upper center", ncols=4, columnspacing=1)
     figure.supxlabel("extra seconds per episode", size=10)
     figure.supylabel("time to a success, FreshPER = 1", size=10)
 

@@ -116,15 +116,6 @@ def success() -> str:
     return table(("final success", "random", *ARMS.values()), rows)
 
 
-def solved() -> str:
-    """Return how many of five runs end above 0.65, where few means say little: NQ Search has a
-    plateau at 0.55 to 0.60, and CliffWalking is solved or not."""
-    rows = []
-    for task in ("nq_search", "cliffwalking"):
-        rows.append([NAMES[task], *(f"{(values(task, arm) > 0.65).sum()}" for arm in ARMS)])
-    return table(("runs above 0.65", *ARMS.values()), rows)
-
-
 def tuning() -> str:
     """Return success by factor on the learning rate, the mean over two tasks and two seeds, 1 for
     the optimal policy and 0 for the random one."""
@@ -150,20 +141,6 @@ def second_stage() -> str:
             confirmed = two.low * two.high > 0 and one.estimate * two.estimate > 0
             rows.append([name, formula, span(one), span(two), span(ten), str(confirmed)])
     return table(("task", "effect", "first", "second", "both", "confirmed"), rows)
-
-
-def after_updates() -> str:
-    """Return success minus that of on-policy training, when both have made as many updates as it
-    makes in all, a third of the others'. Fair is the last row alone: there no rate falls."""
-    pairs = [(task, "freshper", "on_policy") for task in TASKS]
-    pairs += [(task, "per", "on_policy") for task in TASKS]
-    pairs.append(("frozenlake", "freshper +constant", "on_policy +constant"))
-    rows = []
-    for task, *arms in pairs:
-        end = values(task, arms[1], "updates")[:1]
-        groups = [at(task, arm, "step", end)[:, 0] for arm in arms]
-        rows.append([NAMES[task], " - ".join(arms), span(contrast(groups, [1, -1]))])
-    return table(("task", "effect", "success"), rows)
 
 
 def decay_pays(tasks: list[str], no_decay: str) -> list[Effect]:
@@ -256,11 +233,9 @@ def main() -> None:
     sections = {
         "Claims and questions": claims(),
         "Success": success(),
-        "Runs that end above 0.65": solved(),
         "Differences of arms": compared(DIFFERENCES),
         "The two-by-two": compared(FACTORS),
         "The second stage": second_stage(),
-        "After as many updates as on-policy training": after_updates(),
         "FreshPER minus no decay, by the share of the episodes": shares(),
         "Episodes and time until a success": episodes_and_time(),
         "Tuning": tuning(),
