@@ -39,24 +39,25 @@ ONE = ["--arm", "on_policy", "--seeds", "3"]
 ARMS = [*ONE, "--arm", DIVERGES]
 
 
-def press_ctrl_c(metrics):
-    """As soon as some iterations are done."""
+def close_terminal(metrics):
+    """As soon as some iterations are done. A service manager signals once more."""
     while not (metrics.exists() and metrics.read_text().count("\n") > 4):
         time.sleep(0.02)
-    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGHUP)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    """The folder of a comparison of two real runs. Ctrl-C saves the first one, and the same command
-    goes on with it, here with a second one beside it, which diverges. A table that became too short
+    """The folder of a comparison of two real runs. A closed terminal saves the first one, and the
+    same command goes on with it, here with a second one beside it, which diverges. A table that became too short
     meanwhile is written again."""
     folder = tmp_path_factory.mktemp("compared")
     run = folder / "on_policy-seed3"
     metrics = run / "metrics.csv"
     with pytest.MonkeyPatch.context() as patch:
-        threading.Thread(target=press_ctrl_c, args=[metrics], daemon=True).start()
-        assert call(patch, folder, *ONE) == 130
+        threading.Thread(target=close_terminal, args=[metrics], daemon=True).start()
+        assert call(patch, folder, *ONE) == 129
         assert (run / "checkpoint/manifest.json").exists()
         done = int(read(run, "metrics.csv")["iteration"][-1])
         assert done < 10
@@ -185,14 +186,15 @@ def test_intervals_of_the_table():
     runs = {"on_policy": np.array([0.1, 0.4, 0.2, 0.5]), "per": np.array([0.5, 0.6, 0.9])}
     rest = {"peak": 1.0, "updates": 2, "wall_s": 3.0, "diverged": 1}
     rows = [rest | {"arm": arm, "last": value} for arm, values in runs.items() for value in values]
-    table = compare.table(pandas.DataFrame(rows)).splitlines()
+    table = compare.table(pandas.DataFrame(rows), 2).splitlines()
+    assert table[0].startswith("| arm | last 2 evaluations, per seed | mean | - on_policy | peak")
     low, high = stats.t.interval(0.95, 2, scale=stats.sem(runs["per"]))
     mean = f"0.500 0.600 0.900 | 0.667 ± {(high - low) / 2:.3f}"
     assert table[3].startswith(f"| per | {mean} | ")
     assert table[3].endswith("| 1.000 | 2 | 3 of 3 | 3 |")
     welch = stats.ttest_ind(runs["per"], runs["on_policy"], equal_var=False)
     low, high = welch.confidence_interval()
-    assert table[3].split(" | ")[3] == f"{low:+.3f} to {high:+.3f}"
+    assert table[3].split(" | ")[3] == f"+0.367 [{low:+.3f}, {high:+.3f}]"
     assert table[2].split(" | ")[3] == ""
 
 

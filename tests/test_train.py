@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -290,6 +291,17 @@ def test_mixed_precision_rounds_and_keeps_weights_in_float32(tmp_path, monkeypat
     policy.mixed = True
     assert torch.equal(trainer.logprobs(batch), batch.behavior_logprobs)
     assert (batch.behavior_logprobs - exact).abs().mean() > 1e-5
+
+
+def test_ctrl_c_is_python_s_again_after_the_imports(tmp_path, monkeypatch):
+    """IPython's `%run train.py` goes on in the same process."""
+    argv = ["train.py", "--preset=small", "--model=nowhere/none", f"--out={tmp_path / 'run'}"]
+    monkeypatch.setattr("sys.argv", argv)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path("train.py", run_name="__main__")
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_a_run_needs_neither_a_terminal_nor_a_display_and_ctrl_c_saves_it(tmp_path):
