@@ -1,26 +1,8 @@
 """What a run prints and shows: rows, pages, figures and sentences. Not in the paper.
 
-Columns of metrics.csv are means over the updates of an iteration; row 0 is the evaluation before
-training:
-
-    train_*             of the policy before the updates of the row
-    eval_*              on held-out seeds, after them
-    turns               replies per episode
-    invalid             share of replies that could not be read
-    cut                 share of replies that --max_new_tokens ended
-    truncated           share of episodes cut by --max_tokens
-    mismatch            mean |engine - trainer log-prob|
-    clip_fraction, kl   share of clipped tokens; k3 of pi_mu against pi_theta: 0 in the first epoch
-    nonzero_advantages  share of action tokens whose advantage is not 0
-    replay_*            of replayed batches
-    ess, ess_token      ESS / n of trajectories and of tokens (eq. 5)
-    rollout_s, logprobs_s, update_s, replay_s, sync_s
-                        seconds of line 2, 3, 5, 7 to 10, 12
-    wall_s              time since the first evaluation, with later ones and checkpoints
-
-Replayed batches are measured as drawn, not weighted by 1 / P(i). A batch has an ESS / n of at least
-1 / B, so compare `ess` between runs of one --batch_size only. Everything here can be called on the
-tables of a finished run.
+docs/runs.md says what the columns of metrics.csv mean. Replayed batches are measured as drawn, not
+weighted by 1 / P(i). A batch has an ESS / n of at least 1 / B, so compare `ess` between runs of one
+--batch_size only.
 """
 
 import base64

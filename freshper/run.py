@@ -8,7 +8,7 @@
     diagnostics.png    staleness by age (freshper/diagnostics.py)
     episodes.html      held-out episodes of the last evaluation
 
-freshper/report.py makes the rows and the pages, and says what the columns mean.
+freshper/report.py makes the rows and the pages, docs/runs.md says what the columns mean.
 """
 
 import contextlib
