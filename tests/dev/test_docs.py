@@ -101,10 +101,8 @@ def test_an_installed_copy_works_in_another_folder(tmp_path):
     ]
     subprocess.run([*install, source], check=True)
     shutil.rmtree(source)
-    use = (
-        "import sumtree; from freshper.flags import parse_args; from freshper.tiny import SHIPPED;"
-    )
-    use += "parse_args([]); assert list(SHIPPED.glob('frozenlake/*'))"
+    use = "import sumtree; from freshper import flags, tiny; "
+    use += "flags.parse_args([]); assert list(tiny.SHIPPED.glob('frozenlake/*'))"
     subprocess.run([sys.executable, "-c", use], cwd=tmp_path / "to", check=True)
 
 
