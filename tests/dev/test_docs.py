@@ -89,17 +89,8 @@ def test_an_installed_copy_works_in_another_folder(tmp_path):
     source = tmp_path / "source"
     words = ["git", "checkout-index", "--all", f"--prefix={source}/"]
     subprocess.run(words, cwd=ROOT, check=True)
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--target",
-        tmp_path / "to",
-    ]
-    subprocess.run([*install, source], check=True)
+    install = "-m pip install -q --no-deps --target".split()
+    subprocess.run([sys.executable, *install, tmp_path / "to", source], check=True)
     shutil.rmtree(source)
     use = "import sumtree; from freshper import flags, tiny; "
     use += "flags.parse_args([]); assert list(tiny.SHIPPED.glob('frozenlake/*'))"
