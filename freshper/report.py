@@ -7,7 +7,9 @@ weighted by 1 / P(i). A batch has an ESS / n of at least 1 / B, so compare `ess`
 
 import base64
 import contextlib
+import resource
 import shlex
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -146,9 +148,11 @@ def columns_of(
     row = {
         **{f"train_{name}": mean for name, mean in played.items()},
         **{name: played[name] for name in ("turns", "invalid", "cut", "truncated")},
+        "tokens": sum(len(episode.tokens) for episode in episodes),
         "step": trainer.step,
         "lr": trainer.lr,
         "buffer_size": len(buffer),
+        "memory_gb": peak_memory(),
         "update_s": sum(update.stats["seconds"] for update in fresh),
         "replay_s": sum(update.stats["seconds"] for _, update in replays),
         **means([update.stats for update in fresh]),
@@ -156,6 +160,14 @@ def columns_of(
     if replays:
         row |= means([replay_columns(*replay) for replay in replays])
     return row
+
+
+def peak_memory() -> float:
+    """Return the most memory so far in GB: torch's on a GPU, else that of this process."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 2**30
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes / (2**30 if sys.platform == "darwin" else 2**20)
 
 
 def replay_columns(drawn: Replay, update: Update) -> Row:

@@ -50,8 +50,8 @@ def close_terminal(metrics):
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
     """The folder of a comparison of two real runs. A closed terminal saves the first one, and the
-    same command goes on with it, here with a second one beside it, which diverges. A table that became too short
-    meanwhile is written again."""
+    same command goes on with it, here with a second one beside it, which diverges. A table that
+    became too short meanwhile is written again."""
     folder = tmp_path_factory.mktemp("compared")
     run = folder / "on_policy-seed3"
     metrics = run / "metrics.csv"
