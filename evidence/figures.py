@@ -43,7 +43,7 @@ def forest(axes: Axes, difference: Difference, color: str, shift: float = 0.0) -
             axes.text(right, y + 0.2, f"{own.estimate:.2f} ", size=9, ha="right")
     axes.set_yticks(-np.arange(len(TASKS)), [NAMES[task] for task in TASKS])
     axes.axvline(0.0, color="black", linewidth=1)
-    axes.axvspan(-SMALLEST_EFFECT, SMALLEST_EFFECT, color="black", alpha=0.06, linewidth=0)
+    axes.axvspan(-SMALLEST_EFFECT, SMALLEST_EFFECT, color="black", alpha=0.1, linewidth=0)
 
 
 def rivals(figure: Figure) -> None:

@@ -97,7 +97,7 @@ def compared(differences: dict[str, Difference]) -> str:
         "median task",
         "mean",
         "mean, normalised",
-        "mean without NQ, Cliff",
+        "mean without NQ Search (stand-in), CliffWalking",
         "permutation p",
     ]
     for name, (arms, weights) in differences.items():
@@ -155,7 +155,10 @@ def decay_pays(tasks: list[str], no_decay: str) -> list[Effect]:
 def shares() -> str:
     rows = []
     for no_decay, rate in NO_DECAY.items():
-        for name, tasks in {"nine tasks": TASKS, "without NQ, Cliff": OTHERS}.items():
+        for name, tasks in {
+            "nine tasks": TASKS,
+            "without NQ Search (stand-in), CliffWalking": OTHERS,
+        }.items():
             rows.append([name, rate, *map(span, decay_pays(tasks, no_decay))])
     return table(["", "no decay's rate", *(f"{share:.0%}" for share in SHARES)], rows)
 
