@@ -16,7 +16,7 @@ runs = pd.DataFrame(rows, columns=["arm", "seed", "replies", "reward"])
 runs.to_csv("evidence/trl.csv", index=False)
 
 curves = runs.groupby(["replies", "arm"]).reward.agg(["mean", "std"]).unstack()
-shown = curves["mean"][["on_policy", "epochs", "replay"]]
+shown = curves["mean"][["on_policy", "epochs", "epochs_slow", "replay"]]
 axes = shown.plot(yerr=curves["std"], capsize=3, ylabel="reward of fresh replies")
 axes.axhline(0.25, linestyle=":")  # random moves
 axes.figure.savefig("docs/trl.png")
