@@ -129,6 +129,7 @@ def train_all(runs: list[Run], jobs: int, ending: Ending) -> None:
             if processes and next(seconds) % 60 == 0:
                 print(f"iterations: {', '.join(map(str, processes))}", flush=True)
     finally:
+        ending.training = False
         # After an error or a signal, those under way save and end.
         for process in processes.values():
             process.terminate()
@@ -284,7 +285,6 @@ def main() -> int:
         )
         ending.training = True
         train_all(runs, args.jobs, ending)
-        ending.training = False
 
         results = pandas.DataFrame([summary(run, args.metric) for run in runs])
         results.drop(columns=["episodes", "values"]).to_csv(args.out / "results.csv", index=False)

@@ -72,7 +72,7 @@ def narrated(run: Run, policy: Policy, env: TextEnv) -> Iterator[None]:
                 draw(run, levels)
             except OSError as failure:
                 run.say(f"figures could not be written to {run.folder}: {failure}")
-        run.say(f"written to {run.folder}")
+        run.say(f"written to {run.folder}, with at most {peak_memory():.1f} GB of memory")
         if run.done < config.iterations:
             command = f"python train.py --resume {shlex.quote(str(run.folder))}"
             run.say(f"continue with: {command} --iterations {config.iterations}")
@@ -152,7 +152,6 @@ def columns_of(
         "step": trainer.step,
         "lr": trainer.lr,
         "buffer_size": len(buffer),
-        "memory_gb": peak_memory(),
         "update_s": sum(update.stats["seconds"] for update in fresh),
         "replay_s": sum(update.stats["seconds"] for _, update in replays),
         **means([update.stats for update in fresh]),

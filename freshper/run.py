@@ -34,9 +34,10 @@ from freshper.trainer import Update
 
 Row = dict[str, Any]  # numbers by the name of their column
 COLUMNS = """iteration step episodes wall_s train_success train_reward eval_success eval_reward
-turns invalid cut truncated tokens mismatch loss grad_norm clip_fraction kl nonzero_advantages replay_loss
-replay_grad_norm replay_clip_fraction replay_kl replay_nonzero_advantages replay_success replay_age
-ess ess_token buffer_size lr rollout_s logprobs_s update_s replay_s sync_s memory_gb""".split()
+turns invalid cut truncated tokens mismatch loss grad_norm clip_fraction kl nonzero_advantages
+replay_loss replay_grad_norm replay_clip_fraction replay_kl replay_nonzero_advantages
+replay_success replay_age ess ess_token buffer_size lr rollout_s logprobs_s update_s replay_s
+sync_s""".split()
 
 
 class Run(contextlib.AbstractContextManager):

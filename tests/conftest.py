@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import runpy
+import signal
 import socket
 import threading
 from pathlib import Path
@@ -36,6 +37,10 @@ from freshper.tiny import build_policy
 # The same examples on every machine.
 hypothesis.settings.register_profile("repeatable", derandomize=True)
 hypothesis.settings.load_profile("repeatable")
+
+
+# nohup would make every run deaf to the end of a terminal.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

@@ -150,7 +150,7 @@ def test_a_fault_ends_the_run_at_once_and_it_can_be_resumed(
             at_call(patch, HFEngine, "generate", 11, send(signal.SIGINT, signal.SIGINT))
             assert run(tmp_path / "run") == 130
         else:
-            at_call(patch, FrozenLake, "step", 75, lambda: int("lake"))
+            at_call(patch, FrozenLake, "step", 91, lambda: int("lake"))
             # it is not taken for bad input, and keeps its traceback
             with pytest.raises(ValueError, match="'lake'"):
                 run(tmp_path / "run")
