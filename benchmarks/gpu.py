@@ -28,11 +28,11 @@ PLAN = [
 SHORT = """--preset paper --env frozenlake --iterations 3 --eval_every 3 --eval_episodes 8
 --max_turns 2 --max_new_tokens 32 --max_tokens 1024 --rollout_batch_size 32 --batch_size 32
 --save_every 0"""
-COLUMNS = "tokens memory_gb rollout_s logprobs_s update_s replay_s sync_s wall_s mismatch"
+COLUMNS = "tokens rollout_s logprobs_s update_s replay_s sync_s wall_s mismatch"
 
 
 def table(folder: Path, flags: list[str], minutes: float) -> str:
-    """Return what a run measured, and how it ended if it failed."""
+    """Return what a run measured, and how it ended."""
     command = [sys.executable, "train.py", "--out", str(folder), *flags]
     log = folder.with_suffix(".log")
     ended = ""
@@ -41,6 +41,7 @@ def table(folder: Path, flags: list[str], minutes: float) -> str:
             subprocess.run(command, stdout=file, stderr=file, timeout=60 * minutes, check=True)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as failure:
             ended = f"{type(failure).__name__}: {log.read_text()[-1500:]}"
+    ended = ended or log.read_text().splitlines()[-1]  # with the run's memory
     rows = folder / "metrics.csv"
     if not rows.exists():
         return ended
