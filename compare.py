@@ -43,7 +43,7 @@ from freshper.config import TABLES, Config
 from freshper.errors import Ending, protect_output
 from freshper.flags import make_parser, parse_args
 from freshper.report import baselines, drawing, task
-from freshper.run import Row
+from freshper.run import Row, may_fail
 
 EXHIBITS = TABLES["exhibit"]  # names, and their arms
 # As in the figures of RESULTS.md
@@ -279,7 +279,8 @@ def main() -> int:
         runs = [plan(args, arm, seed) for arm in arms for seed in args.seeds]
         if len({run.folder for run in runs}) < len(runs):
             raise UserError("--seeds or --arm names a run twice")
-        args.out.mkdir(parents=True, exist_ok=True)
+        with may_fail(args.out):
+            args.out.mkdir(parents=True, exist_ok=True)
         print(
             f"{len(runs)} runs in {args.out}; if interrupted, the same command goes on", flush=True
         )

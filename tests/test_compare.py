@@ -152,7 +152,7 @@ def test_what_cannot_be_compared_is_named(out, tmp_path, monkeypatch, capsys, se
 def test_a_run_that_fails_ends_the_comparison(tmp_path, monkeypatch, capsys):
     sentence = refusal(monkeypatch, capsys, tmp_path / "out", "--max_tokens", "20")
     log = tmp_path / "out/on_policy-seed3.log"
-    assert sentence == f"compare.py: error: a run ended with status 1: see {log}\n"
+    assert sentence == f"compare.py: error: a run ended with status 2: see {log}\n"
     assert "--max_tokens is 20, but must be at least" in log.read_text()
 
 
