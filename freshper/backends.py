@@ -28,8 +28,9 @@ from freshper.rollout import Engine
 from freshper.tiny import choose_threads, keep_freed_memory, tiny_model
 from freshper.trainer import TorchTrainer
 
-# Bytes kept for the backward pass. If a micro-batch needs more, each layer is computed again.
-ACTIVATIONS = 5 * 2**30
+# Share of the memory that a backward pass may keep. If a micro-batch needs more, each layer is
+# computed again.
+ACTIVATIONS = 0.2
 # Bounds of `mismatch` under vLLM, at temperature 1. SmolLM2-135M has 5e-6 and 0.04.
 MOST_MISMATCH = {"float32": 1e-4, "bfloat16": 0.2}
 
@@ -186,13 +187,20 @@ def check_rows(policy: Policy, env: TextEnv, config: Config) -> None:
         )
 
 
+def total_memory(device: str) -> int:
+    """Return the memory of the GPU, or of this machine, in bytes."""
+    if device == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def make_trainer(policy: Policy, config: Config) -> TorchTrainer:
     """Make the trainer of this rank. That of rank 0 also runs those of the others."""
     text = policy.model.config.get_text_config()
     tokens = config.micro_batch_size * config.max_tokens
     # Bytes: Korthikanti et al., arXiv 2205.05198, without those of the attention.
     activations = 34 * tokens * text.num_hidden_layers * text.hidden_size
-    if activations > ACTIVATIONS:
+    if activations > ACTIVATIONS * total_memory(config.device):
         policy.model.gradient_checkpointing_enable({"use_reentrant": False})
 
     updates = config.iterations * config.updates_per_iteration
