@@ -45,7 +45,7 @@ def train(
     norm = ReturnNormalizer(config.baseline == "turn", config.kl_reward_coef)
     parts = {"trainer": trainer, "engine": engine, "buffer": buffer, "norm": norm}
 
-    # Go on from the checkpoint of --resume, if there is one.
+    # Go on from the newest checkpoint of --resume, or begin.
     if not run.restore(parts):
         run.log(0, held_out(run, engine, envs))
 
@@ -95,7 +95,9 @@ def train(
         # 12: sync the inference engine, pi_mu <- pi_theta
         row |= engine.sync(trainer)
 
-        # The row of metrics.csv, an evaluation and a checkpoint if they are due
+        # Write the row of metrics.csv. An evaluation and a checkpoint are due every so many
+        # iterations and after the last one, a checkpoint also after a signal (Ctrl-C, SIGTERM),
+        # which ends the run here.
         done = iteration + 1
         row |= columns_of(episodes, fresh, replays, trainer, buffer)
         if config.is_due(config.eval_every, done):
@@ -109,8 +111,9 @@ def main(argv: list[str] | None = None) -> int:
     """Return the exit status, one of those of `Ending`."""
     config = parse_args(argv)
     with Ending() as ending:
-        if join_ranks(config):
-            return serve(config)  # the life of every rank but the first
+        rank = join_ranks(config)  # 0 in one process
+        if rank > 0:
+            return serve(config)  # compute what rank 0 asks for, until it ends
 
         envs = make_envs(config)
         with (

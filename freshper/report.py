@@ -72,8 +72,9 @@ def narrated(run: Run, policy: Policy, env: TextEnv) -> Iterator[None]:
                 draw(run, levels)
             except OSError as failure:
                 run.say(f"figures could not be written to {run.folder}: {failure}")
-        run.say(f"written to {run.folder}, with at most {peak_memory():.1f} GB of memory")
-        if run.done < config.iterations:
+        if not run.metrics.empty:
+            run.say(f"written to {run.folder}, with at most {peak_memory():.1f} GB of memory")
+        if not run.metrics.empty and run.done < config.iterations:
             command = f"python train.py --resume {shlex.quote(str(run.folder))}"
             run.say(f"continue with: {command} --iterations {config.iterations}")
 
@@ -86,8 +87,8 @@ def watched(run: Run, ending: Ending) -> Iterator[int]:
     for iteration in bar:
         yield iteration
         metrics = run.metrics
-        held_out = metrics["eval_success"].dropna().iloc[-1]
-        bar.set_postfix(success=metrics["train_success"].iloc[-1], held_out=held_out)
+        evaluation = metrics["eval_success"].dropna().iloc[-1]
+        bar.set_postfix(success=metrics["train_success"].iloc[-1], held_out=evaluation)
         for sentence in warnings(metrics):
             run.say(sentence)
 

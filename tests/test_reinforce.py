@@ -8,12 +8,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_episode
-from hypothesis import given
-from hypothesis import strategies as st
 
 from freshper.config import Config
-from freshper.episode import PADDING, collate, group_by_length
-from freshper.priority import base_priorities
+from freshper.episode import collate
 from freshper.reinforce import (
     WINDOW,
     ReturnNormalizer,
@@ -301,39 +298,3 @@ def test_equal_failures_successes_and_rounding_under_each_baseline(kind):
 def test_equal_values_are_whitened_to_zero(equal):
     """The float32 mean of three times 0.1 is another number."""
     assert (whiten(torch.full((1, 3), equal), torch.ones(1, 3, dtype=torch.bool)) == 0).all()
-
-
-@pytest.mark.parametrize("kind", ["batch", "turn", "recompute"])
-def test_a_base_priority_is_of_the_return_or_of_the_unclipped_advantage(kind):
-    """Never against the replay batch: four successes would then have the priority epsilon."""
-    episodes = [make_episode(np.random.default_rng(k), turns=1 + k % 3) for k in range(8)]
-    config = Config(advantage_clip=0.2, epsilon=0.1, baseline=kind)
-    unclipped = dataclasses.replace(config, advantage_clip=1e9)
-    normalizer = normalizer_of(config)
-    normalizer.observe(collate(episodes))
-    for drawn in (episodes, episodes[:2], episodes[:1]):
-        means = [np.mean(row) for row in slow_advantages(drawn, unclipped, episodes)]
-        for source, expected in (("advantage", means), ("reward", [e.reward for e in drawn])):
-            kind = dataclasses.replace(config, base_priority=source)
-            priorities = base_priorities(drawn, normalizer, kind)
-            np.testing.assert_allclose(priorities, np.abs(expected) + 0.1, rtol=1e-4)
-
-
-@given(st.lists(st.integers(1, 5000), min_size=1, max_size=200), st.integers(1, 40))
-def test_rows_stand_once_in_groups_of_little_padding(lengths, most):
-    groups = group_by_length(lengths, most)
-    assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
-    for group in groups:
-        grouped = [lengths[row] for row in group]
-        assert grouped == sorted(grouped)
-        assert len(grouped) <= most
-        assert sum(grouped) > (1 - PADDING) * max(grouped) * len(grouped)
-    # Equal lengths fill every group but one.
-    assert [len(group) for group in group_by_length([7] * 10, 4)] == [2, 4, 4]
-
-
-def test_an_episode_with_too_few_rewards_is_refused():
-    episode = make_episode(np.random.default_rng(0), seed=7)
-    episode.turn_rewards = episode.turn_rewards[:-1]
-    with pytest.raises(ValueError, match="episode of seed 7"):
-        collate([episode])
