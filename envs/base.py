@@ -157,7 +157,8 @@ class TextEnv(gymnasium.Env):
 
         Tasks that query a service override this to send one request.
         """
-        return map(cls.step, envs, replies)
+        # In `map` a StopIteration of an environment would end the list, and hide its line.
+        return [env.step(reply) for env, reply in zip(envs, replies)]
 
     def caption(self) -> str:
         """Return a caption of the observation in `words`. Only the warm start needs it."""

@@ -141,6 +141,17 @@ def test_a_run_that_nohup_started_does_not_hear_the_end_of_its_terminal(tmp_path
     signal.signal(signal.SIGHUP, before)
 
 
+def no_more():
+    return next(iter(()))
+
+
+def test_an_iterator_s_end_in_an_environment_keeps_its_line(tmp_path, monkeypatch):
+    at_call(monkeypatch, FrozenLake, "step", 91, no_more)
+    with pytest.raises(StopIteration) as caught:
+        run(tmp_path / "run")
+    assert caught.traceback[-1].name == "no_more"
+
+
 @pytest.mark.parametrize("fault", ["Ctrl-C twice", "a bug of an environment"])
 def test_a_fault_ends_the_run_at_once_and_it_can_be_resumed(
     tmp_path, monkeypatch, capsys, finished, fault
