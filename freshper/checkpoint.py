@@ -72,7 +72,7 @@ def save(out: Path, parts: Parts, made_with: dict[str, Any]) -> None:
         shutil.rmtree(new, ignore_errors=True)
         # torch.save hides the error of the disk behind its own.
         reason = error.__context__ or error
-        raise UserError(f"no checkpoint was written to {out}: {reason}") from error
+        raise UserError(f"the checkpoint was not written to {out}: {reason}") from error
 
 
 def fill(folder: Path, parts: Parts, state: dict[str, Any], made_with: dict[str, Any]) -> None:
