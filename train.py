@@ -103,7 +103,7 @@ def train(
         if config.is_due(config.eval_every, done):
             row |= held_out(run, engine, envs)
         run.log(done, row, replays)
-        if config.is_due(config.save_every, done) or ending.must_stop():
+        if ending.must_stop() or config.is_due(config.save_every, done):
             run.save(parts)
 
 

@@ -130,7 +130,8 @@ def test_a_stopped_and_resumed_run_is_the_run_that_never_stopped(tmp_path, monke
 )
 def test_signals_save_once_however_often_they_come(tmp_path, monkeypatch, signals, status):
     at_call(monkeypatch, train, "rollout", 3, send(*signals))
-    assert run(tmp_path / "run") == status
+    # A checkpoint is due after this iteration, too.
+    assert run(tmp_path / "run", "--save_every", "1") == status
     assert done(tmp_path / "run") == 3
 
 
