@@ -21,7 +21,7 @@ from compare import EXHIBITS
 from freshper.config import Config
 from freshper.episode import collate
 from freshper.flags import parse_args
-from freshper.report import COLUMNS
+from freshper.run import COLUMNS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("e*/README.md")])
