@@ -265,8 +265,11 @@ class Policy:
 
     def copy(self) -> "Policy":
         """Return a copy, which shares a frozen vision tower and its features."""
-        frozen = [x for x in self.model.parameters() if self.freeze_vision > x.requires_grad]
-        return replace(self, model=copy.deepcopy(self.model, {id(x): x for x in frozen}))
+        shared = {}  # what `deepcopy` takes as copied already
+        for parameter in self.model.parameters():
+            if self.freeze_vision and not parameter.requires_grad:
+                shared[id(parameter)] = parameter
+        return replace(self, model=copy.deepcopy(self.model, shared))
 
     def save(self, folder: str, parameters: dict[str, Tensor] | None = None) -> None:
         """Write the model, tokenizer and image processor in the Hugging Face format. `parameters`

@@ -72,11 +72,12 @@ def narrated(run: Run, policy: Policy, env: TextEnv) -> Iterator[None]:
                 draw(run, levels)
             except OSError as failure:
                 run.say(f"figures could not be written to {run.folder}: {failure}")
+        # Otherwise a new folder is removed.
         if not run.metrics.empty:
             run.say(f"written to {run.folder}, with at most {peak_memory():.1f} GB of memory")
-        if not run.metrics.empty and run.done < config.iterations:
-            command = f"python train.py --resume {shlex.quote(str(run.folder))}"
-            run.say(f"continue with: {command} --iterations {config.iterations}")
+            if run.done < config.iterations:
+                command = f"python train.py --resume {shlex.quote(str(run.folder))}"
+                run.say(f"continue with: {command} --iterations {config.iterations}")
 
 
 def watched(run: Run, ending: Ending) -> Iterator[int]:
