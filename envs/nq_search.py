@@ -9,8 +9,8 @@ format penalty. A server that fails ends the run before anything is trained on, 
 without its passages would blame the policy.
 
 Questions come from `data` (Search-R1's fields `question` and `golden_answers`) with a server at
-`search_url` (envs/search_server.py). Without `data` they are generated and searched in this process
-(envs/synthetic_wiki.py).
+`search_url` (examples/search_server.py). Without `data` they are generated and searched in this
+process (envs/synthetic_wiki.py).
 """
 
 import re

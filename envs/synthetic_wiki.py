@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from envs.base import held_out
-from envs.search import LocalEncoder, Retriever
+from envs.search import Retriever
 
 FIRST_NAMES = """Ada Bea Bo Cleo Dan Eva Finn Gus Hana Ivo Jo Kim Leo Mia Ned Olga Pia Quin Ray Sue
 Tom Una Vic Wanda Xena Yuri Zoe Amir Boris Clara Diego Elsa Anton Astrid Bruno Carla Cyril Dora
@@ -98,9 +98,9 @@ def retriever(group: str) -> Retriever:
     for person, values in facts(group).items():
         sentence = ", ".join(f"{relation} {value}" for relation, value in values.items())
         articles.append(f"{person}\n{sentence}")
-    return Retriever(articles, LocalEncoder(articles))
+    return Retriever(articles)
 
 
 def search(group: str, queries: list[str], topk: int) -> list[list[str]]:
     """Return the `topk` best articles of a group for each query, best first."""
-    return retriever(group).search(queries, topk)[0]
+    return retriever(group).search(queries, topk)

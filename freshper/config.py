@@ -44,7 +44,7 @@ class Config:
     data: str = ""
     """questions: hub id (owner/name:config), file or folder; empty: generated ones"""
     search_url: str = ""
-    """NQ's search server (envs/search_server.py); empty: generated texts"""
+    """NQ's search server (examples/search_server.py); empty: generated texts"""
 
     # method and replay
     method: Method = "freshper"

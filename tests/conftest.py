@@ -1,6 +1,5 @@
 """Shared set-up: one torch thread, tiny policies with random weights, episodes of random tokens."""
 
-import contextlib
 import copy
 import csv
 import dataclasses
@@ -8,8 +7,6 @@ import json
 import os
 import runpy
 import signal
-import socket
-import threading
 from pathlib import Path
 
 # For this process, and for those that tests start.
@@ -171,26 +168,6 @@ def write_rows(path, rows):
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
-
-
-@contextlib.contextmanager
-def serving(retriever, port=0):
-    """Serve a retriever in a thread while the block runs. Yields the address. Port 0 takes a free
-    one."""
-    import uvicorn  # the extra `search`
-
-    from envs.search_server import application
-
-    listener = socket.create_server(("127.0.0.1", port), backlog=256)
-    config = uvicorn.Config(application(retriever), log_level="warning", lifespan="off")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}/retrieve"
-    finally:
-        server.should_exit = server.force_exit = True
-        thread.join()
 
 
 QUESTION = "who got the first nobel prize in physics"

@@ -2,6 +2,8 @@
 
 import json
 import re
+import socketserver
+import threading
 from unittest.mock import Mock
 
 import numpy as np
@@ -11,6 +13,7 @@ from conftest import write_rows
 from envs import search, synthetic_wiki
 from envs.base import EVAL_SEEDS, WARM_START_SEEDS, UserError, play_out
 from envs.nq_search import NQSearch, exact_match, parse_action
+from envs.search import LocalEncoder, Retriever, retrieve
 
 NO_SERVER = "http://127.0.0.1:9/retrieve"
 START = {"train": 0, "held-out": EVAL_SEEDS}  # the first seed of each group
@@ -200,3 +203,81 @@ def test_a_turn_searches_once_for_all_environments(monkeypatch):
         assert steps == [env.step(reply) for env, reply in zip(alone, replies, strict=True)]
         assert search.call_count > 40
     assert all(step[3] for step in steps)  # five turns and no more
+
+
+TEXTS = [
+    "Mercury\nthe smallest planet, closest to the Sun",
+    "Venus\nsecond planet from the Sun, hotter than Mercury",
+    "Ceres\na dwarf planet between Mars and Jupiter",
+    "Naïve café\nünïcode 水星 text",
+    "Mars\n",
+]
+
+
+def test_faiss_finds_what_brute_force_finds():
+    """Against a float64 sort of all inner products."""
+    rng = np.random.default_rng(0)
+    corpus = [" ".join(map(str, rng.integers(1000, size=9))) for _ in range(2500)]
+    queries = corpus[::60]
+    retriever = Retriever(corpus)
+    passages = retriever.encoder.encode(corpus, passages=True).astype(np.float64)
+    products = retriever.encoder.encode(queries).astype(np.float64) @ passages.T
+    best = np.argsort(-products, axis=1)[:, :7]
+    assert retriever.search(queries, topk=7) == np.array(corpus)[best].tolist()
+
+
+def test_the_local_encoder_is_tf_idf(monkeypatch):
+    """Cosines against counts of words, without hashing. With 2^18 places none collide."""
+    monkeypatch.setattr(search, "TRIGRAM", 0.0)
+    texts = [re.findall(r"\w+", text.lower()) for text in TEXTS]
+    words = sorted(set(sum(texts, [])))
+    counts = np.array([list(map(text.count, words)) for text in texts])
+    vectors = counts * (np.log(6 / (1 + (counts > 0).sum(0))) + 1)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+
+    *hashed, without_words = LocalEncoder(TEXTS, dimension=1 << 18).encode([*TEXTS, "?"])
+    np.testing.assert_allclose(np.inner(hashed, hashed), vectors @ vectors.T, atol=1e-5)
+    assert not without_words.any()
+
+
+def http_answer(body, status="200 OK", header=""):
+    """Return the bytes of an answer."""
+    return f"HTTP/1.1 {status}\r\n{header}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+
+
+GOOD = '{"result": [[{"document": {"contents": "Title\\ntext"}, "score": 0.5}]]}'
+FAILURES = {  # what a server sends
+    "error": http_answer("no", "500 Error"),
+    "redirect": http_answer("", "307 Elsewhere", "Location: http://localhost:9/retrieve\r\n"),
+    "no json": http_answer("<html>"),
+    "too few": http_answer('{"result": []}'),
+    "no text": http_answer(GOOD.replace('"Title\\ntext"', "7")),
+    "too long": http_answer(GOOD + " " * (1 << 20)),
+    "too late": b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_request_that_fails_is_sent_again_and_given_up_after_three_attempts(failure, monkeypatch):
+    monkeypatch.setattr(search, "PAUSE", 0.01)
+    monkeypatch.setattr(search, "TIMEOUT", 0.3)
+    monkeypatch.setattr(search, "MAX_BYTES", 1 << 20)
+    answers = [FAILURES[failure], http_answer(GOOD), *[FAILURES[failure]] * 3]
+    received = []
+
+    class Failing(socketserver.StreamRequestHandler):
+        def handle(self):
+            head = iter(self.rfile.readline, b"\r\n")
+            (length,) = (int(line[15:]) for line in head if line.lower().startswith(b"content-len"))
+            received.append(json.loads(self.rfile.read(length)))
+            self.wfile.write(answers.pop(0))
+            self.rfile.read()  # until the client has left
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Failing) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/retrieve"
+        assert retrieve(url, ["a"], 3) == [["Title\ntext"]]
+        with pytest.raises(ConnectionError, match=r"failed 3 times.*, at last with .{9}"):
+            retrieve(url, ["a"], 3)
+        assert received == [{"queries": ["a"], "topk": 3, "return_scores": True}] * 5
+        server.shutdown()

@@ -1,19 +1,21 @@
-"""NQ Search with a real search server: an episode, and runs that lose it."""
+"""NQ Search with a search server: an episode, and runs that lose it."""
 
 import contextlib
 import json
 import re
 import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from conftest import QUESTION, contents, serving
+from conftest import QUESTION, contents
 from test_nq_search import NO_SERVER
 
 import train
 from envs import nq_search, search
 from envs.base import EVAL_SEEDS
 from envs.nq_search import NQSearch
-from envs.search import LocalEncoder, Retriever
+from envs.search import Retriever
 from freshper.engine_hf import HFEngine
 
 PASSAGES = [
@@ -23,9 +25,25 @@ PASSAGES = [
 ]
 
 
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        found = Retriever(PASSAGES).search(request["queries"], request["topk"])
+        result = [[{"document": {"contents": text}} for text in texts] for texts in found]
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"result": result}).encode())
+
+
+@contextlib.contextmanager
 def serve(port=0):
-    """Return a server as a context, which yields its address."""
-    return serving(Retriever(PASSAGES, LocalEncoder(PASSAGES)), port=port)
+    """Serve the passages while the block runs. Yields the address."""
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/retrieve"
+        finally:
+            server.shutdown()
 
 
 @pytest.fixture(scope="module")
