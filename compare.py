@@ -15,12 +15,6 @@ CliffWalking. 95 % intervals: Student's t for means, Welch's t for the differenc
 Diverged: numbers that are not finite ended the run.
 """
 
-import signal
-
-# While the imports take their seconds, Ctrl-C is quiet.
-if __name__ == "__main__":
-    python_handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
-
 import argparse
 import dataclasses
 import os
@@ -297,6 +291,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, python_handler)
     protect_output()
     sys.exit(main())

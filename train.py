@@ -7,15 +7,13 @@ Each line of the algorithm stands with its number. The module behind it says how
 and why we differ.
 """
 
-import signal
 import time
 
 from freshper.flags import parse_args
 
-# --help and a wrong flag are answered before torch is imported. Meanwhile Ctrl-C is quiet.
+# --help and a wrong flag are answered before torch is imported.
 if __name__ == "__main__":
     parse_args()
-    python_handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from envs.base import TextEnv
 from freshper.backends import backends, join_ranks, make_envs, serve
@@ -98,12 +96,11 @@ def train(
         # Write the row of metrics.csv. An evaluation and a checkpoint are due every so many
         # iterations and after the last one, a checkpoint also after a signal (Ctrl-C, SIGTERM),
         # which ends the run here.
-        done = iteration + 1
         row |= columns_of(episodes, fresh, replays, trainer, buffer)
-        if config.is_due(config.eval_every, done):
+        if config.is_due(config.eval_every, iteration):
             row |= held_out(run, engine, envs)
-        run.log(done, row, replays)
-        if ending.must_stop() or config.is_due(config.save_every, done):
+        run.log(iteration, row, replays)
+        if ending.must_stop() or config.is_due(config.save_every, iteration):
             run.save(parts)
 
 
@@ -111,8 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     """Return the exit status, one of those of `Ending`."""
     config = parse_args(argv)
     with Ending() as ending:
-        rank = join_ranks(config)  # 0 in one process
-        if rank > 0:
+        if join_ranks(config) > 0:
             return serve(config)  # compute what rank 0 asks for, until it ends
 
         envs = make_envs(config)
@@ -126,6 +122,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, python_handler)
     protect_output()
     raise SystemExit(main())

@@ -9,7 +9,6 @@ is wrong with it.
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
 from typing import Any, NamedTuple, Self
 
 import gymnasium
@@ -65,9 +64,6 @@ class AnySpace(gymnasium.Space):
         super().__init__()
         self.random_reply = random_reply
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, AnySpace)  # so vectors of environments can be made
-
     def contains(self, x: Any) -> bool:
         return isinstance(x, str | Observation)
 
@@ -87,13 +83,10 @@ class TextEnv(gymnasium.Env):
     start: Callable[[int], None]  # set up the episode of a seed
     observe: Callable[[], Observation]
 
-    metadata: Mapping = {"render_modes": ["rgb_array"], "render_fps": 2}
     max_turns = 10  # H of section 3.1
     metrics: tuple[str, ...] = ()  # names of attributes, which are 0 when an episode begins
     settings: tuple[str, ...] = ()  # names of settings of train.py that the task takes
     actions: tuple[str, ...] = ()  # of the random policy; or the task overrides `random_reply`
-
-    watched = True  # False saves the time to draw images
 
     # Tasks with questions replace these (envs/data.py).
     data = ""  # where the rows come from
@@ -109,7 +102,6 @@ class TextEnv(gymnasium.Env):
         style: str = "terse",
         format_penalty: float = 0.15,
         max_turns: int = 0,
-        render_mode: str | None = None,
     ):
         """Store the settings that all tasks share.
 
@@ -120,7 +112,6 @@ class TextEnv(gymnasium.Env):
         self.style = style
         self.format_penalty = format_penalty
         self.max_turns = max_turns or self.max_turns
-        self.render_mode = render_mode
         self.cell_size = 14 if style == "terse" else 56  # pixels of a cell in an image
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple:
@@ -133,23 +124,14 @@ class TextEnv(gymnasium.Env):
         if seed is None:
             seed = int(self.np_random.integers(EVAL_SEEDS))
         self.start(seed)
-        return self.show_turn(), {"success": False}
+        return self.observe(), {"success": False}
 
     def end_turn(self, reward: float, success: bool, ended: bool, valid: bool) -> Step:
         """Count the turn, and return what `step` returns. The last turn truncates the episode."""
         self.turn += 1
         metrics = {name: getattr(self, name) for name in self.metrics}
         info = {"success": success, "valid": valid, "metrics": metrics}
-        return self.show_turn(), reward, ended, self.turn >= self.max_turns, info
-
-    def show_turn(self) -> Observation:
-        """Return what a turn shows, or an empty observation if nobody looks."""
-        return self.observe() if self.watched else Observation("")
-
-    def render(self) -> np.ndarray | None:
-        """Return the first image of the current observation, or None, for Gymnasium's videos."""
-        images = self.observe().images
-        return images[0] if images else None
+        return self.observe(), reward, ended, self.turn >= self.max_turns, info
 
     @classmethod
     def step_many(cls, envs: list[Self], replies: list[str]) -> Iterable[Step]:
@@ -171,13 +153,11 @@ class TextEnv(gymnasium.Env):
     def baselines(self, seed: int) -> dict[str, float]:
         """Return the success of the `random` policy in one episode of this seed, and of the
         `optimal` policy if the task defines `optimal_reply`."""
-        env = copy(self)
-        env.watched = False
         rng = np.random.default_rng((seed, 1))  # independent of the stream that draws the task
-        policies = {"random": lambda: env.random_reply(rng)}
-        if hasattr(env, "optimal_reply"):
-            policies["optimal"] = env.optimal_reply
-        return {name: play_out(env, seed, reply)[1]["success"] for name, reply in policies.items()}
+        policies = {"random": lambda: self.random_reply(rng)}
+        if hasattr(self, "optimal_reply"):
+            policies["optimal"] = self.optimal_reply
+        return {name: play_out(self, seed, reply)[1]["success"] for name, reply in policies.items()}
 
 
 def play_out(

@@ -75,7 +75,6 @@ class ReplayBuffer:
         self.arrival = np.zeros(capacity, int)  # number of episodes added before
 
         self.added = 0  # episodes so far
-        self.added_at_draw = np.inf  # at the newest draw
         self.now = 0  # t of the last refresh or addition
         self.thread = ThreadPoolExecutor(1)
         self.lock = threading.Lock()  # one refresh at a time
@@ -136,24 +135,18 @@ class ReplayBuffer:
         Its ages are those at t = `step`, or at `now` if that is later."""
         self.pending.result()
         indices = self.tree.stratified_sample(batch_size, self.rng)
-        self.added_at_draw = self.added
         episodes = [self.episodes[slot] for slot in indices]
         probabilities = self.tree[indices] / self.tree.total()
         ages = max(step, self.now) - self.collected_at[indices]
         return Replay(episodes, indices, probabilities, ages)
 
     def update_base_priorities(self, indices: np.ndarray, priorities: np.ndarray) -> None:
-        """Set new base priorities [n] of the newest draw (section 3.5, "Priority Update").
+        """Set new base priorities [n] of slots that were drawn (section 3.5, "Priority Update").
 
-        Slots that got another episode since the newest draw are left out. Unchanged ones keep
-        their tree values."""
-        indices, priorities = np.broadcast_arrays(indices, priorities)
+        Unchanged ones keep their tree values."""
         check_priorities(priorities)
         self.pending.result()
-        if np.min(indices, initial=0) < 0 or np.max(indices, initial=-1) >= len(self):
-            raise ValueError(f"the buffer has {len(self)} episodes, but not all slots {indices}")
-        there = self.arrival[indices] < self.added_at_draw
-        changed = there & (self.base_priorities[indices] != priorities)
+        changed = self.base_priorities[indices] != priorities
         indices = indices[changed]
         self.base_priorities[indices] = priorities[changed]
         self.tree.set(indices, self._leaves(indices))

@@ -16,7 +16,6 @@ generator, so none is saved.
 
 import hashlib
 import json
-import os
 import shutil
 from datetime import date
 from pathlib import Path
@@ -58,11 +57,11 @@ def save(out: Path, parts: Parts, made_with: dict[str, Any]) -> None:
     before = out / "checkpoint-before"
     state = {name: part.state_dict() for name, part in parts.items()}
     try:
-        remove(new)
+        shutil.rmtree(new, ignore_errors=True)
         new.mkdir()
         fill(new, parts, state, made_with)
-        if os.path.lexists(newest):
-            remove(before)
+        if newest.exists():
+            shutil.rmtree(before, ignore_errors=True)
             newest.rename(before)
         new.rename(newest)
     except UserError:
@@ -162,14 +161,6 @@ def checksums(folder: Path) -> dict[str, str]:
         with open(path, "rb") as file:
             sums[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return sums
-
-
-def remove(path: Path) -> None:
-    """Remove a folder, a file or a link, if it is there."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def pack_episodes(episodes: list[Episode]) -> dict[str, Any]:

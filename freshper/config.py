@@ -109,8 +109,6 @@ class Config:
     """precision of all passes (appendix F: BF16)"""
     zero_stage: Literal[1, 2, 3] = 2
     """ZeRO stage of DeepSpeed (Table 4: 2; NQ 3)"""
-    engine_memory: float = 0.5
-    """share of a GPU's memory that vLLM takes"""
 
     # the run
     seed: int = 42
@@ -149,17 +147,17 @@ class Config:
 
         return "cuda" if torch.cuda.is_available() and self.preset != "tiny" else "cpu"
 
-    def is_due(self, every: int, done: int) -> bool:
+    def is_due(self, every: int, iteration: int) -> bool:
         """Return whether something that happens every so many iterations, and after the last one,
         is due. 0: only then."""
-        return done == self.iterations or (every > 0 and done % every == 0)
+        return iteration == self.iterations or (every > 0 and iteration % every == 0)
 
     def beta_at(self, iteration: int) -> float:
-        """Return beta of the IS weights, which reaches 1 in the last iteration. --beta 0 stays 0:
-        no correction."""
+        """Return beta of the IS weights: beta_0 in iteration 1, 1 in the last one. --beta 0 stays
+        0: no correction."""
         if not self.beta:
             return 0.0
-        return annealed_beta(self.beta, iteration / max(1, self.iterations - 1))
+        return annealed_beta(self.beta, (iteration - 1) / max(1, self.iterations - 1))
 
 
 TABLES: dict[str, dict[str, Any]] = tomllib.loads(

@@ -98,9 +98,7 @@ and 13 tau would be 1/c. This run uses the value of --tau."""
     if steps > 0:
         right.plot(age, offset + age / steps, "k--", label=line)
 
-    for axes in figure.axes:
+    for axes in (left, right):
         axes.set_xlabel("age of the episodes, optimizer steps")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.3)
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), frameon=False)
     figure.savefig(folder / "diagnostics.png")

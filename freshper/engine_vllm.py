@@ -42,6 +42,7 @@ from freshper.models import Policy
 from freshper.rollout import Conversation, Reply
 from freshper.trainer import TorchTrainer
 
+SHARE = 0.5  # of a GPU's memory, if vLLM and the trainer are on the same one
 SHARED_MEMORY = "/dev/shm"
 # torchrun's variables, which vLLM's processes would take for their own.
 LAUNCHER = (
@@ -135,7 +136,7 @@ def options_of_vllm(config: Config, env: TextEnv, gpus: list[str]) -> dict[str, 
     elif gpus:
         options["tensor_parallel_size"] = len(gpus)
     else:
-        options["gpu_memory_utilization"] = config.engine_memory
+        options["gpu_memory_utilization"] = SHARE
     return options
 
 
@@ -162,7 +163,7 @@ class VLLMEngine:
         size = sum(parameter.nbytes for _, parameter in trainer.parameters())
         self.folder = folder_of_weights(size, policy.model.config)
         # vLLM measures what is free, so another process on the GPU spoils its start.
-        room = "alone on its GPU, with a KV cache (--engine_memory, VLLM_CPU_KVCACHE_SPACE)"
+        room = "alone on its GPU, with a KV cache (SHARE in {__name__}, VLLM_CPU_KVCACHE_SPACE)"
         start = f"the start of vLLM {room} for --max_tokens {config.max_tokens}"
         try:
             trainer.save(self.folder)

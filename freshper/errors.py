@@ -84,7 +84,7 @@ class Ending(contextlib.ExitStack):
     def iterations(self, done: int, total: int) -> Iterator[int]:
         """Yield the numbers of the iterations to come, none after `must_stop` was true."""
         self.training = True
-        for iteration in range(done, total):
+        for iteration in range(done + 1, total + 1):
             if self.stopping:
                 raise KeyboardInterrupt("interrupted")
             yield iteration

@@ -20,8 +20,8 @@ from envs import ENVS
 from envs.base import UserError
 from freshper.config import Config, defaults
 
-# Of flags: their names, what is said if they break the rule, and the rule as a condition on a value
-# and all settings. NaN breaks every range.
+# Of settings that differ from those of preset and method: their names, what is said if they break
+# the rule, and the rule as a condition on a value and all settings. NaN breaks every range.
 RULES: list[tuple[str, str, Callable[[Any, Config], object]]] = [
     ("capacity batch_size epsilon tau iterations rollout_batch_size ppo_epochs lr "
      "advantage_clip micro_batch_size temperature max_tokens max_new_tokens eval_every "
@@ -29,20 +29,18 @@ RULES: list[tuple[str, str, Callable[[Any, Config], object]]] = [
      "must be above 0 and finite", lambda x, c: 0 < x < math.inf),
     ("max_turns format_penalty replay_ratio kl_loss_coef kl_reward_coef entropy_coef save_every "
      "seed", "must be 0 or more and below 2^63", lambda x, c: 0 <= x < 2**63),
-    ("alpha beta engine_memory", "must be between 0 and 1", lambda x, c: 0 <= x <= 1),
+    ("alpha beta", "must be between 0 and 1", lambda x, c: 0 <= x <= 1),
     ("dual_clip", "must be 0 or above 1", lambda x, c: x == 0 or 1 < x < math.inf),
     ("model preset", "--preset tiny takes tiny models only, --preset small and paper take others",
-     lambda x, c: is_tiny(c.model) == (c.preset == "tiny")),
+     lambda x, c: c.resume or is_tiny(c.model) == (c.preset == "tiny")),
     ("data", "must be empty with --preset tiny, whose models read generated questions only",
      lambda x, c: c.preset != "tiny" or not x),
     ("zero_stage", "has no effect unless DeepSpeed trains", lambda x, c: c.trainer == "deepspeed"),
     ("zero_stage backend",
      "hf+deepspeed needs --zero_stage 1 or 2, because it generates with whole weights",
      lambda x, c: c.backend != "hf+deepspeed" or c.zero_stage < 3),
-    ("engine_memory", "has no effect unless vLLM generates", lambda x, c: c.engine == "vllm"),
-    ("out", "must be a folder that does not exist yet", lambda x, c: not os.path.exists(x)),
-    ("out resume", "must be a name that a file can have here",
-     lambda x, c: os.fsencode(x) == x.encode(errors="replace")),
+    ("out", "must be a folder that does not exist yet",
+     lambda x, c: c.resume or not os.path.exists(x)),
     ("replay_ratio", "must be 0 with --method on_policy",
      lambda x, c: c.method != "on_policy" or x == 0),
     ("decay", "must be none with --method per", lambda x, c: c.method != "per" or x == "none"),
@@ -57,7 +55,7 @@ RULES: list[tuple[str, str, Callable[[Any, Config], object]]] = [
 OF_TASKS = {"slippery", "data", "search_url"}  # flags that a task may list as its `settings`
 PATHS = ("out", "resume", "model", "data")  # their "~" is the home folder
 # What may change with --resume: how long, and in how much memory.
-MAY_CHANGE = ("iterations", "micro_batch_size", "engine_memory")
+MAY_CHANGE = ("iterations", "micro_batch_size")
 
 
 def is_tiny(model: str) -> bool:
@@ -112,45 +110,35 @@ def with_flags(flags: dict[str, Any]) -> Config:
     folder = flags["resume"]
     try:
         settings = json.loads(Path(folder, "config.json").read_bytes())
-        check_settings(settings)
+        stored = Config(**settings)
+        for field in dataclasses.fields(stored):
+            value = getattr(stored, field.name)
+            choices = choices_of(field) or [value]
+            if type(value) is not type(field.default) or value not in choices:
+                raise ValueError(f"its {field.name} is {value!r}")
     # A file from someone else may hold anything.
     except Exception as error:
         raise UserError(f"--resume is {folder}, which has no run: {error}") from error
 
     for name in flags.keys() - {"resume", *MAY_CHANGE}:
         if flags[name] != settings[name]:
-            allowed = ", ".join(MAY_CHANGE)
+            allowed = " and ".join(MAY_CHANGE)
             raise UserError(
                 f"--{name} is {flags[name]}, but only {allowed} can change with --resume"
             )
-    return Config(**settings | flags)
+    return dataclasses.replace(stored, **flags)
 
 
-def check_settings(settings: dict[str, Any]) -> None:
-    """Raise ValueError unless these are settings of a run, which flags can make."""
-    fields = {field.name: field for field in dataclasses.fields(Config)}
-    if settings.keys() != fields.keys():
-        raise ValueError("its settings are those of another version")
-    for name, field in fields.items():
-        value = settings[name]
-        choices = choices_of(field) or [value]
-        if type(value) is not type(field.default) or value not in choices:
-            raise ValueError(f"its {name} is {value!r}")
-
-    standard = defaults(settings["preset"], settings["env"], settings["method"])
-    standard = vars(Config(**standard))
-    # The model is in the checkpoint, and the folder is there.
-    flags = {name for name in settings if settings[name] != standard[name]} - {*PATHS}
-    check(Config(**settings), {name: settings[name] for name in flags})
-
-
-def check(config: Config, flags: dict[str, Any]) -> None:
-    """Raise UserError if a flag breaks a rule, or the task does not take it."""
+def check(config: Config) -> None:
+    """Raise UserError if a setting that preset and method do not have breaks a rule, or the task
+    does not take it."""
+    standard = vars(Config(**defaults(config.preset, config.env, config.method)))
+    changed = {name: value for name, value in vars(config).items() if value != standard[name]}
     for names, sentence, holds in RULES:
         for name in names.split():
-            if name in flags and not holds(flags[name], config):
-                raise UserError(f"--{name} is {flags[name]}, but {sentence}")
-    for name in flags.keys() & OF_TASKS - {*ENVS[config.env].settings}:
+            if name in changed and not holds(changed[name], config):
+                raise UserError(f"--{name} is {changed[name]}, but {sentence}")
+    for name in changed.keys() & OF_TASKS - {*ENVS[config.env].settings}:
         raise UserError(f"--{name} has no effect with --env {config.env}")
 
 
@@ -161,14 +149,12 @@ def parse_args(argv: list[str] | None = None) -> Config:
     flags = vars(parser.parse_args(argv))
     wants_help = flags.pop("help", False)
     try:
-        if [] in flags.values():  # argparse reads `--tau=--` as []
-            raise UserError("-- is no value of a flag")
         config = with_flags(flags)
         if wants_help:
             parser.set_defaults(**vars(config))
             parser.print_help()
             parser.exit()
-        check(config, flags)
+        check(config)
     except UserError as error:
         parser.error(str(error))
     return config

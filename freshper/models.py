@@ -318,9 +318,7 @@ def load_policy(
     image_processor = None
     if config.model_type in VISION_FAMILIES:
         auto_class = transformers.AutoModelForImageTextToText
-        image_processor = transformers.AutoImageProcessor.from_pretrained(
-            name, trust_remote_code=False
-        )
+        image_processor = transformers.AutoImageProcessor.from_pretrained(name)
 
     # What tokenizer.json says. AutoTokenizer would take its vocabulary alone, and the rest from the
     # class that the folder names: spaces and newlines may be lost.
@@ -337,7 +335,6 @@ def load_policy(
         output_loading_info=True,
         ignore_mismatched_sizes=True,
         use_safetensors=True,
-        trust_remote_code=False,
     )
     # transformers would make random ones for those that are missing.
     misfits = sorted(map(str, set().union(*loaded.values())))

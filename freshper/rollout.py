@@ -211,11 +211,11 @@ GOLDEN_RATIO = 618_033_989
 
 
 def training_seeds(config: "Config", iteration: int) -> list[int]:
-    """Return the environment seeds of an iteration, [rollout_batch_size].
+    """Return the environment seeds of an iteration, counted from 1, [rollout_batch_size].
 
     A run counts upwards from a start that follows from its --seed, so that it goes through all rows
     of a data set. The golden ratio keeps the starts of runs with neighbouring seeds apart: those of
     N consecutive seeds are at least 0.38 EVAL_SEEDS / N apart."""
     n = config.rollout_batch_size
-    first = config.seed * GOLDEN_RATIO + iteration * n
+    first = config.seed * GOLDEN_RATIO + (iteration - 1) * n
     return [(first + k) % EVAL_SEEDS for k in range(n)]

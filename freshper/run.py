@@ -94,7 +94,7 @@ class Run(contextlib.AbstractContextManager):
                     f"the newest checkpoint is damaged ({saved.damage}): the one before is used"
                 )
                 # The next save would make it the one before, and so remove the whole one.
-                checkpoint.remove(self.folder / "checkpoint")
+                shutil.rmtree(self.folder / "checkpoint")
             self.say(f"resuming after iteration {self.done} of {self.config.iterations}")
             self.write_metrics()
             self.began = time.perf_counter() - self.metrics["wall_s"].iloc[-1]

@@ -108,16 +108,6 @@ def test_base_priorities_can_be_updated():
     np.testing.assert_array_equal(leaves(buffer), before)
 
 
-def test_an_episode_that_was_replaced_since_it_was_drawn_keeps_its_successor_s_priority():
-    buffer = ReplayBuffer(3, 1.0, None)
-    buffer.add(episodes(3), np.array([1.0, 2.0, 3.0]), step=0)
-    drawn = buffer.sample(12)
-    assert {*drawn.indices} == {0, 1, 2}
-    buffer.add(episodes(1, start=9), np.array([5.0]), step=1)  # in slot 0
-    buffer.update_base_priorities(drawn.indices, np.full(12, 7.0))
-    assert leaves(buffer).tolist() == [5.0, 7.0, 7.0]
-
-
 @pytest.mark.parametrize(
     "use",
     [
@@ -171,9 +161,6 @@ def test_bad_arguments_are_refused():
     for n, priorities in ((2, 1), (5, 5)):
         with pytest.raises(ValueError, match=f"{n} episodes, {priorities} priorities, capacity 4"):
             buffer.add(episodes(n), np.ones(priorities), step=0)
-    for slots in ([0, 2], [-1, 0]):
-        with pytest.raises(ValueError, match="2 episodes, but not all slots"):
-            buffer.update_base_priorities(slots, [5.0, 5.0])
     for bad in (0.0, np.nan, -1.0, np.inf):
         with pytest.raises(ValueError, match="finite and positive"):
             buffer.add(episodes(1), np.array([bad]), step=0)

@@ -444,22 +444,6 @@ def test_two_crashes_lose_nothing_but_an_unfinished_save(tmp_path, monkeypatch, 
     assert any(crashes) and not all(crashes)
 
 
-def test_a_checkpoint_that_is_a_link_is_replaced_and_its_target_stays(tmp_path):
-    save(tmp_path, 1)
-    target = (tmp_path / "checkpoint").rename(tmp_path / "elsewhere")
-    (tmp_path / "checkpoint").symlink_to(target)
-    for k in range(2, 5):
-        save(tmp_path, k)
-        assert done(tmp_path) == k
-    assert (target / "state.pt").exists()
-
-    for path in (tmp_path / "checkpoint", tmp_path / "checkpoint-before"):
-        shutil.rmtree(path)
-    (tmp_path / "checkpoint").symlink_to("nowhere")
-    save(tmp_path, 5)
-    assert done(tmp_path) == 5
-
-
 def test_a_disk_that_is_full_from_the_start_costs_no_rows(copy, capsys):
     tables = {name: (copy / name).read_bytes() for name in ("replay.csv", "metrics.csv")}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

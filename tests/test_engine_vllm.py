@@ -34,9 +34,9 @@ def test_vllm_has_the_gpus_that_the_ranks_leave(installed, visible, ranks, left,
     # torchrun's variables would make vLLM's processes ranks of the trainer.
     assert "LOCAL_WORLD_SIZE" not in variables
 
-    options = options_of_vllm(Config(engine_memory=0.4), FrozenLake(), left)
+    options = options_of_vllm(Config(), FrozenLake(), left)
     assert options.get("tensor_parallel_size", 1) == max(1, len(left))
-    assert options.get("gpu_memory_utilization") == (None if left else 0.4)
+    assert options.get("gpu_memory_utilization") == (None if left else 0.5)
 
 
 def test_ranks_that_leave_vllm_no_gpu(monkeypatch):

@@ -2,7 +2,6 @@
 
 import os
 import re
-import runpy
 import shlex
 import shutil
 import signal
@@ -140,7 +139,7 @@ def test_the_evaluation_is_on_held_out_seeds(lines):
 
 
 def test_line_2_plays_the_seeds_of_the_iteration(lines):
-    for iteration, (episodes, _, _, seeds, *limits) in enumerate(lines["2"]):
+    for iteration, (episodes, _, _, seeds, *limits) in enumerate(lines["2"], 1):
         assert seeds == training_seeds(Config(seed=2, rollout_batch_size=4), iteration)
         assert [e.seed for e in episodes] == seeds
         assert limits == [300, 5]
@@ -291,16 +290,6 @@ def test_mixed_precision_rounds_and_keeps_weights_in_float32(tmp_path, monkeypat
     policy.mixed = True
     assert torch.equal(trainer.logprobs(batch), batch.behavior_logprobs)
     assert (batch.behavior_logprobs - exact).abs().mean() > 1e-5
-
-
-def test_ctrl_c_is_python_s_again_after_the_imports(tmp_path, monkeypatch):
-    """IPython's `%run train.py` goes on in the same process."""
-    argv = ["train.py", "--preset=small", f"--model={tmp_path}", f"--out={tmp_path / 'run'}"]
-    monkeypatch.setattr("sys.argv", argv)
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(SystemExit, match="2"):
-        runpy.run_path("train.py", run_name="__main__")
-    assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_a_run_needs_neither_a_terminal_nor_a_display_and_ctrl_c_saves_it(tmp_path):
