@@ -98,7 +98,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(text_policy):
         tokenizer.add_special_tokens({"additional_special_tokens": [token]})
         with pytest.raises(ValueError, match=re.escape(f"it needs {token}, a special token")):
             Policy(text_policy.model, tokenizer)
-    tags = "[THINK]", "◁think▷", "<|begin_of_thought|>", "[CoT]", "<ponder>", "＜think＞"
+    tags = "[THINK]", "◁think▷", "<|begin_of_thought|>", "[CoT]", "＜think＞"
     for mark in (*tags, "Here are my reasoning steps:", "<|channel|>analysis<|message|>"):
         tokenizer = build_tokenizer(())
         tokenizer.chat_template = tokenizer.chat_template.replace("assistant\n", f"assistant{mark}")
