@@ -36,7 +36,7 @@ from freshper.backends import make_env
 from freshper.config import TABLES, Config
 from freshper.errors import Ending, protect_output
 from freshper.flags import make_parser, parse_args
-from freshper.report import baselines, drawing, task
+from freshper.report import drawing, policy_levels, task
 from freshper.run import Row, may_fail
 
 EXHIBITS = TABLES["exhibit"]  # names, and their arms
@@ -218,7 +218,7 @@ def figure(args: argparse.Namespace, config: Config, results: pandas.DataFrame) 
     seed as a thin line, and the success of the random and the optimal policy."""
     levels = {}
     if args.metric == "success":
-        levels = baselines(make_env(config), config.eval_episodes)
+        levels = policy_levels(make_env(config), config.eval_episodes)
     title = f"{task(config)}, preset {config.preset}\nseeds {' '.join(map(str, args.seeds))}"
     path = args.out / "figure.png"
     with drawing(path, title, f"{args.metric} on held-out seeds", levels) as axes:

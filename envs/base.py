@@ -150,7 +150,7 @@ class TextEnv(gymnasium.Env):
         """Return the reply of the random policy: one of `actions`, drawn uniformly."""
         return f"<answer>{self.actions[rng.integers(len(self.actions))]}</answer>"
 
-    def baselines(self, seed: int) -> dict[str, float]:
+    def policy_levels(self, seed: int) -> dict[str, float]:
         """Return the success of the `random` policy in one episode of this seed, and of the
         `optimal` policy if the task defines `optimal_reply`."""
         rng = np.random.default_rng((seed, 1))  # independent of the stream that draws the task

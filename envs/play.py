@@ -44,9 +44,8 @@ def main() -> None:
     args = parser.parse_args()
 
     env = ENVS[args.env](style=args.style)
-    # A terminal may have no √, and what is typed may be in another encoding.
-    for stream in (sys.stdin, sys.stdout):
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    # A terminal may have no √.
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
 
     unread = functools.partial(print, "This reply could not be read:")
     print(f"Actions: {', '.join(env.actions) or 'as the prompt says'}")

@@ -69,7 +69,7 @@ def make_trainer(config: GRPOConfig) -> GRPOTrainer:
     """Return a trainer of the tiny FrozenLake model on lakes whose goal is next to the start."""
     rows = []
     for seed in range(2000):
-        if LAKE.baselines(seed)["optimal"] == 1.0:
+        if LAKE.policy_levels(seed)["optimal"] == 1.0:
             text = LAKE.reset(seed=seed)[0].text
             prompt = [{"role": "user", "content": text}]
             rows.append({"prompt": prompt, "best": LAKE.optimal_reply()})

@@ -32,7 +32,7 @@ from freshper.trainer import TorchTrainer
 # computed again.
 ACTIVATIONS = 0.2
 # Bounds of `mismatch` under vLLM, at temperature 1. SmolLM2-135M has 5e-6 and 0.04.
-MOST_MISMATCH = {"float32": 1e-4, "bfloat16": 0.2}
+MAX_MISMATCH = {"float32": 1e-4, "bfloat16": 0.2}
 
 
 def join_ranks(config: Config) -> int:
@@ -211,7 +211,7 @@ def make_trainer(policy: Policy, config: Config) -> TorchTrainer:
 
         trainer = DeepSpeedTrainer(policy, config, updates)
     if config.engine == "vllm":
-        trainer.most_mismatch = MOST_MISMATCH[config.dtype] / config.temperature
+        trainer.max_mismatch = MAX_MISMATCH[config.dtype] / config.temperature
     if config.trainer == "torch" or trainer.rank > 0:
         return trainer
     # `RankZero` has the methods of its trainer.

@@ -25,7 +25,7 @@ from freshper.priority import priorities
 from sumtree import SumTree
 
 ARRAYS = ("base_priorities", "collected_at", "arrival")  # of the state
-SMALLEST_LEAF = np.finfo(float).tiny
+MIN_LEAF = np.finfo(float).tiny
 
 
 class Replay(NamedTuple):
@@ -186,7 +186,7 @@ class ReplayBuffer:
         p = priorities(self.base_priorities[slots], ages, self.decay)
         # A decay can reach 0 (--decay limit, or by underflow beyond age 745 tau). With --alpha 0
         # the leaf would then be 0^0 = 1.
-        return np.where(p > 0.0, p**self.alpha, SMALLEST_LEAF)
+        return np.where(p > 0.0, p**self.alpha, MIN_LEAF)
 
     def _lowest(self, n: int) -> np.ndarray:
         """Return the n slots of the lowest leaves, of equal ones the oldest."""

@@ -14,6 +14,7 @@ drops the cache. The cache also ends with the rollout, because training needs it
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,7 +23,9 @@ from torch.nn.functional import pad
 
 from freshper.models import Policy
 from freshper.rollout import Conversation, Reply
-from freshper.trainer import TorchTrainer
+
+if TYPE_CHECKING:
+    from freshper.trainer import TorchTrainer
 
 HOLE = -1  # in place of a token
 
@@ -100,7 +103,7 @@ class HFEngine:
         # last of its conversations.
         self.rows: WeakKeyDictionary[Conversation, tuple[KVCache, int]] = WeakKeyDictionary()
 
-    def sync(self, trainer: TorchTrainer) -> dict[str, float]:
+    def sync(self, trainer: "TorchTrainer") -> dict[str, float]:
         """Drop every key and value that older weights computed (line 12, pi_mu <- pi_theta)."""
         self.rows.clear()
         return {}

@@ -12,7 +12,7 @@ appendix F (sampling).
 - Line 12. The weights go through a file in shared memory and vLLM's own `reload_weights`. That can
   fail silently (tied output layers, renamed parameters). Line 3 of the next iteration sees it: it
   computes the same log-probs with the trainer's weights, and ends the run if they differ by more
-  than rounding (MOST_MISMATCH in freshper/backends.py).
+  than rounding (MAX_MISMATCH in freshper/backends.py).
 
 Tested on a CPU (0.32), run on a GPU (0.26). vLLM's interfaces change often, hence the pin.
 """

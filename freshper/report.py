@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Every run whose mean of ten iterations fell below it failed (docs/log.md).
-LEAST_ESS = 0.3
+MIN_ESS = 0.3
 
 # -- what is printed
 
@@ -46,7 +46,7 @@ LEAST_ESS = 0.3
 def narrated(run: Run, policy: Policy, env: TextEnv) -> Iterator[None]:
     """Say what runs before the block, and how it ended after it. Then draw the figures."""
     config = run.config
-    levels = baselines(env, config.eval_episodes)
+    levels = policy_levels(env, config.eval_episodes)
     levels_text = ", ".join(f"{name} policy {value:.2f}" for name, value in levels.items())
     run.say(title(config))
     run.say(f"{type(policy.model).__name__}, {policy.model.num_parameters():,} parameters")
@@ -105,7 +105,7 @@ def warnings(metrics: pandas.DataFrame) -> Iterator[str]:
         )
 
     ess = metrics["ess_token"][-10:].mean()
-    if done % 10 == 0 and ess < LEAST_ESS:
+    if done % 10 == 0 and ess < MIN_ESS:
         yield (
             f"ESS / n of replayed tokens is {ess:.2f}, mean of ten iterations; "
             "lower --lr or --replay_ratio"
@@ -127,10 +127,10 @@ def task(config: Config) -> str:
 # -- means
 
 
-def baselines(env: TextEnv, n_episodes: int) -> Row:
+def policy_levels(env: TextEnv, n_episodes: int) -> Row:
     """Return the mean success of the random policy on the held-out seeds, and of the optimal policy
     where it is known."""
-    return means([env.baselines(EVAL_SEEDS + k) for k in range(n_episodes)])
+    return means([env.policy_levels(EVAL_SEEDS + k) for k in range(n_episodes)])
 
 
 def means(rows: list[Row]) -> Row:

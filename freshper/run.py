@@ -17,6 +17,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -43,16 +44,14 @@ sync_s""".split()
 class Run(contextlib.AbstractContextManager):
     """A context in which this process alone writes to the folder of a run.
 
-    Entering makes the folder, or takes that of --resume and finds its newest checkpoint, `saved`.
-    Leaving removes a new folder to which no row was written. Raises UserError if the folder cannot
-    be had, or its checkpoint was made with other settings or rows of --data."""
+    Entering makes the folder, or takes that of --resume. Leaving removes a new folder to which no
+    row was written. Raises UserError if the folder cannot be had."""
 
     say = staticmethod(tqdm.write)  # print a line above the progress bar
 
     def __init__(self, config: Config, env: TextEnv):
         self.config = config
         self.folder = folder_of(config)
-        self.saved: Saved | None = None
         self.made_with = vars(config) | {"resume": "", "data_sha256": hash_of(env)}
         names = [f"{split}_{name}" for name in env.metrics for split in ("train", "eval")]
         self.metrics = pandas.DataFrame(columns=[*COLUMNS, *names], dtype=float)
@@ -66,16 +65,23 @@ class Run(contextlib.AbstractContextManager):
 
         if not self.config.resume:
             self.write_config()
-            return self
-        self.saved = checkpoint.find_saved(self.config.resume)
-        if self.saved:
-            compare(self.made_with, self.saved.made_with)
         return self
 
     def __exit__(self, *error: object) -> None:
         if self.metrics.empty and not self.config.resume:
             shutil.rmtree(self.folder, ignore_errors=True)
         self.lock.release()
+
+    @cached_property
+    def saved(self) -> Saved | None:
+        """The newest whole checkpoint, None if there is none yet. Raises UserError if it was made
+        with other settings or rows of --data, or if all are damaged."""
+        if not self.config.resume:
+            return None
+        saved = checkpoint.find_saved(self.config.resume)
+        if saved:
+            compare(self.made_with, saved.made_with)
+        return saved
 
     def restore(self, parts: Parts) -> bool:
         """Give the parts the state of the newest checkpoint, and cut the tables after it.
@@ -93,7 +99,7 @@ class Run(contextlib.AbstractContextManager):
                 self.say(
                     f"the newest checkpoint is damaged ({saved.damage}): the one before is used"
                 )
-                # The next save would make it the one before, and so remove the whole one.
+                # The next save would rename it to checkpoint-before, in the place of the whole one.
                 shutil.rmtree(self.folder / "checkpoint")
             self.say(f"resuming after iteration {self.done} of {self.config.iterations}")
             self.write_metrics()

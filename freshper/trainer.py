@@ -56,7 +56,7 @@ class TorchTrainer:
     """The trainer of Algorithm 1. `total_updates` is the length of the learning rate schedule."""
 
     rank = 0
-    most_mismatch = math.inf  # allowed; an engine with a copy of the weights has a bound
+    max_mismatch = math.inf  # allowed; an engine with a copy of the weights has a bound
 
     def __init__(self, policy: Policy, config: Config, total_updates: int):
         self.policy = policy
@@ -89,10 +89,10 @@ class TorchTrainer:
 
         of_actions = difference[batch.action_mask.numpy()]
         mismatch = float(np.abs(of_actions).mean())
-        if mismatch > self.most_mismatch:
+        if mismatch > self.max_mismatch:
             raise BackendError(
                 "the engine does not generate with the trainer's weights: log-probs of the same "
-                f"tokens differ by {mismatch:.2g} in the mean (at most {self.most_mismatch:.2g})"
+                f"tokens differ by {mismatch:.2g} in the mean (at most {self.max_mismatch:.2g})"
             )
 
         per_token = {"behavior_logprobs": logprobs}

@@ -101,7 +101,7 @@ def test_a_finished_run_is_not_repeated(out, monkeypatch, capsys):
     assert on_policy in capsys.readouterr().out
 
     env = ENVS["frozenlake"](max_turns=2)
-    success = [env.baselines(EVAL_SEEDS + k) for k in range(4)]
+    success = [env.policy_levels(EVAL_SEEDS + k) for k in range(4)]
     lines = {line.get_label(): line.get_ydata() for line in figures[0].axes[0].lines}
     for name in ("random", "optimal"):
         level = np.mean([of_seed[name] for of_seed in success])

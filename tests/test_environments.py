@@ -133,7 +133,7 @@ def test_the_random_policy_has_its_own_stream(monkeypatch):
     """Or its first draw is the draw that began the room."""
     env, drawn = ENVS["sokoban_simple"](), []
     monkeypatch.setattr(env, "random_reply", lambda rng: drawn.append(rng.random()) or "")
-    env.baselines(7)
+    env.policy_levels(7)
     assert drawn[0] != np.random.default_rng(7).random()
 
 
@@ -170,7 +170,7 @@ def test_arbitrary_replies_never_raise_and_unreadable_ones_cost_turn_and_penalty
 @every_environment
 def test_the_optimal_policy_succeeds_and_the_random_one_seldom(name):
     env = CASES[name]()
-    baselines = [env.baselines(seed) for seed in range(40)]
+    baselines = [env.policy_levels(seed) for seed in range(40)]
     random, optimal = np.mean([list(success.values()) for success in baselines], axis=0)
     assert optimal == 1.0 or (name == "frozenlake, slippery" and optimal > 0.4)
     assert optimal - random > 0.2

@@ -39,7 +39,7 @@ def run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "rollout", recorded)
         patch.setattr(ENVS["frozenlake"], "metrics", ("lr",))  # it stays 0
-        patch.setattr("freshper.report.LEAST_ESS", 1.0)  # healthy batches are just below it
+        patch.setattr("freshper.report.MIN_ESS", 1.0)  # healthy batches are just below it
         patch.setattr(Run, "say", staticmethod(lambda text: lines.extend(text.splitlines())))
         assert train.main([*FLAGS, "--out", str(folder)]) == 0
     return folder, lines, collected
@@ -108,7 +108,7 @@ def test_what_is_printed(run):
     folder, lines, _ = run
     last = read(folder, "metrics.csv")["eval_success"][[4, 8, 10]].mean()
     env = ENVS["frozenlake"](max_turns=3)
-    success = [env.baselines(10**9 + k) for k in range(8)]
+    success = [env.policy_levels(10**9 + k) for k in range(8)]
     random = np.mean([of_seed["random"] for of_seed in success])
     optimal = np.mean([of_seed["optimal"] for of_seed in success])
     baselines = f"(random policy {random:.2f}, optimal policy {optimal:.2f})"

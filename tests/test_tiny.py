@@ -70,7 +70,7 @@ def test_the_shipped_weights_read_and_play_like_the_random_policy(name):
 
     # Up to 0.009 and 0, of three seeds.
     assert played["invalid"] < (0.02 if "sokoban" in name else 0.005)
-    random = np.mean([envs[0].baselines(seed)["random"] for seed in seeds])
+    random = np.mean([envs[0].policy_levels(seed)["random"] for seed in seeds])
     p = max(random, 1 / n)  # CliffWalking's is 0
     assert abs(played["success"] - random) <= 4 * (2 * p * (1 - p) / n) ** 0.5  # standard errors
     assert caption_accuracy(policy, name) > CAPTIONS[name]
