@@ -90,9 +90,11 @@ def plan(args: argparse.Namespace, arm: str, seed: int) -> Run:
     given = vars(make_parser().parse_args(flags))
     for name in given.keys() & {"env", "method", "seed", "out", "resume"}:
         raise UserError(f"--{name} is {given[name]}, but the comparison sets it")
+
     flags += [f"--env={args.env}", f"--method={method}", f"--seed={seed}"]
     name = re.sub(r"[^A-Za-z0-9_.+]+", "-", arm)
     run = Run(arm, args.out / f"{name}-seed{seed}", flags, parse_args(flags))
+
     if run.folder.exists():
         before = parse_args([f"--resume={run.folder}"])
         if dataclasses.replace(before, out="", resume="") != run.config:
@@ -111,6 +113,7 @@ def train_all(runs: list[Run], jobs: int, ending: Ending) -> None:
             while waiting and len(processes) < jobs:
                 run = waiting.pop(0)
                 processes[run] = run.start()
+
             time.sleep(1)
             for run, process in [*processes.items()]:
                 status = process.poll()
@@ -118,8 +121,10 @@ def train_all(runs: list[Run], jobs: int, ending: Ending) -> None:
                     del processes[run]
                 elif status is not None:
                     raise UserError(f"a run ended with status {status}: see {run.folder}.log")
+
             if ending.must_stop():
                 raise KeyboardInterrupt
+
             if processes and next(seconds) % 60 == 0:
                 print(f"iterations: {', '.join(map(str, processes))}", flush=True)
     finally:
@@ -143,6 +148,7 @@ def summary(run: Run, metric: str) -> Row:
     config = run.config
     due = np.arange(0, config.iterations, config.eval_every)
     due = np.append(due, config.iterations)
+
     try:
         metrics = pandas.read_csv(run.folder / "metrics.csv", dtype=float)
         values = metrics[f"eval_{metric}"].to_numpy()
@@ -189,16 +195,19 @@ def table(results: pandas.DataFrame, evaluations: int) -> str:
     text = f"| arm | last {min(evaluations, 3)} evaluations, per seed | mean "
     text += f"| - {first} | peak | updates | diverged | seconds |\n"
     text += "|---" * 8 + "|\n"
+
     for arm, runs in results.groupby("arm", sort=False):
         last = runs["last"]
         means = runs.mean(numeric_only=True)
-        half, difference = "", ""
         n = len(runs)
+
+        half, difference = "", ""
         if n > 1:
             half = f" ± {stats.t.ppf(0.975, n - 1) * last.sem():.3f}"
         if n > 1 and arm != first:
             low, high = welch_interval(last, of_first)
             difference = f"{means['last'] - of_first.mean():+.3f} [{low:+.3f}, {high:+.3f}]"
+
         cells = [
             arm,
             " ".join(f"{value:.3f}" for value in last),
@@ -219,8 +228,10 @@ def figure(args: argparse.Namespace, config: Config, results: pandas.DataFrame) 
     levels = {}
     if args.metric == "success":
         levels = policy_levels(make_env(config), config.eval_episodes)
+
     title = f"{task(config)}, preset {config.preset}\nseeds {' '.join(map(str, args.seeds))}"
     path = args.out / "figure.png"
+
     with drawing(path, title, f"{args.metric} on held-out seeds", levels) as axes:
         for number, (arm, runs) in enumerate(results.groupby("arm", sort=False)):
             color = COLORS.get(arm, f"C{number}")
@@ -250,6 +261,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--out", type=os.path.expanduser, help="default: out/compare-<env>-<exhibit>"
     )
+
     args, flags = parser.parse_known_args()
     args.flags = flags
     metrics = ("success", *ENVS[args.env].metrics)
@@ -258,6 +270,7 @@ def parse() -> argparse.Namespace:
         parser.error(f"--metric is {args.metric}, but must be one of {allowed}")
     if args.jobs < 1:
         parser.error(f"--jobs is {args.jobs}, but must be above 0")
+
     name = "own" if args.arm else args.exhibit
     args.out = Path(args.out or f"out/compare-{args.env}-{name}")
     return args
@@ -269,10 +282,12 @@ def main() -> int:
     with Ending() as ending:
         ending.program = "compare.py"
         arms = args.arm or EXHIBITS[args.exhibit]
+
         # Wrong ones are noticed before hours of runs.
         runs = [plan(args, arm, seed) for arm in arms for seed in args.seeds]
         if len({run.folder for run in runs}) < len(runs):
             raise UserError("--seeds or --arm names a run twice")
+
         with may_fail(args.out):
             args.out.mkdir(parents=True, exist_ok=True)
         print(

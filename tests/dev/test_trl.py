@@ -1,5 +1,9 @@
 """The buffer in TRL's trainer (examples/trl_grpo.py)."""
 
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
 import torch
 from transformers import HfArgumentParser
 
@@ -41,3 +45,23 @@ def test_while_weights_stand_still_trl_finds_the_stored_log_probs_again(tmp_path
     trainer.train()
     assert max(errors) < 1e-4
     assert (len(trainer.buffer), trainer.buffer.now) == (64, 7)
+
+
+def test_the_loop_of_the_page_replays_what_was_played():
+    page = (Path(__file__).parents[2] / "docs/your_trainer.md").read_text(encoding="utf-8")
+    played, updates = [], []
+
+    def play(n):
+        played.append([SimpleNamespace(reward=float(k % 2), images=[]) for k in range(n)])
+        return played[-1]
+
+    given = {"play": play, "update": updates.append, "iterations": 3}
+    exec(re.search("```python\n(.*?)```", page, re.DOTALL)[1], given)
+    for k, fresh in enumerate(played):
+        update, *replays = updates[3 * k : 3 * k + 3]
+        assert update is fresh and {e.step for e in fresh} == {3 * k}
+        assert all(
+            {*map(id, drawn)} <= {id(e) for batch in played[: k + 1] for e in batch}
+            for drawn in replays
+        )
+    assert (len(given["buffer"]), given["buffer"].now) == (96, 8)
