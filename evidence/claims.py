@@ -66,15 +66,16 @@ def count(parts):
     return ", ".join(f"{kind} {counts[kind]}" for kind in kinds)
 
 
-def most(parts, more_than=0.5):
-    """Answer as more than half of the effects do, otherwise mixed."""
-    shares = parts["answer"].value_counts(normalize=True)
-    return shares.idxmax() if shares.max() > more_than else "mixed"
-
-
 def alike(parts):
     """Answer as all effects do. Mixed: their answers differ."""
-    return most(parts, more_than=0.999)
+    answers = parts["answer"].unique()
+    return answers[0] if len(answers) == 1 else "mixed"
+
+
+def most(parts):
+    """Answer as more than half of the effects do, otherwise mixed."""
+    shares = parts["answer"].value_counts(normalize=True)
+    return shares.idxmax() if shares.max() > 0.5 else "mixed"
 
 
 def unlike(parts):

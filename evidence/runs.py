@@ -53,6 +53,7 @@ def measures(curve):
     on a line."""
     episodes, success, updates = curve[["episodes", "eval_success", "step"]].to_numpy().T
     all_episodes = episodes[-1]
+    # Three evaluations in a row, rounded as in runs.csv
     means = np.convolve(success.round(3), np.ones(3) / 3, "valid")
     row = {
         "late": means.max() - means[-1],

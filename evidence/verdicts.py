@@ -1,4 +1,4 @@
-"""Print every number that a page may use, and write tables.md and arms.csv.
+"""Write every number that a page may use: tables.md and arms.csv.
 
     python evidence/verdicts.py
 
