@@ -1,20 +1,20 @@
-"""The runs and their curves, as arrays.
+"""The runs and their curves.
 
 An arm is a name of ARMS, further flags of train.py, and perhaps `+control`.
 "arm @ 0.25" has this factor on the preset's learning rate, otherwise the one that its tuning found.
-A difference of two arms is written as it is read: "freshper - on_policy @ 0.5".
+An effect is a formula: a difference is written as it is read, "freshper - on_policy @ 0.5". Other
+weights of the arms' means stand behind them: "freshper - per (1, -2)".
 A run that has not been made raises KeyError.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pandas
-from stats import Effect, contrast
+from stats import contrast
 
 FOLDER = Path(__file__).parent
-SEEDS = (501, 502, 503, 504, 505)
+SEEDS = range(501, 506)
 # Questions of the stand-ins are generated. Held-out seeds of CliffWalking are the one task that
 # training visits.
 NAMES = {
@@ -44,88 +44,64 @@ ARMS = {
 # Factors on the preset's learning rate that the tuning found, where it is not 1
 RATES = {"freshper": 0.5, "epochs": 0.25}
 RUN = ["task", "arm", "rate", "seed"]
+SHARES = [f"{tenth}0%" for tenth in range(1, 11)]  # of the episodes
+LEVELS = (0.5, 0.6, 0.65, 0.9)  # of success
 
 
-def late_loss(evaluations: str) -> float:
-    """Return the highest mean of three evaluations in a row less that of the last three."""
-    means = np.convolve(np.array(evaluations.split(), float), np.ones(3) / 3, "valid")
-    return means.max() - means[-1]
+def measures(curve):
+    """Return what follows from the held-out evaluations of a run. Between two of them success lies
+    on a line."""
+    episodes, success, updates = curve[["episodes", "eval_success", "step"]].to_numpy().T
+    all_episodes = episodes[-1]
+    # Three evaluations in a row, rounded as in runs.csv
+    means = np.convolve(success.round(3), np.ones(3) / 3, "valid")
+    row = {
+        "late": means.max() - means[-1],
+        "curve": np.trapezoid(success, episodes) / all_episodes,
+        "ess": curve["ess"].mean(),
+        "after 360 updates": np.interp(360, updates, success),  # as many as on-policy training's
+    }
+    shares = np.linspace(0.1, 1, 10) * all_episodes
+    row |= zip(SHARES, np.interp(shares, episodes, success))
+    for level in LEVELS:
+        # A run that begins with this success has no such columns.
+        if success[0] < level:
+            k = np.argmax(success >= level)  # 0: it is never reached
+            between = slice(k - 1, k + 1)
+            until = np.interp(level, success[between], episodes[between]) if k else all_episodes
+            row |= {f"reach {level}": float(k > 0), f"log until {level}": np.log(until)}
+    return row
 
 
-def episodes_until(success: float, curve: pandas.DataFrame) -> float:
-    """Return the episodes until an evaluation has this success: NaN if the first one has it,
-    infinity if none has."""
-    has_it = curve["eval_success"] >= success
-    if not has_it.any():
-        return np.inf
-    last = int(has_it.argmax())
-    around = slice(last - 1, last + 1)
-    if last == 0:
-        return np.nan
-    return float(np.interp(success, curve["eval_success"][around], curve["episodes"][around]))
+CURVES = pandas.read_csv(FOLDER / "runs_curves.csv.gz", index_col=RUN)
+RUNS = pandas.read_csv(FOLDER / "runs.csv", index_col=RUN)
+RUNS = RUNS.join(pandas.DataFrame([measures(CURVES.loc[run]) for run in RUNS.index], RUNS.index))
+# c of eq. 12 is in nats per 1,000 steps. Where KL falls with age, no line fits.
+RUNS = RUNS.eval("""
+normalised = (final - random) / (optimal - random)
+s = cpu_s / episodes
+c = 1000 / reverse_tau
+r2 = reverse_r2 * (reverse_tau > 0)
+""")
 
 
-def curve_mean(curve: pandas.DataFrame) -> float:
-    """Return the mean over the curve: the area under held-out success, with straight lines between
-    evaluations, from the one before training to the last, divided by its length."""
-    episodes = curve["episodes"].to_numpy()
-    return np.trapezoid(curve["eval_success"], episodes) / episodes[-1]
-
-
-def with_derived(runs: pandas.DataFrame) -> pandas.DataFrame:
-    """Return the runs with the columns that follow from others."""
-    runs["late"] = runs["evaluations"].map(late_loss)
-    runs["normalised"] = (runs["final"] - runs["random"]) / (runs["optimal"] - runs["random"])
-    runs["s"] = runs["cpu_s"] / runs["episodes"]
-
-    curves = [CURVES[run] for run in runs.index]
-    runs["curve"] = [curve_mean(curve) for curve in curves]
-    runs["ess"] = [curve["ess"][1:].mean() for curve in curves]
-    for success in (0.5, 0.6, 0.65, 0.9):
-        until = np.array([episodes_until(success, curve) for curve in curves])
-        runs[f"until {success}"] = until
-        runs[f"log until {success}"] = np.log(np.minimum(until, runs["episodes"]))
-        runs[f"reach {success}"] = np.where(np.isnan(until), np.nan, until < np.inf)
-
-    # c of eq. 12, in nats per 1,000 steps; where KL falls with age, no line fits
-    runs["c"] = 1000.0 / runs["reverse_tau"]
-    runs["r2"] = runs["reverse_r2"].mask(runs["c"] < 0, 0.0)
-    return runs
-
-
-CURVES = {
-    run: curve.reset_index(drop=True)
-    for run, curve in pandas.read_csv(FOLDER / "runs_curves.csv.gz").groupby(RUN)
-}
-RUNS = with_derived(pandas.read_csv(FOLDER / "runs.csv").set_index(RUN))
-
-
-def names(task: str, arm: str, seeds: Sequence[int] = SEEDS) -> list[tuple]:
-    """Return the keys of an arm's runs. The arm is "no_decay" or "no_decay @ 0.5"."""
+def values(tasks, arm, column="final", seeds=SEEDS):
+    """Return a column for the runs of an arm, [tasks, seeds]. The arm is "no_decay" or
+    "no_decay @ 0.5"."""
     name, _, rate = arm.partition(" @ ")
-    rate = float(rate or RATES.get(name.split()[0], 1.0))
-    return [(task, name, rate, seed) for seed in seeds]
+    rate = float(rate or RATES.get(name.split()[0], 1))
+    return np.array([RUNS.loc[(task, name, rate)].loc[[*seeds], column] for task in tasks])
 
 
-def values(task: str, arm: str, column: str = "final", seeds: Sequence[int] = SEEDS) -> np.ndarray:
-    """Return a column for the runs of an arm, [seeds]."""
-    return RUNS.loc[names(task, arm, seeds), column].to_numpy()
+def terms(formula):
+    """Return the arms of a formula, and the weights of their means."""
+    arms, _, weights = formula.strip(")").partition(" (")
+    arms = arms.split(" - ")
+    return arms, np.array((weights or "1, -1").split(", "), float)[: len(arms)]
 
 
-def at(task: str, arm: str, column: str, points: np.ndarray) -> np.ndarray:
-    """Return the held-out success of the runs of an arm at points of a column, [5, n]."""
-    curves = [CURVES[run] for run in names(task, arm)]
-    return np.array([np.interp(points, curve[column], curve["eval_success"]) for curve in curves])
-
-
-def effect(
-    tasks: Sequence[str],
-    arms: str | Sequence[str],
-    column: str = "final",
-    weights: Sequence[float] = (1, -1),
-    seeds: Sequence[int] = SEEDS,
-) -> Effect:
-    """Return a weighted sum of the means of arms, the mean over tasks."""
-    arms = arms.split(" - ") if isinstance(arms, str) else arms
-    groups = [values(task, arm, column, seeds) for arm in arms for task in tasks]
-    return contrast(groups, np.repeat(weights[: len(arms)], len(tasks)) / len(tasks))
+def effect(tasks, formula, column="final", seeds=SEEDS):
+    """Return the effect of a formula, the mean over tasks."""
+    arms, weights = terms(formula)
+    groups = [values(tasks, arm, column, seeds) for arm in arms]
+    return contrast(np.concatenate(groups), np.repeat(weights, len(tasks)) / len(tasks))

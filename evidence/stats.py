@@ -6,116 +6,88 @@ Runs of equal seed are not paired, because they soon diverge. The 95 % intervals
 n = 3, 5 and 10, with equal and unequal variances.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import numpy as np
-from scipy import stats
+import pandas
+from scipy.stats import t
 
 SMALLEST_EFFECT = 0.03  # of success: what is smaller does not matter
-Groups = Sequence[np.ndarray]
 
 
-class Effect(NamedTuple):
-    """An estimate, its 95 % interval, the two-sided p-value of the effect 0, degrees of freedom."""
-
-    estimate: float
-    low: float
-    high: float
-    p: float
-    df: float = np.nan
+# An estimate, its 95 % interval, its standard error and degrees of freedom: numbers, or arrays of
+# many effects. A table of effects has these columns.
+Effect = namedtuple("Effect", "estimate low high error df")
 
 
-def contrast(groups: Groups, weights: Sequence[float]) -> Effect:
-    """Return the effect sum_k w_k mean(x_k) of independent groups, [..., n_k] each.
+def contrast(groups, weights):
+    """Return the effect sum_k w_k mean(x_k) of independent groups, [k, ..., n].
 
-    Degrees of freedom: Welch and Satterthwaite's; n - 1 of one group. Equal values have an interval
-    of no width."""
-    estimate: Any = 0.0
-    variance: Any = 0.0
-    spread: Any = 0.0  # the sum that Satterthwaite divides by
-    for x, weight in zip(groups, weights, strict=True):
-        n = x.shape[-1]
-        part = weight**2 * x.var(-1, ddof=1) / n
-        estimate = estimate + weight * x.mean(-1)
-        variance = variance + part
-        spread = spread + part**2 / (n - 1)
-
-    with np.errstate(divide="ignore", invalid="ignore"):
-        df = np.where(variance > 0, variance**2 / spread, 1.0)
-        t = np.where(estimate == 0, 0.0, estimate / np.sqrt(variance))
-    half = stats.t.ppf(0.975, df) * np.sqrt(variance)
-    p = 2 * stats.t.sf(np.abs(t), df)
-    return Effect(estimate, estimate - half, estimate + half, p, df)
+    Degrees of freedom: Welch and Satterthwaite's; n - 1 of one group."""
+    groups = np.array(groups)
+    n = groups.shape[-1]
+    # Without the small number, equal values would divide 0 by 0.
+    variances = groups.var(-1, ddof=1) / n + 1e-20
+    estimate = weights @ groups.mean(-1)
+    variance = np.square(weights) @ variances
+    df = variance**2 / (np.power(weights, 4) @ variances**2) * (n - 1)
+    error = np.sqrt(variance)
+    half = t.ppf(0.975, df) * error
+    return Effect(estimate, estimate - half, estimate + half, error, df)
 
 
-def holm(p: Sequence[float]) -> np.ndarray:
-    """Return Holm's corrected p-values of a family, [n], in its order."""
-    p = np.asarray(p, float)
-    order = np.argsort(p)
-    steps = p[order] * np.arange(len(p), 0, -1)
-    corrected = np.empty(len(p))
-    corrected[order] = np.maximum.accumulate(steps).clip(max=1.0)
-    return corrected
+def span(effect):
+    """Return an estimate with its 95 % interval, if it has one, as text."""
+    estimate, low, high = map("{:z.3f}".format, effect[:3])
+    return estimate if low == "nan" else f"{estimate} [{low}, {high}]"
 
 
-def p_at_least(effect: Effect, smallest: float) -> float:
-    """Return the one-sided p-value of "the effect is `smallest` or more"."""
-    error = (effect.high - effect.estimate) / stats.t.ppf(0.975, effect.df)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return float(stats.t.cdf((effect.estimate - smallest) / error, effect.df))
+def holm(p):
+    """Return Holm's corrected p-values of a family, in its order."""
+    p = pandas.Series(p).sort_values()
+    return (p * np.arange(len(p), 0, -1)).cummax().clip(upper=1).sort_index()
 
 
-def judge(effects: Sequence[Effect], smallest: float = SMALLEST_EFFECT) -> list[str]:
+def differ(effects):
+    """Return whether effects are not 0: two-sided, with Holm's correction."""
+    return holm(2 * t.sf(abs(effects.estimate) / effects.error, effects.df)) < 0.05
+
+
+def judge(effects, smallest=SMALLEST_EFFECT):
     """Return whether each effect of a family is there, with Holm's correction.
 
     no: it is significantly below the smallest that matters; of one effect, the whole interval is.
     yes: it is significantly above 0. Else undecided."""
-    p_0 = holm([effect.p for effect in effects])
-    p_smallest = holm([p_at_least(effect, smallest) for effect in effects])
-    answers = []
-    for effect, above_0, at_least in zip(effects, p_0, p_smallest, strict=True):
-        there = effect.estimate > 0 and above_0 < 0.05
-        answers.append("no" if at_least < 0.025 else "yes" if there else "undecided")
-    return answers
+    p = t.cdf((effects.estimate - smallest) / effects.error, effects.df)
+    too_small = holm(p) < 0.025
+    there = differ(effects) & (effects.estimate > 0)
+    return np.select([too_small, there], ["no", "yes"], "undecided")
 
 
-def judge_equal(effects: Sequence[Effect]) -> list[str]:
+def judge_equal(effects):
     """Return whether two arms are equal: yes (the interval lies within the smallest effect), no
     (they differ, with Holm's correction) or undecided."""
-    answers = []
-    corrected = holm([effect.p for effect in effects])
-    for effect, p in zip(effects, corrected, strict=True):
-        within = max(-effect.low, effect.high) <= SMALLEST_EFFECT
-        answers.append("yes" if within else "no" if p < 0.05 else "undecided")
-    return answers
+    within = np.maximum(-effects.low, effects.high) <= SMALLEST_EFFECT
+    return np.select([within, differ(effects)], ["yes", "no"], "undecided")
 
 
-def above(bound: float) -> Callable[[Sequence[Effect]], list[str]]:
+def judge_above(bound):
     """Return a judge of whether each interval, uncorrected, lies above a bound (yes) or below it
     (no)."""
-
-    def judge_above(effects: Sequence[Effect]) -> list[str]:
-        answers = []
-        for effect in effects:
-            there, not_there = effect.low > bound, effect.high < bound
-            answers.append("yes" if there else "no" if not_there else "undecided")
-        return answers
-
-    return judge_above
+    return lambda effects: np.select(
+        [effects.low > bound, effects.high < bound], ["yes", "no"], "undecided"
+    )
 
 
-def permutation_p(x: Groups, y: Groups, draws: int = 100_000) -> float:
-    """Return the two-sided p-value of a mean of differences, mean_k (mean(x_k) - mean(y_k)).
+def permutation_p(x, y, draws=100_000):
+    """Return the two-sided p-value of a mean of differences, mean_k (mean(x_k) - mean(y_k)), of
+    [..., n] each.
 
     Under the null hypothesis the runs of x_k and y_k may be exchanged, within each stratum k."""
+    n = x.shape[-1]
+    signs = np.repeat([1, -1], n)
+    both = np.concatenate([x, y], axis=-1).reshape(-1, 1, 2 * n)
     rng = np.random.default_rng(0)
-    observed = 0.0
-    drawn = np.zeros(draws)
-    for one, other in zip(x, y, strict=True):
-        both = np.concatenate([one, other])
-        observed += one.mean() - other.mean()
-        mixed = rng.permuted(np.tile(both, (draws, 1)), axis=1)
-        drawn += mixed[:, : len(one)].mean(1) - mixed[:, len(one) :].mean(1)
-    extreme = np.abs(drawn) >= abs(observed) - 1e-12
-    return float((extreme.sum() + 1) / (draws + 1))
+    drawn = rng.permuted(np.tile(both, (draws, 1)), axis=-1) @ signs
+    extreme = np.abs(drawn.sum(0)) >= np.abs(np.sum(both @ signs)) - 1e-12
+    return (extreme.sum() + 1) / (draws + 1)

@@ -247,8 +247,8 @@ def http_answer(body, status="200 OK", header=""):
 
 GOOD = '{"result": [[{"document": {"contents": "Title\\ntext"}, "score": 0.5}]]}'
 FAILURES = {  # what a server sends
-    "error": http_answer("no", "500 Error"),
-    "redirect": http_answer("", "307 Elsewhere", "Location: http://localhost:9/retrieve\r\n"),
+    "error": http_answer(GOOD, "500 Error"),
+    "redirect": http_answer(GOOD, "307 Elsewhere", "Location: http://localhost:9/retrieve\r\n"),
     "no json": http_answer("<html>"),
     "too few": http_answer('{"result": []}'),
     "no text": http_answer(GOOD.replace('"Title\\ntext"', "7")),
