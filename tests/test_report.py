@@ -15,7 +15,6 @@ from PIL import Image
 
 import train
 from envs import ENVS
-from envs.base import UserError
 from freshper.config import Config
 from freshper.errors import NonFiniteError
 from freshper.report import draw, episodes_page, narrated, summarize
@@ -95,15 +94,6 @@ def test_metrics_agree_with_the_trajectories_that_were_replayed(run):
         assert metrics["replay_age"][k] == pytest.approx(replayed["age"][batches].mean())
 
 
-def test_the_metrics_of_a_task_are_columns(tmp_path):
-    flags = """--env cliffwalking --iterations 1 --rollout_batch_size 4 --batch_size 4
-    --eval_episodes 2 --max_turns 2 --format_penalty 0""".split()
-    assert train.main([*flags, "--out", str(tmp_path / "run")]) == 0
-    metrics = read(tmp_path / "run", "metrics.csv")
-    for split in ("train", "eval"):
-        np.testing.assert_allclose(metrics[f"{split}_score"], metrics[f"{split}_reward"])
-
-
 def test_what_is_printed(run):
     folder, lines, _ = run
     last = read(folder, "metrics.csv")["eval_success"][[4, 8, 10]].mean()
@@ -165,12 +155,6 @@ def test_a_run_that_stops_says_why_and_how_to_go_on(tmp_path, text_policy, monke
     assert "stopped after iteration 0: the rollout met a reward nan" in lines
     go_on = f"continue with: python train.py --resume {tmp_path / 'run'} --iterations 400"
     assert lines[-1] == go_on
-
-    # One process at a time
-    first, _ = entered(tmp_path, resume=str(tmp_path / "run"))
-    second, _ = entered(tmp_path, resume=str(tmp_path / "run"))
-    with first, pytest.raises(UserError, match="run is in use by another process"), second:
-        pass
 
 
 @pytest.mark.parametrize(
