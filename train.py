@@ -34,8 +34,8 @@ def train(
 ) -> None:
     """Run Algorithm 1, from its start or from a checkpoint.
 
-    Raises UserError (numbers that are not finite, a disk, the search server, a first turn over
-    --max_tokens, a backend), KeyboardInterrupt (a signal)."""
+    Raises UserError (numbers that are not finite, a failing disk, search server or backend, a first
+    turn over --max_tokens), KeyboardInterrupt (a signal)."""
     config = run.config
     buffer = ReplayBuffer(
         config.capacity, config.alpha, age_decay(config), config.eviction, config.seed
@@ -95,7 +95,7 @@ def train(
 
         # Write the row of metrics.csv. An evaluation and a checkpoint are due every so many
         # iterations and after the last one, a checkpoint also after a signal (Ctrl-C, SIGTERM),
-        # which ends the run here.
+        # after which no iteration begins.
         row |= columns_of(episodes, fresh, replays, trainer, buffer)
         if config.is_due(config.eval_every, iteration):
             row |= held_out(run, engine, envs)

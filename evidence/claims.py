@@ -180,8 +180,8 @@ def claim_5():
 def claim_5_long():
     """5, long: on Sokoban Simple a very long tau is "identical to Standard PER" (B.1).
 
-    Tau 450 (a run has 600 steps, so it is not as long as the paper's) equals no decay at the same rate. Added on 2026-11-28, before its
-    runs; until then not tested."""
+    Tau 450 equals no decay at the same rate. A run has 600 steps, so it is not as long as the
+    paper's. Added on 2026-11-28, before its runs; until then not tested."""
     arms = "freshper --tau 450 - no_decay @ 0.5"
     return alike, family(SOKOBAN, arms, by=judge_equal)
 

@@ -38,7 +38,7 @@ Parts = dict[str, Any]  # by name, objects with `state_dict` and `load_state_dic
 
 
 class Saved(NamedTuple):
-    """A checkpoint whose files are those of its manifest."""
+    """A checkpoint whose files match its manifest."""
 
     folder: Path
     damage: str  # of the newest checkpoint, if this is the one before it

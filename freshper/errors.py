@@ -17,7 +17,7 @@ import torch
 from envs.base import UserError
 
 STOPPING = b"""
-stopping after this iteration, with a checkpoint; Ctrl-C twice stops at once, without
+stopping after this iteration, with a checkpoint; Ctrl-C twice stops at once, without one
 """
 
 
@@ -49,9 +49,9 @@ class Ending(contextlib.ExitStack):
     a failure before training, 3 numbers that are not finite, 128 + its number after a signal
     (Ctrl-C: 130).
 
-    Ctrl-C, SIGTERM and a closed terminal (SIGHUP) raise KeyboardInterrupt, once, however often they
-    come. While a run is `training`, one is only noted in `signal`: its iteration is completed and
-    saved, and no other begins. Ctrl-C twice raises it at once."""
+    Ctrl-C, SIGTERM and a closed terminal (SIGHUP) raise KeyboardInterrupt once, a second Ctrl-C
+    again. While a run is `training`, the first is only noted in `signal`: the iteration is
+    completed and saved, and no other begins."""
 
     program = "train.py"
     status = 0
@@ -101,7 +101,7 @@ class Ending(contextlib.ExitStack):
                 self.status = 128 + self.signal
             case NonFiniteError():
                 self.status = 3
-            case UserError() if not self.training:
+            case UserError() | torch.OutOfMemoryError() if not self.training:
                 print(f"{self.program}: error: {error}", file=sys.stderr)
                 self.status = 2
             case UserError() | torch.OutOfMemoryError():

@@ -20,8 +20,8 @@ from envs import ENVS
 from envs.base import UserError
 from freshper.config import Config, defaults
 
-# Of settings that differ from those of preset and method: their names, what is said if they break
-# the rule, and the rule as a condition on a value and all settings. NaN breaks every range.
+# Rules for settings that differ from those of preset and method: names, the sentence if one is
+# broken, and a condition on the value and all settings. NaN breaks every range.
 RULES: list[tuple[str, str, Callable[[Any, Config], object]]] = [
     ("capacity batch_size epsilon tau iterations rollout_batch_size ppo_epochs lr "
      "advantage_clip micro_batch_size temperature max_tokens max_new_tokens eval_every "

@@ -44,7 +44,7 @@ MIN_ESS = 0.3
 
 @contextlib.contextmanager
 def narrated(run: Run, policy: Policy, env: TextEnv) -> Iterator[None]:
-    """Say what runs before the block, and how it ended after it. Then draw the figures."""
+    """Print before the block what will run, and after it how it ended. Then draw the figures."""
     config = run.config
     levels = policy_levels(env, config.eval_episodes)
     levels_text = ", ".join(f"{name} policy {value:.2f}" for name, value in levels.items())

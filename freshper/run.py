@@ -45,7 +45,7 @@ class Run(contextlib.AbstractContextManager):
     """A context in which this process alone writes to the folder of a run.
 
     Entering makes the folder, or takes that of --resume. Leaving removes a new folder to which no
-    row was written. Raises UserError if the folder cannot be had."""
+    row was written. Raises UserError if the folder cannot be made, or is in use."""
 
     say = staticmethod(tqdm.write)  # print a line above the progress bar
 

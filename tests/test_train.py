@@ -343,6 +343,14 @@ def test_numbers_that_stop_being_finite_and_a_full_gpu_end_the_run(
     assert ("episode seed" in line) is (status == 3)
 
 
+def test_a_gpu_that_is_full_before_training_is_one_sentence(tmp_path, monkeypatch, capsys):
+    full = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory."))
+    monkeypatch.setattr("freshper.backends.make_trainer", full)
+    assert train.main(flags("", tmp_path / "run")) == 2
+    assert capsys.readouterr().err.endswith("train.py: error: CUDA out of memory.\n")
+    assert not (tmp_path / "run").exists()
+
+
 # What is wrong with a model folder: a file, its new content (None: it is deleted; a pair: what is
 # replaced, by what), and a part of the sentence.
 MODELS = {
