@@ -59,8 +59,7 @@ def serve(config: Config) -> int:
     status."""
     from freshper import trainer_deepspeed
 
-    saved = find_saved(config.resume) if config.resume else None
-    policy = load(config, saved, make_env(config))
+    policy = load(config, find_saved(config.resume), make_env(config))
     return trainer_deepspeed.serve(make_trainer(policy, config))
 
 

@@ -116,11 +116,11 @@ def load(saved: Saved, parts: Parts) -> None:
 
 
 def find_saved(run: str) -> Saved | None:
-    """Return the newest whole checkpoint in the folder of a run, None if there is none yet.
+    """Return the newest whole checkpoint in the folder of a run ("": no run), or None.
 
     Raises UserError if all are damaged, or the system cannot read one: nothing is removed."""
     damage = ""
-    for name in ("checkpoint", "checkpoint-before"):
+    for name in ("checkpoint", "checkpoint-before") if run else ():
         folder = Path(run, name)
         try:
             if folder.exists():

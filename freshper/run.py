@@ -76,8 +76,6 @@ class Run(contextlib.AbstractContextManager):
     def saved(self) -> Saved | None:
         """The newest whole checkpoint, None if there is none yet. Raises UserError if it was made
         with other settings or rows of --data, or if all are damaged."""
-        if not self.config.resume:
-            return None
         saved = checkpoint.find_saved(self.config.resume)
         if saved:
             compare(self.made_with, saved.made_with)

@@ -343,7 +343,7 @@ def test_the_date_and_the_threads_of_the_first_start_are_kept(tmp_path, model_fo
 
     def prompt(*flags):
         config = parse_args([*flags])
-        saved = find_saved(config.resume) if config.resume else None
+        saved = find_saved(config.resume)
         policy = backends.load(config, saved, backends.make_env(config))
         return policy.tokenizer.decode(policy.user_turn(Observation("x")))
 
