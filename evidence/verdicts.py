@@ -105,8 +105,8 @@ def success():
 
 
 def tuning():
-    """Return success by learning rate, a factor on the preset's: the mean over two tasks and two
-    seeds, 1 for the optimal policy and 0 for the random one."""
+    """Return success by learning rate, a factor on the preset's: the mean over two tasks (of
+    Config A: text alone) and two seeds, 1 for the optimal policy and 0 for the random one."""
     yield "arm", "success"
     runs = RUNS.loc[PAIR].query("seed in (401, 402)")["normalised"]
     for (arm, rate), mean in runs.groupby(["arm", "rate"]).mean().items():
@@ -184,7 +184,7 @@ def readings(run):
 
 def drift():
     yield "1/c in steps", "arm", "runs", "intercept", "origin", "mean age", "youngest", "slope"
-    ages = pandas.read_csv(FOLDER / "runs_ages.csv.gz").query("effective >= 30")
+    ages = pandas.read_csv(FOLDER / "runs_ages.csv.gz").query("effective >= 30 and seed > 500")
     for (task, arm, rate), runs in ages.groupby(RUN).apply(readings).groupby(RUN[:3]):
         effects = contrast([np.stack(runs, axis=1)], [1])
         yield NAMES[task], f"{arm} @ {rate:g}", len(runs), *map(span, zip(*effects))
