@@ -105,7 +105,8 @@ def test_the_rates_are_the_best_of_the_tuning():
     tuning = ROWS.query("seed in [401, 402] and task in ['frozenlake', 'nq_search']")
     success = (tuning["final"] - tuning["random"]) / (1 - tuning["random"])
     means = success.groupby(["arm", "rate"]).mean()
-    assert dict(means.groupby("arm").idxmax()) == {arm: (arm, RATES.get(arm, 1)) for arm in ARMS}
+    best = means.groupby("arm").idxmax()
+    assert {arm: best[arm] for arm in ARMS} == {arm: (arm, RATES.get(arm, 1)) for arm in ARMS}
     for name, cell in printed("Tuning"):
         arm, rate = name.split(" @ ")
         assert_printed([cell], means[arm, float(rate)])
