@@ -43,7 +43,7 @@ def train(
     norm = ReturnNormalizer(config.baseline == "turn", config.kl_reward_coef)
     parts = {"trainer": trainer, "engine": engine, "buffer": buffer, "norm": norm}
 
-    # Go on from the newest checkpoint of --resume, or begin.
+    # Go on from the newest checkpoint of --resume, whose weights are loaded, or begin.
     if not run.restore(parts):
         run.log(0, held_out(run, engine, envs))
 
@@ -107,11 +107,13 @@ def train(
 def main(argv: list[str] | None = None) -> int:
     """Return the exit status, one of those of `Ending`."""
     config = parse_args(argv)
+    # Hears signals, and turns an error into a sentence and a status.
     with Ending() as ending:
         if join_ranks(config) > 0:
             return serve(config)  # compute what rank 0 asks for, until it ends
 
         envs = make_envs(config)
+        # The folder's lock; the newest checkpoint's weights; what is printed and drawn.
         with (
             Run(config, envs[0]) as run,
             backends(config, run.saved, envs[0]) as (trainer, engine),
