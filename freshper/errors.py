@@ -101,11 +101,11 @@ class Ending(contextlib.ExitStack):
                 self.status = 128 + self.signal
             case NonFiniteError():
                 self.status = 3
-            case UserError() | torch.OutOfMemoryError() if not self.training:
-                print(f"{self.program}: error: {error}", file=sys.stderr)
-                self.status = 2
             case UserError() | torch.OutOfMemoryError():
                 self.status = 1  # `narrated` has printed the error
+                if not self.training:
+                    print(f"{self.program}: error: {error}", file=sys.stderr)
+                    self.status = 2
         return self.status > 0
 
 
