@@ -57,7 +57,8 @@ def retrieve(request: Request) -> dict:
     vectors = model.encode_query(request.queries, normalize_embeddings=True)
     result = []
     for scores, positions in zip(*index.search(vectors, request.topk)):
-        hits = zip(scores.tolist(), positions)
+        # Behind the passages that the index found, it says -1.
+        hits = [hit for hit in zip(scores.tolist(), positions) if hit[1] >= 0]
         result.append([{"document": {"contents": passages[k]}, "score": x} for x, k in hits])
     return {"result": result}
 

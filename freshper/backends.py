@@ -68,8 +68,8 @@ def make_envs(config: Config) -> list[TextEnv]:
     --data or the server at --search_url cannot be used."""
     env = make_env(config)
     check_environment(env)
-    if config.search_url:
-        retrieve(config.search_url, ["test"], 1)
+    if config.search_url and retrieve(config.search_url, ["test"], 1) == [[]]:
+        raise UserError(f"--search_url is {config.search_url}, whose server finds nothing")
     # Those with data share its rows.
     n = max(config.rollout_batch_size, config.eval_episodes)
     return [env, *(make_env(config, env.rows) for _ in range(n - 1))]

@@ -42,6 +42,7 @@ from freshper.models import Policy
 from freshper.rollout import Conversation, Reply
 from freshper.trainer import TorchTrainer
 
+OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)
 SHARE = 0.5  # of a GPU's memory, if vLLM and the trainer are on the same one
 SHARED_MEMORY = "/dev/shm"
 # torchrun's variables, which vLLM's processes would take for their own.
@@ -183,14 +184,15 @@ class VLLMEngine:
         with patch.dict(os.environ, variables_of_vllm(config.device, gpus), clear=True):
             from vllm import LLM
 
-            # Ctrl-C reaches all processes of a terminal, and vLLM's would abort at once. They
-            # inherit that it is blocked. Python's resource tracker would unblock it at its start.
+            # Ctrl-C and the end of a terminal reach all its processes, and vLLM's would abort at
+            # once. They inherit that both are blocked. Python's resource tracker would unblock
+            # Ctrl-C at its start.
             resource_tracker.ensure_running()
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            signal.pthread_sigmask(signal.SIG_BLOCK, OF_TERMINALS)
             try:
                 self.llm = LLM(model=self.folder, **options)
             finally:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_TERMINALS)
 
         core = self.llm.llm_engine.engine_core
         threading.Thread(target=end_waits, args=(core,), daemon=True).start()

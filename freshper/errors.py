@@ -9,6 +9,7 @@ import io
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -40,7 +41,10 @@ def phase(name: str, errors: type[Exception]) -> Iterator[None]:
         raise
     except errors as error:
         reason = " ".join(str(error).split())[:300]
-        raise BackendError(f"{name} failed: {type(error).__name__}: {reason}") from error
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise BackendError(
+            f"{name} failed: {type(error).__name__}: {reason} ({place.filename}:{place.lineno})"
+        ) from error
 
 
 class Ending(contextlib.ExitStack):

@@ -121,7 +121,7 @@ def with_flags(flags: dict[str, Any]) -> Config:
         raise UserError(f"--resume is {folder}, which has no run: {error}") from error
 
     for name in flags.keys() - {"resume", *MAY_CHANGE}:
-        if flags[name] != settings[name]:
+        if flags[name] != getattr(stored, name):
             allowed = " and ".join(MAY_CHANGE)
             raise UserError(
                 f"--{name} is {flags[name]}, but only {allowed} can change with --resume"

@@ -168,6 +168,7 @@ SENTENCES = {
     "--resume other": "--resume is other, which has no run: Config.__init__() got an unexp",
     "--resume old": "--tau is -5.0, but must be above 0",
     "--resume evil": "--resume is evil, which has no run: its base_priority is 'evil'",
+    "--resume few --lr 0.5": "--lr is 0.5, but only iterations and micro_batch_size can",
     "--resume run --lr 0.5": "--lr is 0.5, but only iterations and micro_batch_size can",
     "--resume run --iterations 0": "--iterations is 0, but must be above 0",
 }
@@ -178,7 +179,7 @@ def test_bad_flags_get_one_sentence(flags, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run = vars(settings_of(""))
     folders = {"run": run, "other": {"no": 1.0}}
-    folders |= {"old": run | {"tau": -5.0}, "evil": run | {"base_priority": "evil"}}
+    folders |= {"few": {}, "old": run | {"tau": -5.0}, "evil": run | {"base_priority": "evil"}}
     for name, settings in folders.items():
         Path(name).mkdir()
         Path(name, "config.json").write_text(json.dumps(settings))

@@ -27,6 +27,7 @@ from freshper.buffer import ReplayBuffer
 from freshper.config import Config
 from freshper.engine_hf import HFEngine, Sampling
 from freshper.episode import collate
+from freshper.errors import BackendError, phase
 from freshper.flags import parse_args
 from freshper.models import load_policy
 from freshper.reinforce import policy_loss
@@ -341,6 +342,12 @@ def test_numbers_that_stop_being_finite_and_a_full_gpu_end_the_run(
     (line,) = [line for line in out.splitlines() if line.startswith("stopped")]
     assert sentence in line
     assert ("episode seed" in line) is (status == 3)
+
+
+def test_what_fails_in_a_backend_has_its_line():
+    with pytest.raises(BackendError, match=r"^x failed: IndexError: .* \(\S+test_train.py:\d+\)$"):
+        with phase("x", Exception):
+            [][0]
 
 
 def test_a_gpu_that_is_full_before_training_is_one_sentence(tmp_path, monkeypatch, capsys):

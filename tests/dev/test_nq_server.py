@@ -119,7 +119,11 @@ def test_a_run_stops_with_its_server_and_goes_on_with_it(run, tmp_path, monkeypa
     assert contents(stopped) == contents(tmp_path / "plain")
 
 
-def test_a_run_without_a_server_does_not_begin(run, tmp_path, capsys):
+def test_a_run_without_a_server_or_passages_does_not_begin(run, tmp_path, monkeypatch, capsys):
+    with serve() as url, monkeypatch.context() as patch:
+        patch.setattr(Retriever, "search", lambda *_: [[]])
+        assert run(url, "run") == 2
+        assert f"--search_url is {url}, whose server finds nothing" in capsys.readouterr().err
     for address in (NO_SERVER, "http://[", "http://127.0.0.1:99999999/", "http://"):
         assert run(address, "run") == 2
         sentence = capsys.readouterr().err.splitlines()[-1]
