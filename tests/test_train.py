@@ -345,9 +345,9 @@ def test_numbers_that_stop_being_finite_and_a_full_gpu_end_the_run(
 
 
 def test_what_fails_in_a_backend_has_its_line():
-    with pytest.raises(BackendError, match=r"^x failed: IndexError: .* \(\S+test_train.py:\d+\)$"):
-        with phase("x", Exception):
-            [][0]
+    sentence = r"^x failed: IndexError: .* \(\S+test_train.py:\d+\)$"
+    with pytest.raises(BackendError, match=sentence), phase("x", Exception):
+        [][0]
 
 
 def test_a_gpu_that_is_full_before_training_is_one_sentence(tmp_path, monkeypatch, capsys):
