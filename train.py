@@ -107,7 +107,7 @@ def train(
 def main(argv: list[str] | None = None) -> int:
     """Return the exit status, one of those of `Ending`."""
     config = parse_args(argv)
-    # Hears signals, and turns an error into a sentence and a status.
+    # Handles signals, and turns an error into a sentence and a status.
     with Ending() as ending:
         if join_ranks(config) > 0:
             return serve(config)  # compute what rank 0 asks for, until it ends

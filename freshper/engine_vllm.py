@@ -164,7 +164,7 @@ class VLLMEngine:
         size = sum(parameter.nbytes for _, parameter in trainer.parameters())
         self.folder = folder_of_weights(size, policy.model.config)
         # vLLM measures what is free, so another process on the GPU spoils its start.
-        room = "alone on its GPU, with a KV cache (SHARE in {__name__}, VLLM_CPU_KVCACHE_SPACE)"
+        room = "alone on its GPU, with a KV cache (SHARE in engine_vllm.py, VLLM_CPU_KVCACHE_SPACE)"
         start = f"the start of vLLM {room} for --max_tokens {config.max_tokens}"
         try:
             trainer.save(self.folder)

@@ -109,8 +109,7 @@ def with_flags(flags: dict[str, Any]) -> Config:
 
     folder = flags["resume"]
     try:
-        settings = json.loads(Path(folder, "config.json").read_bytes())
-        stored = Config(**settings)
+        stored = Config(**json.loads(Path(folder, "config.json").read_bytes()))
         for field in dataclasses.fields(stored):
             value = getattr(stored, field.name)
             choices = choices_of(field) or [value]

@@ -25,6 +25,7 @@ from PIL import Image
 from torch.utils import _pytree
 
 from envs import ENVS
+from freshper.checkpoint import find_saved
 from freshper.engine_hf import HFEngine, Sampling
 from freshper.episode import Episode
 from freshper.reinforce import ReturnNormalizer
@@ -181,6 +182,15 @@ def questions(tmp_path):
         question = f"{QUESTION} {k}?"
         rows.append({"id": k, "question": question, "golden_answers": ["Wilhelm Conrad Röntgen"]})
     return write_rows(tmp_path / "train.jsonl", rows)
+
+
+def done(out):
+    """Completed iterations at the checkpoint that --resume would load, 0 without one."""
+    saved = find_saved(str(out))
+    if not saved:
+        return 0
+    state = torch.load(saved.folder / "state.pt", weights_only=True)
+    return len(state["metrics"]["rows"]) - 1
 
 
 def state_of(folder):

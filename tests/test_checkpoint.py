@@ -11,20 +11,11 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import make_episode
+from conftest import done, make_episode
 
 from freshper import checkpoint
 from freshper.checkpoint import checksums, find_saved, pack_episodes, unpack_episodes
 from freshper.episode import compressed
-
-
-def done(out):
-    """Completed iterations at the checkpoint that --resume would load, 0 without one."""
-    saved = find_saved(str(out))
-    if not saved:
-        return 0
-    state = torch.load(saved.folder / "state.pt", weights_only=True)
-    return len(state["metrics"]["rows"]) - 1
 
 
 def save(out, done):

@@ -168,7 +168,7 @@ def test_arbitrary_replies_never_raise_and_unreadable_ones_cost_turn_and_penalty
 @every_environment
 def test_the_optimal_policy_succeeds_and_the_random_one_seldom(name):
     env = CASES[name]()
-    baselines = [env.policy_levels(seed) for seed in range(40)]
-    random, optimal = np.mean([list(success.values()) for success in baselines], axis=0)
+    levels = [env.policy_levels(seed) for seed in range(40)]
+    random, optimal = np.mean([list(success.values()) for success in levels], axis=0)
     assert optimal == 1.0 or (name == "frozenlake, slippery" and optimal > 0.4)
     assert optimal - random > 0.2

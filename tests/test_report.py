@@ -101,8 +101,8 @@ def test_what_is_printed(run):
     success = [env.policy_levels(10**9 + k) for k in range(8)]
     random = np.mean([of_seed["random"] for of_seed in success])
     optimal = np.mean([of_seed["optimal"] for of_seed in success])
-    baselines = f"(random policy {random:.2f}, optimal policy {optimal:.2f})"
-    assert f"held-out success, mean of the last 3 evaluations: {last:.2f} {baselines}" in lines
+    levels = f"(random policy {random:.2f}, optimal policy {optimal:.2f})"
+    assert f"held-out success, mean of the last 3 evaluations: {last:.2f} {levels}" in lines
     ess = read(folder, "metrics.csv")["ess_token"][1:].mean()
     (warning,) = [line for line in lines if "ESS" in line]
     assert warning.startswith(f"ESS / n of replayed tokens is {ess:.2f},")

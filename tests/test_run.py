@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import contents, read
+from conftest import contents, done, read
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
@@ -47,15 +47,6 @@ def run(out, *flags):
 
 def resume(out, *flags):
     return train.main(["--resume", str(out), *flags])
-
-
-def done(out):
-    """Completed iterations at the checkpoint that --resume would load, 0 without one."""
-    saved = find_saved(str(out))
-    if not saved:
-        return 0
-    state = torch.load(saved.folder / "state.pt", weights_only=True)
-    return len(state["metrics"]["rows"]) - 1
 
 
 @pytest.fixture(scope="module")
