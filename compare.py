@@ -37,7 +37,7 @@ from freshper.config import TABLES, Config
 from freshper.errors import Ending, protect_output
 from freshper.flags import make_parser, parse_args
 from freshper.report import drawing, policy_levels, task
-from freshper.run import Row, may_fail
+from freshper.run import Row, may_fail, write
 
 EXHIBITS = TABLES["exhibit"]  # names, and their arms
 # As in the figures of RESULTS.md
@@ -192,7 +192,7 @@ def table(results: pandas.DataFrame, evaluations: int) -> str:
     intervals."""
     first = results["arm"][0]
     of_first = results["last"][results["arm"] == first]
-    text = f"| arm | last {min(evaluations, 3)} evaluations, per seed | mean "
+    text = f"| arm | evaluations, the last {min(evaluations, 3)}, per seed | mean "
     text += f"| - {first} | peak | updates | diverged | seconds |\n"
     text += "|---" * 8 + "|\n"
 
@@ -297,9 +297,10 @@ def main() -> int:
         train_all(runs, args.jobs, ending)
 
         results = pandas.DataFrame([summary(run, args.metric) for run in runs])
-        results.drop(columns=["episodes", "values"]).to_csv(args.out / "results.csv", index=False)
+        rows = results.drop(columns=["episodes", "values"])
+        write(args.out / "results.csv", rows.to_csv(index=False))
         text = table(results, len(results["values"][0]) - 1)
-        (args.out / "table.md").write_text(text, encoding="utf-8")
+        write(args.out / "table.md", text)
         print(text)
         figure(args, runs[0].config, results)
     return ending.status

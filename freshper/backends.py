@@ -23,6 +23,7 @@ from envs.search import retrieve
 from freshper.checkpoint import Saved, find_saved
 from freshper.config import Config
 from freshper.engine_hf import HFEngine, Sampling
+from freshper.errors import reason_of
 from freshper.models import Policy, load_policy
 from freshper.rollout import Engine
 from freshper.tiny import choose_threads, keep_freed_memory, tiny_model
@@ -59,6 +60,7 @@ def serve(config: Config) -> int:
     status."""
     from freshper import trainer_deepspeed
 
+    trainer_deepspeed.meet()  # now rank 0 has the lock of the run, and all read the same checkpoint
     policy = load(config, find_saved(config.resume), make_env(config))
     return trainer_deepspeed.serve(make_trainer(policy, config))
 
@@ -81,6 +83,10 @@ def backends(
 ) -> Iterator[tuple[TorchTrainer, Engine]]:
     """Yield rank 0's trainer, with the policy of a checkpoint if there is one, and an engine with
     its weights. Their processes end afterwards."""
+    if config.trainer == "deepspeed":
+        from freshper import trainer_deepspeed
+
+        trainer_deepspeed.meet()
     policy = load(config, saved, env)
     check_rows(policy, env, config)
     with contextlib.closing(make_trainer(policy, config)) as trainer:
@@ -159,9 +165,8 @@ def load_model(config: Config, saved: Saved | None, observation: Observation) ->
         raise
     # A folder of another program may raise anything: a panic of `tokenizers` is no Exception.
     except BaseException as error:
-        reason = " ".join(str(error).split())[:300]
         raise UserError(
-            f"--model is {name}, but must be a chat model that can be loaded: {reason}"
+            f"--model is {name}, but must be a chat model that can be loaded: {reason_of(error)}"
         ) from error
 
     # It is saved with the model. A hub model's own may be invalid, and then the save would fail.

@@ -26,6 +26,7 @@ import torch
 
 from envs.base import UserError
 from freshper.episode import Episode, StoredImage
+from freshper.errors import reason_of
 
 MANIFEST = "manifest.json"
 # Of a larger file the manifest has the size alone: to read the 100 GB of a 7B model and its
@@ -70,7 +71,7 @@ def save(out: Path, parts: Parts, made_with: dict[str, Any]) -> None:
     except Exception as error:
         shutil.rmtree(new, ignore_errors=True)
         # torch.save hides the error of the disk behind its own.
-        reason = error.__context__ or error
+        reason = reason_of(error.__context__ or error)
         raise UserError(f"the checkpoint was not written to {out}: {reason}") from error
 
 
@@ -111,7 +112,7 @@ def load(saved: Saved, parts: Parts) -> None:
         policy.held_out_features.update(state["held_out_features"])
     # A file from someone else may hold anything.
     except Exception as error:
-        reason = str(error).partition("\n")[0]
+        reason = reason_of(error)
         raise UserError(f"{folder} is not a checkpoint of this run: {reason}") from error
 
 

@@ -42,7 +42,7 @@ from freshper.models import Policy
 from freshper.rollout import Conversation, Reply
 from freshper.trainer import TorchTrainer
 
-OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)
+OF_GROUPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SHARE = 0.5  # of a GPU's memory, if vLLM and the trainer are on the same one
 SHARED_MEMORY = "/dev/shm"
 # torchrun's variables, which vLLM's processes would take for their own.
@@ -184,15 +184,15 @@ class VLLMEngine:
         with patch.dict(os.environ, variables_of_vllm(config.device, gpus), clear=True):
             from vllm import LLM
 
-            # Ctrl-C and the end of a terminal reach all its processes, and vLLM's would abort at
-            # once. They inherit that both are blocked. Python's resource tracker would unblock
-            # Ctrl-C at its start.
+            # A terminal or a scheduler signals all processes of a group, and vLLM's would abort at
+            # once. They inherit that such signals are blocked. Python's resource tracker would
+            # unblock them at its start.
             resource_tracker.ensure_running()
-            signal.pthread_sigmask(signal.SIG_BLOCK, OF_TERMINALS)
+            signal.pthread_sigmask(signal.SIG_BLOCK, OF_GROUPS)
             try:
                 self.llm = LLM(model=self.folder, **options)
             finally:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_TERMINALS)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_GROUPS)
 
         core = self.llm.llm_engine.engine_core
         threading.Thread(target=end_waits, args=(core,), daemon=True).start()
@@ -274,7 +274,8 @@ class VLLMEngine:
     def close(self) -> None:
         """End vLLM's processes and remove the folder."""
         if self.llm is not None:
-            self.llm.llm_engine.engine_core.shutdown()
+            # SIGTERM is blocked there, so it need not wait before it kills.
+            self.llm.llm_engine.engine_core.shutdown(timeout=0)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

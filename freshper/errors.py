@@ -40,11 +40,16 @@ def phase(name: str, errors: type[Exception]) -> Iterator[None]:
     except (UserError, torch.OutOfMemoryError):
         raise
     except errors as error:
-        reason = " ".join(str(error).split())[:300]
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        raise BackendError(
-            f"{name} failed: {type(error).__name__}: {reason} ({place.filename}:{place.lineno})"
-        ) from error
+        raise BackendError(f"{name} failed: {reason_of(error)}") from error
+
+
+def reason_of(error: BaseException) -> str:
+    """Return in one line what went wrong, and where, which may be in a fork's own code."""
+    reason = " ".join(str(error).split())[:300]
+    if isinstance(error, UserError):
+        return reason
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {reason} ({place.filename}:{place.lineno})"
 
 
 class Ending(contextlib.ExitStack):

@@ -30,7 +30,7 @@ from freshper.episode import Episode, compressed
 from freshper.errors import Ending
 from freshper.models import Policy
 from freshper.rollout import Engine, evaluate
-from freshper.run import Row, Run
+from freshper.run import Row, Run, write
 from freshper.trainer import TorchTrainer, Update
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def held_out(run: Run, engine: Engine, envs: list[TextEnv]) -> Row:
     """Evaluate the policy on the held-out seeds, write the page of its episodes, and return the
     columns of the evaluation."""
     episodes = evaluate(engine, envs, run.config)
-    run.write("episodes.html", episodes_page(run.config, engine.policy, episodes))
+    write(run.folder / "episodes.html", episodes_page(run.config, engine.policy, episodes))
     return {f"eval_{name}": mean for name, mean in summarize(episodes).items()}
 
 
@@ -277,7 +277,7 @@ columns.
 PAGE = jinja2.Template(TEMPLATE, autoescape=True, trim_blocks=True)
 
 
-def episodes_page(config: Config, policy: Policy, episodes: list[Episode]) -> bytes:
+def episodes_page(config: Config, policy: Policy, episodes: list[Episode]) -> str:
     """Return a static page of the first eight episodes."""
 
     def parts_of(episode: Episode) -> Iterator[tuple[list[str], str]]:
@@ -291,4 +291,4 @@ def episodes_page(config: Config, policy: Policy, episodes: list[Episode]) -> by
             yield list(islice(images, borders // 2)), text
 
     page = PAGE.render(title=title(config), episodes=episodes[:8], parts_of=parts_of)
-    return page.encode()
+    return page

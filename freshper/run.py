@@ -82,7 +82,8 @@ class Run(contextlib.AbstractContextManager):
         return saved
 
     def restore(self, parts: Parts) -> bool:
-        """Give the parts the state of the newest checkpoint, and cut the tables after it.
+        """Give the parts the state of the newest checkpoint, cut the tables after it, and write the
+        settings that --resume changes.
 
         Returns whether there is one. Raises UserError if it is not one of this run, or has more
         iterations than --iterations."""
@@ -100,6 +101,7 @@ class Run(contextlib.AbstractContextManager):
                 # The next save would rename it to checkpoint-before, in the place of the whole one.
                 shutil.rmtree(self.folder / "checkpoint")
             self.say(f"resuming after iteration {self.done} of {self.config.iterations}")
+            self.write_config()
             self.write_metrics()
             self.began = time.perf_counter() - self.metrics["wall_s"].iloc[-1]
         elif self.config.resume:
@@ -108,7 +110,7 @@ class Run(contextlib.AbstractContextManager):
         replay = self.folder / "replay.csv"
         if replay.exists():
             rows, _, _ = replay.read_bytes().partition(b"\n%d," % (self.done + 1))
-            self.write("replay.csv", (rows.rstrip() + b"\n").lstrip())
+            write(replay, (rows.rstrip() + b"\n").lstrip())
         return bool(saved)
 
     def log(self, iteration: int, row: Row, replays: Sequence[tuple[Replay, Update]] = ()) -> None:
@@ -129,9 +131,8 @@ class Run(contextlib.AbstractContextManager):
         self.write_metrics()
 
     def save(self, parts: Parts) -> None:
-        """Write a checkpoint of the parts, and the settings that a resumed run has changed."""
+        """Write a checkpoint of the parts."""
         checkpoint.save(self.folder, parts | {"metrics": self}, self.made_with)
-        self.write_config()
 
     @property
     def done(self) -> int:
@@ -147,22 +148,23 @@ class Run(contextlib.AbstractContextManager):
     # -- files
 
     def write_config(self) -> None:
-        """Write config.json, the settings of the newest checkpoint, or of a run's beginning."""
+        """Write config.json."""
         settings = vars(self.config) | {"resume": ""}
-        self.write("config.json", json.dumps(settings, indent=1).encode())
+        write(self.folder / "config.json", json.dumps(settings, indent=1))
 
     def write_metrics(self) -> None:
         """Write metrics.csv anew."""
-        self.write("metrics.csv", self.metrics.to_csv(index=False, float_format="%.8g").encode())
+        write(self.folder / "metrics.csv", self.metrics.to_csv(index=False, float_format="%.8g"))
 
-    def write(self, name: str, content: bytes) -> None:
-        """Write a file such that a kill or a reader finds all of it, or what was there before.
 
-        Raises UserError if the disk does not take it."""
-        new = self.folder / f".{name}"
-        with may_fail(self.folder):
-            new.write_bytes(content)
-            new.replace(self.folder / name)
+def write(path: Path, content: str | bytes) -> None:
+    """Write a file such that a kill or a reader finds all of it, or what was there before.
+
+    Raises UserError if the disk does not take it."""
+    new = path.with_name(f".{path.name}")
+    with may_fail(path.parent):
+        new.write_bytes(content.encode() if isinstance(content, str) else content)
+        new.replace(path)
 
 
 @contextlib.contextmanager

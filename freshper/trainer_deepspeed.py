@@ -79,6 +79,12 @@ def join_ranks(config: Config) -> int:
     return dist.get_rank()
 
 
+def meet() -> None:
+    """Wait for the other ranks. Raises BackendError as `join_ranks` does."""
+    with phase(MEETING, RuntimeError):
+        dist.barrier()
+
+
 class _ActionLogprobs(torch.nn.Module):
     """The policy's model behind the one forward call that ZeRO-3 hooks into."""
 

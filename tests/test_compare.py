@@ -1,7 +1,9 @@
 """compare.py: real runs side by side, statistics against known results, and failed runs."""
 
 import argparse
+import itertools
 import os
+import re
 import shutil
 import signal
 import threading
@@ -94,11 +96,17 @@ def test_a_finished_run_is_not_repeated(out, monkeypatch, capsys):
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     finished = out / "on_policy-seed3/metrics.csv"
     before = finished.stat().st_mtime_ns
+    monkeypatch.setattr(compare, "count", lambda start: itertools.repeat(60))  # a second a minute
     assert call(monkeypatch, out, *ARMS) == 0
     assert finished.stat().st_mtime_ns == before
     on_policy, diverged = (out / "table.md").read_text().splitlines()[2:]
     assert on_policy in table and " | 1 of 1 | " in diverged
-    assert on_policy in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert on_policy in printed
+    progress = re.findall("iterations:.*", printed)
+    assert {re.sub(r"\d+ of", "n of", line) for line in progress} == {
+        "iterations: freshper-lr-1e30-batch_size-8-seed3 n of 10"
+    }
 
     env = ENVS["frozenlake"](max_turns=2)
     success = [env.policy_levels(EVAL_SEEDS + k) for k in range(4)]
@@ -116,7 +124,7 @@ REFUSED = {
     "--jobs is 0, but must be above 0": ["--jobs", "0"],
     "--seed is 4, but the comparison sets it": ["--arm", "per --seed 4"],
     "--seeds or --arm names a run twice": ONE[:2],
-    "File exists: 'compare.py'": ["--out", "compare.py"],
+    "/freshper/config.py'": ["--out=~/config.py"],
     "on_policy-seed3, which has no run: ": ("config.json", "[]"),
     "on_policy-seed3 has a damaged metrics.csv, remove it: it lacks numbers": (
         "metrics.csv",
@@ -139,6 +147,7 @@ def refusal(monkeypatch, capsys, folder, *flags):
 @pytest.mark.parametrize("sentence", REFUSED)
 def test_what_cannot_be_compared_is_named(out, tmp_path, monkeypatch, capsys, sentence):
     copy = shutil.copytree(out, tmp_path / "out")
+    monkeypatch.setenv("HOME", str(Path("freshper").resolve()))
     flags = REFUSED[sentence]
     if isinstance(flags, tuple):
         name, content = flags
@@ -175,7 +184,7 @@ def test_intervals_of_the_table():
     rest = {"peak": 1.0, "updates": 2, "wall_s": 3.0, "diverged": 1}
     rows = [rest | {"arm": arm, "last": value} for arm, values in runs.items() for value in values]
     table = compare.table(pandas.DataFrame(rows), 2).splitlines()
-    assert table[0].startswith("| arm | last 2 evaluations, per seed | mean | - on_policy | peak")
+    assert table[0].startswith("| arm | evaluations, the last 2, per seed | mean | - on_policy |")
     low, high = stats.t.interval(0.95, 2, scale=stats.sem(runs["per"]))
     mean = f"0.500 0.600 0.900 | 0.667 ± {(high - low) / 2:.3f}"
     assert table[3].startswith(f"| per | {mean} | ")

@@ -103,6 +103,7 @@ def test_what_is_printed(run):
     optimal = np.mean([of_seed["optimal"] for of_seed in success])
     levels = f"(random policy {random:.2f}, optimal policy {optimal:.2f})"
     assert f"held-out success, mean of the last 3 evaluations: {last:.2f} {levels}" in lines
+    assert "the policy is evaluated on 8 of them before it is trained" in lines
     ess = read(folder, "metrics.csv")["ess_token"][1:].mean()
     (warning,) = [line for line in lines if "ESS" in line]
     assert warning.startswith(f"ESS / n of replayed tokens is {ess:.2f},")
@@ -118,7 +119,7 @@ def test_the_page_shows_what_was_read_and_sampled(task, text_policy, vision_poli
     envs = [ENVS[task](max_turns=4) for _ in range(3)]
     episodes = rollout(RandomEngine(policy, envs, [0, 1, 2]), envs, [0, 1, 2], 512, 6)
     config = Config(env="gsm8k", data="a < title")
-    page = episodes_page(config, policy, episodes).decode()
+    page = episodes_page(config, policy, episodes)
     assert page.count("a &lt; title") == 2
 
     shown = re.finditer('base64,([^"]+)|<pre.*?>(.*?)</pre>', page, re.S)

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -207,15 +208,12 @@ def test_the_rows_of_data_are_those_of_the_checkpoint(tmp_path):
         compare(Run(Config(), other).made_with, saved)
 
 
-def test_a_run_that_is_extended_changes_only_with_its_first_save(copy, finished, monkeypatch):
-    """--iterations of a resumed run that ended before its first iteration."""
+def test_a_run_that_is_extended_is_so_from_its_start(copy, finished, monkeypatch):
+    """Another --resume, begun before this one has ended, reads the new --iterations."""
     with monkeypatch.context() as patch:
         at_call(patch, HFEngine, "generate", 1, send(signal.SIGINT, signal.SIGINT))
-        assert resume(copy, "--iterations", "9") == 130
+        assert resume(copy, "--iterations", "7") == 130
     assert resume(copy) == 0
-    assert contents(copy) == contents(finished)
-
-    assert resume(copy, "--iterations", "7") == 0
     rows = contents(copy)[0]
     assert rows[:-1] == contents(finished)[0]
     assert float(rows[-1]["lr"]) > 0
@@ -323,7 +321,8 @@ def test_a_forged_state_is_one_sentence(copy, capsys, kind):
     STATES[kind](state)
     forge(copy / "checkpoint", name, state)
     assert resume(copy, "--iterations", "7") == 2
-    assert "checkpoint is not a checkpoint of this run: " in capsys.readouterr().err
+    sentence = r"checkpoint is not a checkpoint of this run: \w+: .* \(\S+\.py:\d+\)$"
+    assert re.search(sentence, capsys.readouterr().err)
 
 
 def test_the_date_and_the_threads_of_the_first_start_are_kept(tmp_path, model_folder, monkeypatch):
@@ -365,6 +364,13 @@ def test_a_disk_that_is_full_from_the_start_costs_no_rows(copy, capsys):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert f"{copy} cannot be written: " in capsys.readouterr().err
     assert tables == {name: (copy / name).read_bytes() for name in tables}
+
+
+def test_a_folder_that_cannot_be_locked_is_named(tmp_path, monkeypatch, capsys):
+    error = OSError(95, "Operation not supported")
+    monkeypatch.setattr("filelock.FileLock.acquire", Mock(side_effect=error))
+    assert run(tmp_path / "run") == 2
+    assert f"error: {tmp_path}/run cannot be written: {error}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kilobytes", [4, 700])

@@ -350,6 +350,13 @@ def test_what_fails_in_a_backend_has_its_line():
         [][0]
 
 
+def test_what_fails_while_a_model_is_loaded_has_its_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("freshper.backends.load_policy", lambda *_, **__: [][0])
+    assert train.main(flags("", tmp_path / "run")) == 2
+    sentence = r"can be loaded: IndexError: .* \(\S+test_train.py:\d+\)$"
+    assert re.search(sentence, capsys.readouterr().err)
+
+
 def test_a_gpu_that_is_full_before_training_is_one_sentence(tmp_path, monkeypatch, capsys):
     full = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory."))
     monkeypatch.setattr("freshper.backends.make_trainer", full)

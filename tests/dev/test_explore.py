@@ -98,14 +98,16 @@ def test_probabilities_draws_and_weights(tmp_path, data):
 
 def test_the_walk_to_a_clicked_mass(tmp_path):
     click = "new MouseEvent('click', {clientX: box.x + share * box.width})"
-    act = f"(get('mass-bar').dispatchEvent({click}), showTree())"
-    box = "const box = get('mass-bar').getBoundingClientRect();"
-    clicks = f"(() => {{ {box} return [0, 0.2, 0.5, 0.8, 0.99].map((share) => {act}); }})()"
+    widths = "[...get('mass-bar').children].map((bar) => bar.getAttribute('width'))"
+    act = f"(get('mass-bar').dispatchEvent({click}), {{...showTree(), widths: {widths}}})"
+    first = "set({tau: 5}); const box = get('mass-bar').getBoundingClientRect();"
+    clicks = f"(() => {{ {first} return [0, 0.2, 0.5, 0.8, 0.99].map((share) => {act}); }})()"
     for shown in in_browser(tmp_path, clicks):
         nodes = list(shown["nodes"].values())
         tree = SumTree(8)
         tree.fill(np.array(nodes[8:]))
         np.testing.assert_allclose(nodes, tree.nodes, rtol=1e-15)
+        assert min(float(width or 0) for width in shown["widths"]) >= 0
         assert shown["leaf"] == tree.find(np.array([shown["mass"]]))[0]
 
 

@@ -147,16 +147,16 @@ def trained_and_agreed(out):
 
 
 def test_text_on_two_ranks_resumed_until_vllm_is_killed(models, tmp_path):
-    """The end of a terminal and Ctrl-C reach the whole group of rank 0, with vLLM in it, and the
-    iteration is completed; --resume goes on; then vLLM's core is killed in mid-run."""
+    """The end of a terminal, a scheduler and Ctrl-C reach the whole group of rank 0, with vLLM in
+    it, and the iteration is completed; --resume goes on; then vLLM's core is killed in mid-run."""
     out = tmp_path / "run"
     flags = [*SHORT, *"--backend vllm+deepspeed --zero_stage 2 --model".split()]
     flags.append(models["frozenlake"])
     process = start(out, 2, *flags, *FOREVER, "--out", str(out))
     wait_for_rows(process, out, 2)
     group = rank(0, process)
-    os.killpg(group, signal.SIGHUP)
-    os.killpg(group, signal.SIGINT)
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+        os.killpg(group, number)
     _, output = finish(process, out)
     assert "stopped after iteration" in output and "interrupted" in output
     assert "stopping after this iteration, with a checkpoint" in output
