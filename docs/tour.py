@@ -6,8 +6,8 @@
 # We train text FrozenLake twice on a CPU, in four minutes, and then look at what the buffers hold.
 # Sections and equations are the paper's. [The exercises](exercises.md) go on from here.
 #
-# On Colab, open this notebook from GitHub, and begin with a cell of these lines (OWNER/REPOSITORY
-# is this repository's name there):
+# On Colab, open this notebook from GitHub, and begin with a cell of these lines. Replace
+# OWNER/REPOSITORY, also in the badge's link, by the name of this repository on GitHub:
 #
 #     !git clone https://github.com/OWNER/REPOSITORY project
 #     %pip install -q -e ./project
