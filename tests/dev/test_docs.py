@@ -92,9 +92,21 @@ def test_an_installed_copy_works_in_another_folder(tmp_path):
     install = "-m pip install -q --no-deps --target".split()
     subprocess.run([sys.executable, *install, tmp_path / "to", source], check=True)
     shutil.rmtree(source)
-    use = "import sumtree; from freshper import flags, tiny; "
-    use += "flags.parse_args([]); assert list(tiny.SHIPPED.glob('frozenlake/*'))"
+    use = """from freshper import backends, flags, rollout
+    config = flags.parse_args(["--iterations", "1"])
+    envs = backends.make_envs(config)
+    with backends.backends(config, None, envs[0]) as (trainer, engine):
+        episodes = rollout.rollout(engine, envs, [1, 2, 3, 4], 512, 8)
+        print(trainer.record_behavior_logprobs(episodes))
+    """
+    use = use.replace("\n    ", "\n")
     subprocess.run([sys.executable, "-c", use], cwd=tmp_path / "to", check=True)
+
+
+def test_uv_finds_versions_of_all_extras(tmp_path):
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    subprocess.run([sys.executable, "-m", "uv", "lock"], cwd=tmp_path, check=True)
 
 
 def test_paper_to_code_has_every_label_in_order_with_its_number():

@@ -5,6 +5,7 @@ The last needs Debian's package chromium-headless-shell."""
 import html
 import re
 import subprocess
+import sys
 
 import pytest
 
@@ -49,9 +50,18 @@ def test_links_resolve_and_formulas_are_mathml(out, pages):
         assert "\\" not in html.unescape(latex)
 
 
+@pytest.fixture(scope="module")
+def names(out, pages):
+    """All pages of the site, with the tour, as .github/workflows/pages.yml makes it."""
+    tour = docs.build.ROOT / "docs/tour.ipynb"
+    words = "-m nbconvert --to html --output-dir".split()
+    subprocess.run([sys.executable, *words, out, tour], check=True)
+    return [*pages, "tour.html"]
+
+
 @pytest.mark.parametrize("width", [1280, 390])
-def test_a_browser_opens_every_page_without_errors_or_scrolling_sideways(out, pages, width):
-    frames = [f"<iframe src={name} width={width} height=900></iframe>" for name in pages]
+def test_a_browser_opens_every_page_without_errors_or_scrolling_sideways(out, names, width):
+    frames = [f"<iframe src={name} width={width} height=900></iframe>" for name in names]
     script = """onload = () => {
       const wide = (frame) => frame.contentDocument.documentElement.scrollWidth > frame.width;
       const frames = [...document.querySelectorAll("iframe")];
