@@ -33,6 +33,7 @@ from scipy import stats
 from envs import ENVS
 from envs.base import UserError
 from freshper.backends import make_env
+from freshper.checkpoint import find_saved
 from freshper.config import TABLES, Config
 from freshper.errors import Ending, protect_output
 from freshper.flags import make_parser, parse_args
@@ -297,6 +298,9 @@ def main() -> int:
         train_all(runs, args.jobs, ending)
 
         results = pandas.DataFrame([summary(run, args.metric) for run in runs])
+        saved = [find_saved(str(run.folder)) for run in runs]
+        if len({one.made_with["data_sha256"] for one in saved if one}) > 1:
+            raise UserError(f"{args.out} has runs with different rows of --data")
         rows = results.drop(columns=["episodes", "values"])
         write(args.out / "results.csv", rows.to_csv(index=False))
         text = table(results, len(results["values"][0]) - 1)

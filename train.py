@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
         envs = make_envs(config)
         # The folder's lock; the newest checkpoint's weights; what is printed and drawn.
         with (
-            Run(config, envs[0]) as run,
+            Run(config, envs[0], argv) as run,
             backends(config, run.saved, envs[0]) as (trainer, engine),
             narrated(run, engine.policy, envs[0]),
         ):

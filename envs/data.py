@@ -98,7 +98,11 @@ def read_file(path: Path) -> list:
 
     with open(path, encoding="utf-8-sig", newline="") as file:
         if path.suffix == ".csv":
-            return list(csv.DictReader(file, strict=True))
+            rows = csv.DictReader(file, strict=True)
+            names = rows.fieldnames or ()
+            if len({*names}) < len(names):
+                raise ValueError("two columns have the same name")
+            return list(rows)
         if path.suffix == ".jsonl":
             return [json.loads(line) for line in file if line.strip()]
     raise ValueError("a file must be .jsonl, .csv or .parquet")

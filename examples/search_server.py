@@ -42,6 +42,8 @@ if not os.path.exists(args.index):
     index.add(vectors)
     faiss.write_index(index, args.index)
 index = faiss.read_index(args.index)
+if index.ntotal != len(passages):
+    parser.error(f"{args.index} has {index.ntotal} passages, {args.corpus} has {len(passages)}")
 
 app = FastAPI()
 

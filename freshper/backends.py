@@ -105,7 +105,9 @@ def load(config: Config, saved: Saved | None, env: TextEnv) -> Policy:
     """Set up this process, and load the policy of a run."""
     set_up_process(config, saved)
     observation, _ = env.reset(seed=EVAL_SEEDS)
-    return load_model(config, saved, observation)
+    policy = load_model(config, saved, observation)
+    logging.set_verbosity_error()  # what it warned of while it loaded, it would say at each save
+    return policy
 
 
 def set_up_process(config: Config, saved: Saved | None) -> None:

@@ -71,7 +71,8 @@ def save(out: Path, parts: Parts, made_with: dict[str, Any]) -> None:
     except Exception as error:
         shutil.rmtree(new, ignore_errors=True)
         # torch.save hides the error of the disk behind its own.
-        reason = reason_of(error.__context__ or error)
+        hidden = error.__context__
+        reason = reason_of(hidden if isinstance(hidden, OSError) else error)
         raise UserError(f"the checkpoint was not written to {out}: {reason}") from error
 
 
@@ -147,7 +148,7 @@ def read_saved(folder: Path, damage: str) -> Saved:
             raise ValueError(f"{name} has changed")
     run = json.loads((folder / "run.json").read_bytes())
     threads = max(1, int(run["threads"]))
-    return Saved(folder, damage, run["made_with"], date.fromisoformat(run["today"]), threads)
+    return Saved(folder, damage, dict(run["made_with"]), date.fromisoformat(run["today"]), threads)
 
 
 def checksums(folder: Path) -> dict[str, str]:

@@ -44,11 +44,13 @@ def phase(name: str, errors: type[Exception]) -> Iterator[None]:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return in one line what went wrong, and where, which may be in a fork's own code."""
+    """Return in one line what went wrong, and the last place in this code, or a fork's, that led
+    there."""
     reason = " ".join(str(error).split())[:300]
     if isinstance(error, UserError):
         return reason
-    place = traceback.extract_tb(error.__traceback__)[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    place = [frame for frame in frames if "site-packages" not in frame.filename][-1]
     return f"{type(error).__name__}: {reason} ({place.filename}:{place.lineno})"
 
 

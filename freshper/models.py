@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import modeling_utils
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from envs.base import THOUGHT, THOUGHT_TAG, Observation
+from envs.base import THOUGHT, THOUGHT_TAG, Observation, UserError
 from freshper.episode import AnyImage, Batch, image_key
 
 # The `model_type` of models that this code computes correctly: with the engine's cache and its
@@ -49,7 +49,7 @@ modeling_utils.logger.addFilter(lambda record: "LOAD REPORT" not in record.msg)
 
 @dataclass(eq=False)
 class Policy:
-    """Hold model, tokenizer and image processor. Raises ValueError if tokenizer or chat template do
+    """Hold model, tokenizer and image processor. Raises UserError if tokenizer or chat template do
     not fit."""
 
     model: transformers.PreTrainedModel
@@ -72,7 +72,7 @@ class Policy:
         closing, *_ = self.template(0, first=False)
         ends = [i for i in self.encode(closing) if i in special]
         if not ends:
-            raise ValueError(
+            raise UserError(
                 "its chat template closes a reply with no special token, so no reply could end"
             )
         self.eos_id = ends[0]
@@ -82,7 +82,7 @@ class Policy:
         rows = {*range(self.model.get_output_embeddings().out_features)}
         tokens = {*self.tokenizer.get_vocab().values()}
         if not tokens <= rows:
-            raise ValueError("its tokenizer belongs to another model, which has more tokens")
+            raise UserError("its tokenizer belongs to another model, which has more tokens")
         listed = self.model.generation_config.suppress_tokens or ()
         sampled = tokens.difference(special, listed) | {self.eos_id}
         self.suppressed_ids = sorted(rows - sampled)
@@ -90,7 +90,7 @@ class Policy:
         self.special_tokens = [*special.values()]
         for token in self.special_tokens:
             if re.search(f"{THOUGHT}|answer|<search>", token.lower()):
-                raise ValueError(f"it needs {token}, a special token, which is never sampled")
+                raise UserError(f"it needs {token}, a special token, which is never sampled")
 
         self.image_token_id = getattr(self.model.config, "image_token_id", -1)
         if self.image_processor:
@@ -103,7 +103,7 @@ class Policy:
     def split_template(self, n_images: int, first: bool) -> tuple[str, str, bool]:
         """Return what the chat template puts before and after a user's text, and whether it opens
         a thought there. `first`: at the start of a conversation, else after a reply. Raises
-        ValueError if it does not show the text."""
+        UserError if it does not show the text."""
         content: Any = TEXT
         if n_images:
             content = [{"type": "image"}] * n_images + [{"type": "text", "text": TEXT}]
@@ -116,12 +116,12 @@ class Policy:
             turns, tokenize=False, add_generation_prompt=True, strftime_now=self.today.strftime
         )
         if text.count(TEXT) != 1 or text.count(REPLY) != len(turns) // 2:
-            raise ValueError("its chat template does not show a user's text exactly once per turn")
+            raise UserError("its chat template does not show a user's text exactly once per turn")
 
         before, after = text.split(TEXT)
         header, *tags = re.split(THOUGHT_TAG, after)  # of each tag "" or "/", and what follows it
         if re.search(f"(?i){THOUGHT}", header):
-            raise ValueError("its chat template marks a thought in a form other than <think>")
+            raise UserError("its chat template marks a thought in a form other than <think>")
         return before.split(REPLY)[-1], after, tags[-2:-1] == [""]
 
     def user_turn(self, observation: Observation, first: bool = True) -> list[int]:
@@ -175,7 +175,7 @@ class Policy:
     def positions(self, tokens: list[int], images: list[AnyImage], start: int = 0) -> Tensor:
         """Return position ids (m-rope) from `start`, int64 [3, T]: time, row and column, which are
         equal for text. Of an image of h x w at position p, row r is at p + r, column c at p + c,
-        and the next token at p + max(h, w). Raises ValueError if there are more images than tokens
+        and the next token at p + max(h, w). Raises UserError if there are more images than tokens
         for them."""
         positions = start + np.tile(np.arange(len(tokens)), (3, 1))  # [3, T]: of text
         end = 0
@@ -280,22 +280,22 @@ class Policy:
 
 
 def check_family(config: transformers.PretrainedConfig, max_tokens: int) -> None:
-    """Raise ValueError unless this code computes a model correctly for `max_tokens` tokens."""
+    """Raise UserError unless this code computes a model correctly for `max_tokens` tokens."""
     kind = config.model_type
     if kind not in FAMILIES:
-        raise ValueError(
+        raise UserError(
             f"it is a {kind}, but must be one of {', '.join(FAMILIES)}: add it to FAMILIES in "
             "freshper/models.py once it passes tests/test_families.py"
         )
     text = config.get_text_config()
     rope = text.rope_parameters["rope_type"]
     if rope not in ROPES:
-        raise ValueError(f"its rope is of the type {rope}, but must be one of {', '.join(ROPES)}")
+        raise UserError(f"its rope is of the type {rope}, but must be one of {', '.join(ROPES)}")
     # The engine's cache knows no sliding windows.
     window = getattr(text, "sliding_window", None) or math.inf
     longest = min(text.max_position_embeddings, window)
     if max_tokens > longest:
-        raise ValueError(
+        raise UserError(
             f"--max_tokens is {max_tokens}, but must be at most {longest}, its window of attention"
         )
 
@@ -308,7 +308,7 @@ def load_policy(
     **fields: Any,
 ) -> Policy:
     """Load a policy from a hub id or a folder. Pickled weights are not read. `fields` are those of
-    `Policy`. Raises OSError if there is no model or no tokenizer.json there, ValueError if it is of
+    `Policy`. Raises OSError if there is no model or no tokenizer.json there, UserError if it is of
     another family, or if weights are missing, of another shape, or have no place."""
     config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     check_family(config, max_tokens)
@@ -337,7 +337,7 @@ def load_policy(
     # transformers would make random ones for those that are missing.
     misfits = sorted(map(str, set().union(*loaded.values())))
     if misfits:
-        raise ValueError(f"its weights lack, or have no place for, {', '.join(misfits)}")
+        raise UserError(f"its weights lack, or have no place for, {', '.join(misfits)}")
     # Out of the file's mapping, whose alignment can show in a last bit.
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()

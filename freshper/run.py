@@ -30,7 +30,7 @@ from freshper import checkpoint
 from freshper.buffer import Replay
 from freshper.checkpoint import Parts, Saved
 from freshper.config import Config
-from freshper.flags import MAY_CHANGE
+from freshper.flags import MAY_CHANGE, parse_args
 from freshper.trainer import Update
 
 Row = dict[str, Any]  # numbers by the name of their column
@@ -49,8 +49,9 @@ class Run(contextlib.AbstractContextManager):
 
     say = staticmethod(tqdm.write)  # print a line above the progress bar
 
-    def __init__(self, config: Config, env: TextEnv):
+    def __init__(self, config: Config, env: TextEnv, argv: Sequence[str] | None = None):
         self.config = config
+        self.argv = argv  # the command line of the config
         self.folder = folder_of(config)
         self.made_with = vars(config) | {"resume": "", "data_sha256": hash_of(env)}
         names = [f"{split}_{name}" for name in env.metrics for split in ("train", "eval")]
@@ -88,6 +89,9 @@ class Run(contextlib.AbstractContextManager):
         Returns whether there is one. Raises UserError if it is not one of this run, or has more
         iterations than --iterations."""
         saved = self.saved
+        # The settings were read before this process had the lock.
+        if self.config.resume and parse_args(self.argv) != self.config:
+            raise UserError(f"{self.folder} has other settings now: start again")
         if saved:
             checkpoint.load(saved, parts | {"metrics": self})
             if self.done > self.config.iterations:
@@ -101,12 +105,12 @@ class Run(contextlib.AbstractContextManager):
                 # The next save would rename it to checkpoint-before, in the place of the whole one.
                 shutil.rmtree(self.folder / "checkpoint")
             self.say(f"resuming after iteration {self.done} of {self.config.iterations}")
-            self.write_config()
             self.write_metrics()
             self.began = time.perf_counter() - self.metrics["wall_s"].iloc[-1]
         elif self.config.resume:
             self.say(f"there is no checkpoint in {self.folder} yet: the run starts over")
 
+        self.write_config()
         replay = self.folder / "replay.csv"
         if replay.exists():
             rows, _, _ = replay.read_bytes().partition(b"\n%d," % (self.done + 1))

@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 from typing import get_args
+from unittest.mock import Mock
 
 import numpy as np
 import pandas
@@ -154,6 +155,12 @@ def test_what_cannot_be_compared_is_named(out, tmp_path, monkeypatch, capsys, se
         (copy / "on_policy-seed3" / name).write_text(content)
         flags = []
     assert sentence in refusal(monkeypatch, capsys, copy, *flags)
+
+
+def test_runs_with_different_data_are_not_compared(out, monkeypatch, capsys):
+    monkeypatch.setattr(compare, "find_saved", lambda run: Mock(made_with={"data_sha256": run}))
+    assert call(monkeypatch, out, *ARMS) == 2
+    assert capsys.readouterr().err.endswith(f"{out} has runs with different rows of --data\n")
 
 
 def test_a_run_that_fails_ends_the_comparison(tmp_path, monkeypatch, capsys):

@@ -108,6 +108,7 @@ BAD = {  # file: content, a part of the sentence
         "question,answer\n" + "Tom has 3, gets 3. How many?,6\n" * 20,
         "row 1 is {",
     ),
+    "twice.csv": ("question,answer,answer\n1,2,3", "two columns have the same name"),
     "rows.xlsx": ("PK", "a file must be .jsonl, .csv or .parquet"),
     "nowhere.jsonl": (None, "there is no such file or folder of files"),
     "deeper/sub/train.jsonl": (ROWS, FEW),

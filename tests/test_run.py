@@ -178,7 +178,9 @@ def test_a_run_in_use_is_not_read(copy, monkeypatch, capsys):
     assert sorted(copy.rglob("*")) == before
 
 
-def test_a_run_goes_on_with_its_own_settings_checkpoint_and_data_only(copy, finished, capsys):
+def test_a_run_goes_on_with_its_own_settings_and_checkpoint_only(
+    copy, finished, monkeypatch, capsys
+):
     def edit(**changes):
         settings = json.loads((finished / "config.json").read_text())
         (copy / "config.json").write_text(json.dumps(settings | changes))
@@ -191,6 +193,10 @@ def test_a_run_goes_on_with_its_own_settings_checkpoint_and_data_only(copy, fini
     assert "lr is 0.002, but 0.001 in the checkpoint" in refused()
     edit(seed=43)  # as if the checkpoint were that of another run
     assert "seed is 43, but 42 in the checkpoint" in refused()
+    edit()
+    with monkeypatch.context() as patch:  # another process changes it before this one has the lock
+        at_call(patch, train, "make_envs", 1, lambda: edit(micro_batch_size=1))
+        assert "has other settings now: start again" in refused()
     edit(out="elsewhere")  # a run that was moved
     assert resume(copy, "--iterations", "7") == 0
 
@@ -221,7 +227,7 @@ def test_a_run_that_is_extended_is_so_from_its_start(copy, finished, monkeypatch
     assert AutoTokenizer.from_pretrained(copy / "checkpoint").chat_template
 
 
-def test_of_damaged_checkpoints_the_one_before_is_used(copy, capsys, finished):
+def test_of_damaged_checkpoints_the_one_before_is_used(copy, capsys, finished, monkeypatch):
     """A flipped bit, a file that is cut short, other content, none at all."""
     rng = random.Random(0)
     names = "state.pt optimizer-0.pt model.safetensors tokenizer.json manifest.json run.json"
@@ -242,8 +248,12 @@ def test_of_damaged_checkpoints_the_one_before_is_used(copy, capsys, finished):
 
     for folder in copy.glob("checkpoint*"):
         shutil.rmtree(folder)
+    with monkeypatch.context() as patch:
+        at_call(patch, HFEngine, "generate", 1, send(signal.SIGINT, signal.SIGINT))
+        assert resume(copy, "--micro_batch_size", "3") == 130
     assert resume(copy) == 0  # it starts over
     assert contents(copy) == contents(finished)
+    assert parse_args(["--resume", str(copy)]).micro_batch_size == 3
 
 
 def test_no_row_of_replay_csv_is_there_twice(copy, finished):
