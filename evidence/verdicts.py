@@ -186,8 +186,9 @@ def drift():
     yield "1/c in steps", "arm", "runs", "intercept", "origin", "mean age", "youngest", "slope"
     ages = pandas.read_csv(FOLDER / "runs_ages.csv.gz").query("effective >= 30 and seed > 500")
     for (task, arm, rate), runs in ages.groupby(RUN).apply(readings).groupby(RUN[:3]):
-        effects = contrast([np.stack(runs, axis=1)], [1])
-        yield NAMES[task], f"{arm} @ {rate:g}", len(runs), *map(span, zip(*effects))
+        estimates, _, highs, *_ = contrast([np.stack(runs, axis=1)], [1])
+        cells = map("{:.2f}±{:.2f}".format, estimates, highs - estimates)
+        yield NAMES[task], f"{arm} @ {rate:g}", len(runs), *cells
 
 
 def tables():

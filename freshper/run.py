@@ -49,7 +49,7 @@ class Run(contextlib.AbstractContextManager):
 
     say = staticmethod(tqdm.write)  # print a line above the progress bar
 
-    def __init__(self, config: Config, env: TextEnv, argv: Sequence[str] | None = None):
+    def __init__(self, config: Config, env: TextEnv, argv: list[str] | None = None):
         self.config = config
         self.argv = argv  # the command line of the config
         self.folder = folder_of(config)

@@ -1,7 +1,6 @@
 """Shared set-up: one torch thread, tiny policies with random weights, episodes of random tokens."""
 
 import copy
-import csv
 import dataclasses
 import json
 import os
@@ -51,9 +50,9 @@ def vision_policy():
     return build_policy(ENVS["frozenlake_vlm"]())
 
 
-@pytest.fixture(params=["text", "vision"])
-def policy(request, text_policy, vision_policy):
-    return {"text": text_policy, "vision": vision_policy}[request.param]
+@pytest.fixture(scope="module", params=["text_policy", "vision_policy"])
+def policy(request):
+    return request.getfixturevalue(request.param)
 
 
 def copy_of(policy, **changes):
@@ -193,26 +192,15 @@ def done(out):
     return len(state["metrics"]["rows"]) - 1
 
 
-def state_of(folder):
-    """Return what state.pt and optimizer-0.pt hold, tensors as type and values."""
-    state = torch.load(folder / "state.pt", weights_only=True)
-    state["optimizer"] = torch.load(folder / "optimizer-0.pt", weights_only=True)
-    return _pytree.tree_map_only(torch.Tensor, lambda x: (x.dtype, x.tolist()), state)
-
-
 def contents(out):
     """Return what must be equal: metrics.csv without seconds, replay.csv, the state without the
-    rows of metrics.csv, and the weights."""
-    with open(out / "metrics.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    for row in rows:
-        for name in list(row):
-            if name.endswith("_s"):
-                del row[name]
-    state = state_of(out / "checkpoint") | {"metrics": None}
+    rows of metrics.csv, tensors as type and values, and the weights."""
+    table = pandas.read_csv(out / "metrics.csv", dtype=str, keep_default_na=False)
+    state = torch.load(out / "checkpoint/state.pt", weights_only=True) | {"metrics": None}
+    state["optimizer"] = torch.load(out / "checkpoint/optimizer-0.pt", weights_only=True)
     return (
-        rows,
+        table.filter(regex="(?<!_s)$").to_dict("records"),
         (out / "replay.csv").read_text(),
-        state,
+        _pytree.tree_map_only(torch.Tensor, lambda x: (x.dtype, x.tolist()), state),
         (out / "checkpoint/model.safetensors").read_bytes(),
     )

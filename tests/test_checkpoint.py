@@ -20,12 +20,10 @@ from freshper.episode import compressed
 
 def save(out, done):
     """Save a run of stand-ins after `done` iterations."""
-    trainer = Mock(**{"state_dict.return_value": {}})
-    buffer = Mock(**{"state_dict.side_effect": lambda: {"episodes": []}})
-    metrics = Mock(**{"state_dict.return_value": {"rows": [{}] * (done + 1)}})
-    engine = Mock(**{"state_dict.return_value": {}})
-    engine.policy = Mock(features={}, held_out_features={}, today=date.today())
-    parts = {"trainer": trainer, "buffer": buffer, "engine": engine, "metrics": metrics}
+    states = {"trainer": {}, "engine": {}, "buffer": {"episodes": []}}
+    states["metrics"] = {"rows": [{}] * (done + 1)}
+    parts = {name: Mock(**{"state_dict.return_value": x}) for name, x in states.items()}
+    parts["engine"].policy = Mock(features={}, held_out_features={}, today=date.today())
     saved = find_saved(str(out))
     if saved and saved.damage:
         shutil.rmtree(out / "checkpoint")  # as `Run.restore` does
@@ -60,14 +58,13 @@ def cut_off(monkeypatch, number, out, done):
     return False
 
 
-@pytest.mark.parametrize("start", ["nothing", "a damaged one"])
-def test_two_crashes_lose_nothing_but_an_unfinished_save(tmp_path, monkeypatch, start):
+@pytest.mark.parametrize("damaged", [False, True])
+def test_two_crashes_lose_nothing_but_an_unfinished_save(tmp_path, monkeypatch, damaged):
     begun = tmp_path / "begun"
     begun.mkdir()
-    if start != "nothing":
+    if damaged:
         save(begun, 1)
         (begun / "checkpoint").rename(begun / "checkpoint-before")
-    if start == "a damaged one":
         save(begun, 2)
         (begun / "checkpoint/state.pt").write_bytes(b"")
 

@@ -10,19 +10,16 @@ from scipy import stats
 from freshper.diagnostics import by_age, drift_rate, estimate
 
 
-def rows_of(log_ratio, probability=None, age=None):
+def rows_of(log_ratio, probability=1.0, age=0.0):
     """Rows of replay.csv, of trajectories with one action token."""
-    n = len(log_ratio)
-    log_ratio = np.asarray(log_ratio)
     ratio = np.exp(log_ratio)
     columns = {
-        "age": np.zeros(n) if age is None else age,
-        "probability": np.full(n, 1 / n) if probability is None else probability,
+        "age": age,
+        "probability": probability,
         "log_ratio": log_ratio,
         "ratio": ratio,
         "ratio_sq": ratio**2,
-        "kl": ratio - log_ratio - 1,
-        "tokens": np.ones(n),
+        "tokens": 1.0,
     }
     return pandas.DataFrame(columns)
 

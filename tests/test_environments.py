@@ -79,15 +79,7 @@ a</think>b<think>Right|
 Right|Right
 """ + "\n".join(
     f"<{name}>a <answer>Left</answer>|\n<{name}>a</{name}>Right|Right"
-    for name in (
-        "thinking",
-        "my_thoughts",
-        "Reasoning",
-        "analysis",
-        "scratchpad",
-        "cot",
-        "reflection",
-    )
+    for name in "thinking my_thoughts Reasoning analysis scratchpad cot reflection".split()
 )
 
 

@@ -22,14 +22,10 @@ def test_a_batch_is_its_episodes_padded_and_a_micro_batch_some_of_its_rows():
             rewards = np.zeros(n)
             rewards[ends] = e.turn_rewards
             assert (rows.seeds[row], rows.lengths[row]) == (e.seed, n)
-            for name, values in (
-                ("tokens", e.tokens),
-                ("action_mask", e.action_mask),
-                ("behavior_logprobs", e.behavior_logprobs),
-                ("rewards", rewards),
-            ):
+            expected = vars(e) | {"rewards": rewards}
+            for name in ("tokens", "action_mask", "behavior_logprobs", "rewards"):
                 padded = getattr(rows, name)[row].numpy()
-                np.testing.assert_array_equal(padded[:n], values.astype(padded.dtype))
+                np.testing.assert_array_equal(padded[:n], expected[name].astype(padded.dtype))
                 assert not padded[n:].any()
 
 

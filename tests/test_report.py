@@ -2,22 +2,21 @@
 episodes."""
 
 import base64
-import dataclasses
 import html
 import io
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pandas
 import pytest
-from conftest import make_episode, read
+from conftest import read
 from PIL import Image
 
 import train
 from envs import ENVS
 from freshper.config import Config
-from freshper.errors import NonFiniteError
-from freshper.report import draw, episodes_page, narrated, summarize
+from freshper.report import draw, episodes_page, summarize
 from freshper.rollout import rollout
 from freshper.run import Run
 from freshper.tiny import RandomEngine
@@ -56,8 +55,7 @@ def test_the_summary_of_four_episodes_by_hand():
     }
     episodes = []
     for reward, *values in zip([-2.0, -3.0, 1.0, 0.0], *columns.values(), strict=True):
-        episode = make_episode(np.random.default_rng(0), outcome=dict(zip(columns, values)))
-        episodes.append(dataclasses.replace(episode, reward=reward))
+        episodes.append(SimpleNamespace(reward=reward, outcome=dict(zip(columns, values))))
     assert summarize(episodes) == {
         "success": 3 / 4,
         "reward": -1.0,
@@ -111,11 +109,10 @@ def test_what_is_printed(run):
         assert (folder / name).exists()
 
 
-@pytest.mark.parametrize("task", ["frozenlake_vlm", "frozenlake"])
-def test_the_page_shows_what_was_read_and_sampled(task, text_policy, vision_policy):
+def test_the_page_shows_what_was_read_and_sampled(policy):
     """Play the replies of the page again: every turn must show the image and then the text that the
     environment shows then."""
-    policy = vision_policy if task == "frozenlake_vlm" else text_policy
+    task = "frozenlake_vlm" if policy.image_processor else "frozenlake"
     envs = [ENVS[task](max_turns=4) for _ in range(3)]
     episodes = rollout(RandomEngine(policy, envs, [0, 1, 2]), envs, [0, 1, 2], 512, 6)
     config = Config(env="gsm8k", data="a < title")
@@ -139,25 +136,6 @@ def test_the_page_shows_what_was_read_and_sampled(task, text_policy, vision_poli
     assert next(shown, None) is None
 
 
-def entered(tmp_path, **fields):
-    """Return a run, and the policy's environment."""
-    config = Config(eval_episodes=2, **fields)
-    env = ENVS["frozenlake"]()
-    return Run(config, env), env
-
-
-def test_a_run_that_stops_says_why_and_how_to_go_on(tmp_path, text_policy, monkeypatch):
-    lines = []
-    monkeypatch.setattr(Run, "say", staticmethod(lines.append))
-    run, env = entered(tmp_path, out=str(tmp_path / "run"))
-    with pytest.raises(NonFiniteError), run, narrated(run, text_policy, env):
-        run.log(0, {"eval_success": 0.5})
-        raise NonFiniteError("the rollout met a reward nan")
-    assert "stopped after iteration 0: the rollout met a reward nan" in lines
-    go_on = f"continue with: python train.py --resume {tmp_path / 'run'} --iterations 400"
-    assert lines[-1] == go_on
-
-
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
@@ -171,7 +149,7 @@ def test_a_damaged_table_ends_no_run(run, tmp_path, monkeypatch, damage, sentenc
     (tmp_path / "replay.csv").write_text((run[0] / "replay.csv").read_text().replace(*damage, 1))
     lines = []
     monkeypatch.setattr(Run, "say", staticmethod(lines.append))
-    damaged, _ = entered(tmp_path, resume=str(tmp_path), batch_size=4)
+    damaged = Run(Config(resume=str(tmp_path), batch_size=4), ENVS["frozenlake"]())
     damaged.metrics = pandas.read_csv(run[0] / "metrics.csv")
     draw(damaged, {})
     assert any(sentence in line for line in lines)

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import contents, done, read
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import train
 from envs.base import Observation, UserError
@@ -155,7 +155,8 @@ def test_a_fault_ends_the_run_at_once_and_it_can_be_resumed(
             # it is not taken for bad input, and keeps its traceback
             with pytest.raises(ValueError, match="'lake'"):
                 run(tmp_path / "run")
-    assert "continue with: python train.py --resume" in capsys.readouterr().out
+    go_on = f"continue with: python train.py --resume {tmp_path}/run --iterations 6\n"
+    assert go_on in capsys.readouterr().out
     assert done(tmp_path / "run") == 2
     assert resume(tmp_path / "run") == 0
     assert contents(tmp_path / "run") == contents(finished)
@@ -202,16 +203,14 @@ def test_a_run_goes_on_with_its_own_settings_and_checkpoint_only(
 
 
 def test_the_rows_of_data_are_those_of_the_checkpoint(tmp_path):
-    env = FrozenLake()
-    env.rows = {"train": [Question("1 + 1?", "2")]}
-    same = FrozenLake()
-    same.rows = {"train": [Question("1 + 1?", "2")]}
-    other = FrozenLake()
-    other.rows = {"train": [Question("1 + 1?", "3")]}
-    saved = Run(Config(), env).made_with
-    compare(Run(Config(), same).made_with, saved)
+    def made_with(answer):
+        env = FrozenLake()
+        env.rows = {"train": [Question("1 + 1?", answer)]}
+        return Run(Config(), env).made_with
+
+    compare(made_with("2"), made_with("2"))
     with pytest.raises(UserError, match=r"^data_sha256 is .* in the checkpoint"):
-        compare(Run(Config(), other).made_with, saved)
+        compare(made_with("3"), made_with("2"))
 
 
 def test_a_run_that_is_extended_is_so_from_its_start(copy, finished, monkeypatch):
@@ -223,7 +222,6 @@ def test_a_run_that_is_extended_is_so_from_its_start(copy, finished, monkeypatch
     rows = contents(copy)[0]
     assert rows[:-1] == contents(finished)[0]
     assert float(rows[-1]["lr"]) > 0
-    assert AutoModelForCausalLM.from_pretrained(copy / "checkpoint").num_parameters() > 100_000
     assert AutoTokenizer.from_pretrained(copy / "checkpoint").chat_template
 
 
@@ -295,44 +293,33 @@ class Malicious:
         return os.mkdir, ("executed",)
 
 
-FORGED = {
+FORGED = {  # a file and what it holds instead, or a change of the state
     "code": ("state.pt", Malicious()),
     "code of the optimizer": ("optimizer-0.pt", {"python": Malicious()}),
-    "no episodes": ("state.pt", {"buffer": {"episodes": {"tokens": (3, "x")}}}),
     "no date": ("run.json", {"threads": 1, "made_with": {}}),
     "threads that are no number": ("run.json", {"today": "2026-01-01", "threads": "x"}),
+    "a row with a text": lambda state: state["metrics"]["rows"][-1].update(loss="x"),
+    "no rows": lambda state: state["metrics"]["rows"].clear(),
+    "a step that is no number": lambda state: state["trainer"].update(step="x"),
+    "no images": lambda state: state["buffer"]["episodes"].pop("images"),
 }
 
 
 @pytest.mark.parametrize("kind", FORGED)
 def test_a_forged_checkpoint_is_one_sentence_and_no_code(copy, monkeypatch, capsys, kind):
     monkeypatch.chdir(copy)
-    forge(copy / "checkpoint", *FORGED[kind])
+    forged = FORGED[kind]
+    if callable(forged):
+        state = torch.load("checkpoint/state.pt", weights_only=True)
+        forged(state)
+        forged = "state.pt", state
+    forge(copy / "checkpoint", *forged)
     shutil.rmtree(copy / "checkpoint-before")
     assert resume(copy, "--iterations", "7") == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line]
-    assert line.startswith("train.py: error: ")
+    reason = r"are damaged: |of this run: \w+: .* \(\S+\.py:\d+\)$"
+    assert re.match(f"train.py: error: .*({reason})", line)
     assert not (copy / "executed").exists()
-
-
-# Changes of what a file holds, its name first.
-STATES = {
-    "state a row with a text": lambda state: state["metrics"]["rows"][-1].update(loss="x"),
-    "state no rows": lambda state: state["metrics"]["rows"].clear(),
-    "state a step that is no number": lambda state: state["trainer"].update(step="x"),
-    "state no images": lambda state: state["buffer"]["episodes"].pop("images"),
-}
-
-
-@pytest.mark.parametrize("kind", STATES)
-def test_a_forged_state_is_one_sentence(copy, capsys, kind):
-    name = f"{kind.split()[0]}.pt"
-    state = torch.load(copy / "checkpoint" / name, weights_only=True)
-    STATES[kind](state)
-    forge(copy / "checkpoint", name, state)
-    assert resume(copy, "--iterations", "7") == 2
-    sentence = r"checkpoint is not a checkpoint of this run: \w+: .* \(\S+\.py:\d+\)$"
-    assert re.search(sentence, capsys.readouterr().err)
 
 
 def test_the_date_and_the_threads_of_the_first_start_are_kept(tmp_path, model_folder, monkeypatch):
@@ -364,38 +351,20 @@ def test_the_date_and_the_threads_of_the_first_start_are_kept(tmp_path, model_fo
     torch.set_num_threads(1)
 
 
-def test_a_disk_that_is_full_from_the_start_costs_no_rows(copy, capsys):
-    tables = {name: (copy / name).read_bytes() for name in ("replay.csv", "metrics.csv")}
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
-    try:
-        assert resume(copy, "--iterations", "8") == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert f"{copy} cannot be written: " in capsys.readouterr().err
-    assert tables == {name: (copy / name).read_bytes() for name in tables}
-
-
-def test_a_folder_that_cannot_be_locked_is_named(tmp_path, monkeypatch, capsys):
-    error = OSError(95, "Operation not supported")
-    monkeypatch.setattr("filelock.FileLock.acquire", Mock(side_effect=error))
-    assert run(tmp_path / "run") == 2
-    assert f"error: {tmp_path}/run cannot be written: {error}\n" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("kilobytes", [4, 700])
-def test_a_disk_that_runs_full(copy, capsys, kilobytes):
-    """No file may grow beyond a size: one sentence, exit status 1, and the checkpoints stay as they
-    were."""
-    before = {path: path.read_bytes() for path in copy.glob("checkpoint*/*")}
+@pytest.mark.parametrize(("kilobytes", "status"), [(1, 2), (4, 1), (700, 1)])
+def test_a_disk_that_runs_full(copy, capsys, kilobytes, status):
+    """No file may grow beyond a size: one sentence, and the checkpoints stay as they were. If it is
+    full from the start, so do the tables."""
+    paths = copy.rglob("*.csv" if status == 2 else "checkpoint*/*")
+    before = {path: path.read_bytes() for path in paths}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 1024, hard))
     try:
-        status = resume(copy, "--iterations", "8")
+        assert resume(copy, "--iterations", "8") == status
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     said = capsys.readouterr()
-    assert status == 1
     assert "File too large" in said.out + said.err
-    assert {path: path.read_bytes() for path in copy.glob("checkpoint*/*")} == before
+    assert (f"error: {copy} cannot be written: " in said.err) is (status == 2)
+    assert {path: path.read_bytes() for path in before} == before
     assert not (copy / ".checkpoint-new").exists()

@@ -60,10 +60,10 @@ def no_plots():
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory):
     """The calls of a run of three iterations, on its real trainer, buffer and engine: `order` has
-    their names, and each name a list with what its calls got, gave and found."""
+    their names, and each name a list of what its calls gave and got, or of what they found."""
     noted = defaultdict(list)
 
-    def record(owner, name, line, note):
+    def record(owner, name, line, note=lambda *call: call):
         original = getattr(owner, name)
 
         def wrapper(*arguments):
@@ -76,50 +76,32 @@ def lines(tmp_path_factory):
 
     def line_3(_, trainer, episodes):
         again = trainer.logprobs(collate(episodes)).numpy()
-        pi_mu = [episode.behavior_logprobs.copy() for episode in episodes]
-        return {"episodes": episodes, "again": again, "pi_mu": pi_mu}
+        return episodes, again, [episode.behavior_logprobs.copy() for episode in episodes]
 
-    def line_4(_, buffer, episodes, priorities, step):
-        return {"episodes": episodes, "priorities": priorities, "step": step}
-
-    def line_6(_, buffer, step):
-        beside = threading.current_thread() is not threading.main_thread()
-        return {"step": step, "beside": beside}
+    def refresh(_, buffer, step):
+        return step, threading.current_thread() is not threading.main_thread()
 
     def lines_5_and_10(update, trainer, batch, given, weights=None):
         measured = noted["norm"][-1].advantages(batch)
-        same = torch.equal(given, measured)
-        return {"batch": batch, "weights": weights, "same": same, "update": update}
+        return update, batch, weights, torch.equal(given, measured)
 
     def line_8(replay, buffer, batch_size, step):
         collected = np.array([e.step for e in buffer.episodes])
-        base = buffer.base_priorities[: len(collected)].copy()
-        return {"replay": replay, "step": step, "collected": collected, "base": base}
-
-    def line_9(weights, probabilities, beta):
-        return {"weights": weights, "probabilities": probabilities, "beta": beta}
-
-    def priority_update(_, buffer, indices, priorities):
-        return {"indices": indices, "priorities": priorities}
+        return replay, step, collected, buffer.base_priorities[: len(collected)].copy()
 
     with pytest.MonkeyPatch.context() as patch:
-        record(train, "rollout", "2", lambda episodes, *given: (episodes, *given))
+        record(train, "rollout", "2")
         record(TorchTrainer, "record_behavior_logprobs", "3", line_3)
         record(train.ReturnNormalizer, "observe", "norm", lambda _, norm, batch: norm)
-        record(ReplayBuffer, "add", "4", line_4)
-        record(ReplayBuffer, "refresh_async", "6", lambda *_: None)
+        record(ReplayBuffer, "add", "4")
+        record(ReplayBuffer, "refresh_async", "6")
+        record(ReplayBuffer, "refresh", "refresh", refresh)
         record(TorchTrainer, "update", "5/10", lines_5_and_10)
         record(ReplayBuffer, "sample", "8", line_8)
-        record(train, "importance_weights", "9", line_9)
-        record(ReplayBuffer, "update_base_priorities", "priorities", priority_update)
-        record(HFEngine, "sync", "12", lambda *_: None)
-        record(report, "evaluate", "evaluation", lambda episodes, *_: episodes)
-        original = ReplayBuffer.refresh
-        patch.setattr(
-            ReplayBuffer,
-            "refresh",
-            lambda *given: noted["refresh"].append(line_6(original(*given), *given)),
-        )
+        record(train, "importance_weights", "9")
+        record(ReplayBuffer, "update_base_priorities", "priorities")
+        record(HFEngine, "sync", "12")
+        record(report, "evaluate", "evaluation")
         text = """--iterations 3 --replay_ratio 2 --ppo_epochs 2 --beta 0.4 --max_tokens 300
         --max_new_tokens 5 --eval_episodes 6"""
         assert train.main(flags(text, tmp_path_factory.mktemp("lines") / "run")) == 0
@@ -128,14 +110,14 @@ def lines(tmp_path_factory):
 
 def test_the_lines_of_algorithm_1_come_in_their_order(lines):
     """Line 6 starts before line 5 and runs beside it."""
-    replay = ["8", "9", "5/10", "priorities"]
-    iteration = ["2", "3", "norm", "4", "6", "5/10", "5/10", *replay, *replay, "12"]
-    expected = ["evaluation", *3 * iteration]
-    assert lines["order"] == [*expected, "evaluation"]
+    replay = "8 9 5/10 priorities"
+    iteration = f"2 3 norm 4 6 5/10 5/10 {replay} {replay} 12 "
+    order = [line for line in lines["order"] if line != "refresh"]
+    assert order == f"evaluation {3 * iteration} evaluation".split()
 
 
 def test_the_evaluation_is_on_held_out_seeds(lines):
-    for episodes in lines["evaluation"]:
+    for episodes, *_ in lines["evaluation"]:
         assert [e.seed for e in episodes] == [EVAL_SEEDS + k for k in range(6)]
 
 
@@ -148,66 +130,67 @@ def test_line_2_plays_the_seeds_of_the_iteration(lines):
 
 def test_line_3_records_log_probs_before_training(lines):
     """Replay measures against log pi_mu as it was recorded."""
-    for line, (episodes, *_) in zip(lines["3"], lines["2"], strict=True):
-        assert line["episodes"] is episodes
-        for e, row, recorded in zip(episodes, line["again"], line["pi_mu"], strict=True):
+    for (given, again, pi_mu), (episodes, *_) in zip(lines["3"], lines["2"], strict=True):
+        assert given is episodes
+        for e, row, recorded in zip(episodes, again, pi_mu, strict=True):
             np.testing.assert_array_equal(recorded, row[: len(e.tokens)])
             np.testing.assert_array_equal(e.behavior_logprobs, recorded)
 
 
 def test_line_4_stores_each_episode_with_its_base_priority(lines):
-    for iteration, (line, (episodes, *_)) in enumerate(zip(lines["4"], lines["2"], strict=True)):
-        assert line["episodes"] is episodes
-        assert line["step"] == 4 * iteration
-        np.testing.assert_allclose(line["priorities"], [abs(e.reward) + 0.1 for e in episodes])
+    calls = zip(lines["4"], lines["2"], strict=True)
+    for iteration, ((_, _, given, priorities, step), (episodes, *_)) in enumerate(calls):
+        assert given is episodes
+        assert step == 4 * iteration
+        np.testing.assert_allclose(priorities, [abs(e.reward) + 0.1 for e in episodes])
 
 
 def test_line_5_trains_on_the_fresh_batch(lines):
     """In its first epoch the policy is the one that played, so the ratios are 1."""
     for iteration, (episodes, *_) in enumerate(lines["2"]):
         epochs = lines["5/10"][4 * iteration : 4 * iteration + 2]
-        for line in epochs:
-            assert line["same"] and line["weights"] is None
-            assert line["batch"].seeds == [e.seed for e in episodes]
-        assert np.abs(epochs[0]["update"].drift["log_ratio"]).max() < 1e-4
+        for _, batch, weights, same in epochs:
+            assert same and weights is None
+            assert batch.seeds == [e.seed for e in episodes]
+        first, *_ = epochs[0]
+        assert np.abs(first.drift["log_ratio"]).max() < 1e-4
 
 
 def test_line_6_ages_all_priorities_on_another_thread(lines):
     """As of the end of line 5: two updates after the start of each iteration."""
-    assert [line["step"] for line in lines["refresh"]] == [2, 6, 10]
-    assert all(line["beside"] for line in lines["refresh"])
+    assert lines["refresh"] == [(2, True), (6, True), (10, True)]
 
 
 def test_line_8_draws_with_the_probabilities_of_eq_2_and_14(lines):
-    for k, line in enumerate(lines["8"]):
-        replay = line["replay"]
-        ages = lines["refresh"][k // 2]["step"] - line["collected"]
-        leaves = (line["base"] * np.exp(-ages / 20.0)) ** 0.6
+    for k, (replay, step, collected, base) in enumerate(lines["8"]):
+        refreshed, _ = lines["refresh"][k // 2]
+        leaves = (base * np.exp((collected - refreshed) / 20.0)) ** 0.6
         expected = leaves[replay.indices] / leaves.sum()
         np.testing.assert_allclose(replay.probabilities, expected, rtol=1e-9)
-        drawn = line["step"] - line["collected"][replay.indices]
-        np.testing.assert_array_equal(replay.ages, drawn)
+        np.testing.assert_array_equal(replay.ages, step - collected[replay.indices])
 
 
 def test_line_9_weights_the_drawn_episodes_with_a_rising_beta(lines):
     """It reaches 1 in the last of three iterations."""
-    for k, (line, drawn) in enumerate(zip(lines["9"], lines["8"], strict=True)):
-        assert line["probabilities"] is drawn["replay"].probabilities
-        assert line["beta"] == pytest.approx(0.4 + 0.3 * (k // 2))
+    calls = zip(lines["9"], lines["8"], strict=True)
+    for k, ((_, probabilities, beta), (replay, *_)) in enumerate(calls):
+        assert probabilities is replay.probabilities
+        assert beta == pytest.approx(0.4 + 0.3 * (k // 2))
 
 
 def test_line_10_trains_on_the_drawn_batch_with_its_weights(lines):
     updates = [line for k, line in enumerate(lines["5/10"]) if k % 4 > 1]
-    for line, weights, drawn in zip(updates, lines["9"], lines["8"], strict=True):
-        assert line["same"] and line["weights"] is weights["weights"]
-        assert line["batch"].seeds == [e.seed for e in drawn["replay"].episodes]
+    calls = zip(updates, lines["9"], lines["8"], strict=True)
+    for (_, batch, weights, same), (given, *_), (replay, *_) in calls:
+        assert same and weights is given
+        assert batch.seeds == [e.seed for e in replay.episodes]
 
 
 def test_the_drawn_episodes_get_their_base_priorities_again(lines):
-    for line, drawn in zip(lines["priorities"], lines["8"], strict=True):
-        assert line["indices"] is drawn["replay"].indices
-        returns = [e.reward for e in drawn["replay"].episodes]
-        np.testing.assert_allclose(line["priorities"], np.abs(returns) + 0.1)
+    calls = zip(lines["priorities"], lines["8"], strict=True)
+    for (_, _, indices, priorities), (replay, *_) in calls:
+        assert indices is replay.indices
+        np.testing.assert_allclose(priorities, [abs(e.reward) + 0.1 for e in replay.episodes])
 
 
 # -- methods, options, failures
@@ -238,10 +221,8 @@ def test_every_method_runs_and_engine_and_trainer_agree(text, tmp_path):
     assert train.main(flags(text, out)) == 0
     table = read(out, "metrics.csv")
     assert table["step"].tolist() == [0, 1 + k, 2 + 2 * k]
-    assert table["episodes"].tolist() == [0, 4, 8]
     # On-policy training keeps no episodes.
     assert table["buffer_size"][1:].tolist() == ([4, 8] if k else [0, 0])
-    assert np.isnan(table["eval_success"]).tolist() == [False, True, False]
     assert (np.isnan(table["replay_loss"][1:]) == (k == 0)).all()
     assert (table["mismatch"][1:] < 1e-4).all()
 
@@ -318,29 +299,23 @@ def test_a_run_needs_neither_a_terminal_nor_a_display_and_ctrl_c_saves_it(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("kind", "status", "sentence"),
-    [
-        ("learning rate", 3, "update met numbers that are not finite: loss nan"),
-        ("reward", 3, "the rollout met a reward nan and"),
-        ("memory", 1, "CUDA out of memory. Tried to allocate 2.00 GiB"),
-    ],
+    ("status", "sentence"),
+    [(3, "the rollout met a reward nan and"), (1, "CUDA out of memory. Tried to allocate 2 GiB")],
 )
-def test_numbers_that_stop_being_finite_and_a_full_gpu_end_the_run(
-    kind, status, sentence, tmp_path, monkeypatch, capsys
+def test_a_reward_that_is_not_finite_and_a_full_gpu_end_the_run(
+    status, sentence, tmp_path, monkeypatch, capsys
 ):
-    if kind == "memory":
+    if status == 1:
         full = Mock(side_effect=torch.OutOfMemoryError(f"{sentence}."))
         monkeypatch.setattr(TorchTrainer, "update", full)
-    if kind == "reward":
+    else:
         ending = float("nan"), True, False, {"success": False, "valid": True}
         monkeypatch.setattr(
             FrozenLake, "step_many", lambda envs, _: [(env.observe(), *ending) for env in envs]
         )
-    text = "--lr 1e30" if kind == "learning rate" else ""
-    assert train.main(flags(text, tmp_path / "run")) == status
+    assert train.main(flags("", tmp_path / "run")) == status
     out = capsys.readouterr().out
-    (line,) = [line for line in out.splitlines() if line.startswith("stopped")]
-    assert sentence in line
+    (line,) = re.findall(f"^stopped after iteration 0: {sentence}.*", out, re.MULTILINE)
     assert ("episode seed" in line) is (status == 3)
 
 
@@ -350,37 +325,12 @@ def test_what_fails_in_a_backend_has_its_line():
         [][0]
 
 
-def test_what_fails_while_a_model_is_loaded_has_its_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("freshper.backends.load_policy", lambda *_, **__: [][0])
-    assert train.main(flags("", tmp_path / "run")) == 2
-    sentence = r"can be loaded: IndexError: .* \(\S+test_train.py:\d+\)$"
-    assert re.search(sentence, capsys.readouterr().err)
-
-
-def test_a_gpu_that_is_full_before_training_is_one_sentence(tmp_path, monkeypatch, capsys):
-    full = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory."))
-    monkeypatch.setattr("freshper.backends.make_trainer", full)
-    assert train.main(flags("", tmp_path / "run")) == 2
-    assert capsys.readouterr().err.endswith("train.py: error: CUDA out of memory.\n")
-    assert not (tmp_path / "run").exists()
-
-
 # What is wrong with a model folder: a file, its new content (None: it is deleted; a pair: what is
 # replaced, by what), and a part of the sentence.
 MODELS = {
     "no chat template": ("chat_template.jinja", None, "tokenizer.chat_template is not set"),
     "a template without the text": ("chat_template.jinja", b"hello", "a user's text exactly once"),
-    "missing weights": (
-        "model.safetensors",
-        (b"model.norm", b"model.gone"),
-        "lack, or have no place for, model.gone",
-    ),
     "pickled weights": ("model.safetensors", None, "no file named model.safetensors"),
-    "weights of a relative": (
-        "config.json",
-        (b'"qwen2"', b'"llama"'),
-        "lack, or have no place for, model.layers.0.",
-    ),
     "another family": (
         "config.json",
         (b'"qwen2"', b'"gpt2"'),
@@ -396,7 +346,7 @@ MODELS = {
         (b'"use_sliding_window": false', b'"use_sliding_window": true, "sliding_window": 32'),
         "--max_tokens is 512, but must be at most 32",
     ),
-    "half a tokenizer": ("tokenizer.json", (b'"version"', b'"versio'), ""),
+    "no tokenizer": ("tokenizer.json", None, "not appear to have a file named tokenizer.json"),
     "a panic of the tokenizer": (
         "tokenizer.json",
         (
@@ -436,6 +386,8 @@ def test_a_model_folder_that_cannot_be_used(kind, model_folder, tmp_path, monkey
     sentence = refusal(capsys, "--model model")
     assert sentence.startswith("--model is model, but must be a chat model that can be loaded: ")
     assert reason.lower() in sentence.lower()
+    if kind == "a panic of the tokenizer":  # not an error of ours
+        assert re.search(r": \w+: .* \(\S+\.py:\d+\)$", sentence)
 
 
 def test_a_model_that_does_not_fit_the_task(model_folder, tmp_path, monkeypatch, capsys):

@@ -46,19 +46,13 @@ def serve(port=0):
             server.shutdown()
 
 
-@pytest.fixture(scope="module")
-def url():
+def test_an_episode_with_data_and_a_server(questions):
     with serve() as url:
-        yield url
-
-
-def test_an_episode_with_data_and_a_server(questions, url):
-    env = NQSearch(style="full", data=questions, search_url=url)
-    first, _ = env.reset(seed=EVAL_SEEDS)
+        env = NQSearch(style="full", data=questions, search_url=url)
+        first, _ = env.reset(seed=EVAL_SEEDS)
+        search = "<think>hm</think><search>Wilhelm Röntgen physics</search>"
+        observation, *results, info = env.step(search)
     assert re.search(rf"Question: {QUESTION} \d+\?", first.text)
-
-    search = "<think>hm</think><search>Wilhelm Röntgen physics</search>"
-    observation, *results, info = env.step(search)
     passages = "\n\n".join(PASSAGES)
     assert f"<information>\n{passages}\n</information>\n" in observation.text
     assert (results, info["valid"]) == ([0.0, False, False], True)
