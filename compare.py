@@ -74,7 +74,7 @@ class Run:
             flags = [f"--resume={self.folder}"]
         with open(f"{self.folder}.log", "a") as log:
             return subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("train.py")), *flags],
+                [sys.executable, Path(__file__).with_name("train.py"), *flags],
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
                 stdout=log,
                 stderr=log,

@@ -15,7 +15,6 @@ from freshper.flags import parse_args
 if __name__ == "__main__":
     parse_args()
 
-from envs.base import TextEnv
 from freshper.backends import backends, join_ranks, make_envs, serve
 from freshper.buffer import ReplayBuffer
 from freshper.episode import collate
@@ -29,9 +28,7 @@ from freshper.run import Run
 from freshper.trainer import TorchTrainer
 
 
-def train(
-    run: Run, ending: Ending, trainer: TorchTrainer, engine: Engine, envs: list[TextEnv]
-) -> None:
+def train(run: Run, ending: Ending, trainer: TorchTrainer, engine: Engine) -> None:
     """Run Algorithm 1, from its start or from a checkpoint.
 
     Raises UserError (numbers that are not finite, a failing disk, search server or backend, a first
@@ -45,13 +42,13 @@ def train(
 
     # Go on from the newest checkpoint of --resume, whose weights are loaded, or begin.
     if not run.restore(parts):
-        run.log(0, held_out(run, engine, envs))
+        run.log(0, held_out(run, engine))
 
     for iteration in watched(run, ending):  # Algorithm 1, line 1
         # 2: roll out pi_mu in E to collect episodes {e_j} with rewards {r_j}
         began = time.perf_counter()
         seeds = training_seeds(config, iteration)
-        episodes = rollout(engine, envs, seeds, config.max_tokens, config.max_new_tokens)
+        episodes = rollout(engine, run.envs, seeds, config.max_tokens, config.max_new_tokens)
         row = {"rollout_s": time.perf_counter() - began}
 
         # 3: compute behavior log-probs log pi_mu(e_j), before training
@@ -98,7 +95,7 @@ def train(
         # after which no iteration begins.
         row |= columns_of(episodes, fresh, replays, trainer, buffer)
         if config.is_due(config.eval_every, iteration):
-            row |= held_out(run, engine, envs)
+            row |= held_out(run, engine)
         run.log(iteration, row, replays)
         if ending.must_stop() or config.is_due(config.save_every, iteration):
             run.save(parts)
@@ -112,14 +109,13 @@ def main(argv: list[str] | None = None) -> int:
         if join_ranks(config) > 0:
             return serve(config)  # compute what rank 0 asks for, until it ends
 
-        envs = make_envs(config)
         # The folder's lock; the newest checkpoint's weights; what is printed and drawn.
         with (
-            Run(config, envs[0], argv) as run,
-            backends(config, run.saved, envs[0]) as (trainer, engine),
-            narrated(run, engine.policy, envs[0]),
+            Run(config, make_envs(config), argv) as run,
+            backends(config, run.saved, run.envs[0]) as (trainer, engine),
+            narrated(run, engine.policy),
         ):
-            train(run, ending, trainer, engine, envs)
+            train(run, ending, trainer, engine)
     return ending.status
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from envs.base import Observation, TextEnv, UserError, play_out
 
 # Columns of metrics.csv for every episode, which no metric of a task may have.
-COLUMNS = ("success", "reward", "truncated", "turns", "invalid", "cut")
+COLUMNS = "success reward truncated turns invalid cut".split()
 
 
 def check_environment(env: TextEnv) -> None:

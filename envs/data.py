@@ -42,8 +42,7 @@ def load_rows(source: str, from_row: Callable[[dict], Any]) -> dict[str, list]:
         splits = read_files(path) if path.exists() else read_hub(source)
     # Their readers raise errors of a dozen libraries.
     except Exception as error:
-        sentence = f"--data is {source}, which cannot be read: {error!r:.300}"
-        raise UserError(sentence) from error
+        raise UserError(f"--data is {source}, which cannot be read: {error!r:.300}") from error
 
     if len(splits) == 1:
         splits = {"train": next(iter(splits.values()))}

@@ -35,8 +35,8 @@ QUESTIONS = {
     "angle?": "How large is the angle at the red dot, in degrees?",
     "area?": "How large is the area of the figure? The lines of the grid are 1 apart.",
 }
-COLUMNS = (" a", " b", " c", " d", " e")  # of the points in a caption: " b3"
-ANSWERS = ("1", "2", "3", "4", "5", "6", "8", "10", "45", "90", "135")  # to generated questions
+COLUMNS = [f" {letter}" for letter in "abcde"]  # of the points in a caption: " b3"
+ANSWERS = "1 2 3 4 5 6 8 10 45 90 135".split()  # to generated questions
 FILL = "#aad2fa"
 EDGE = "#102060"
 RED = "#e01828"
@@ -44,7 +44,7 @@ CHOICE = r"\(?([A-F])(?:$|[).:]+ *)(.*)"  # letter and what is behind it
 # A value in one spelling, or nothing
 TERM = r"(?:[0-9.,:√π²³°%^{}]|\\frac|\([-+0-9.,/√π]+\))"
 VALUE = rf"|(?=.*[0-9π]){TERM}*(?:[-+/]{TERM}+)*"
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # others may start programs
+FORMATS = "PNG JPEG WEBP GIF BMP TIFF".split()  # others may start programs
 MAX_SIDE = 896  # pixels; larger images are scaled down, to at most 1024 tokens of Qwen2.5-VL
 
 # Corners in order: column from the left and row from the top, in squares.

@@ -22,7 +22,7 @@ import numpy as np
 
 from envs.question_answering import FEEDBACK, Problem, Question, QuestionAnswering
 
-NAMES = ("Ann", "Ben", "Mia", "Tom")
+NAMES = "Ann Ben Mia Tom".split()
 THINGS = (" deer", " fish", " sheep", " squid")  # singular and plural are the same word
 CHANGES = {1: " and gets 1", 2: " and gets 2", -1: " and loses 1", -2: " and loses 2"}
 MAX_THINGS = 7  # things at any time

@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from envs import ENVS
-from envs.base import EVAL_SEEDS, Observation, TextEnv, UserError
+from envs.base import EVAL_SEEDS, TextEnv, UserError
 from envs.check import check_environment
 from envs.search import retrieve
 from freshper.checkpoint import Saved, find_saved
@@ -101,15 +101,6 @@ def backends(
             yield trainer, engine
 
 
-def load(config: Config, saved: Saved | None, env: TextEnv) -> Policy:
-    """Set up this process, and load the policy of a run."""
-    set_up_process(config, saved)
-    observation, _ = env.reset(seed=EVAL_SEEDS)
-    policy = load_model(config, saved, observation)
-    logging.set_verbosity_error()  # what it warned of while it loaded, it would say at each save
-    return policy
-
-
 def set_up_process(config: Config, saved: Saved | None) -> None:
     """Choose threads, memory, messages and torch's random numbers of this process."""
     if "OMP_NUM_THREADS" not in os.environ:
@@ -135,9 +126,11 @@ def make_env(config: Config, rows: Mapping[str, list] | None = None) -> TextEnv:
     return task(style="terse" if config.preset == "tiny" else "full", **arguments)
 
 
-def load_model(config: Config, saved: Saved | None, observation: Observation) -> Policy:
-    """Load the policy of a run, or of its checkpoint. Raises UserError if that fails, or if it
-    cannot read an observation of the task."""
+def load(config: Config, saved: Saved | None, env: TextEnv) -> Policy:
+    """Set up this process, and load the policy of a run, or of its checkpoint. Raises UserError if
+    that fails, or if it cannot read an observation of the task."""
+    set_up_process(config, saved)
+    observation, _ = env.reset(seed=EVAL_SEEDS)
     name = config.model
     today = date.today()
     if saved:
@@ -175,6 +168,7 @@ def load_model(config: Config, saved: Saved | None, observation: Observation) ->
     policy.model.generation_config = GenerationConfig(
         eos_token_id=policy.eos_id, suppress_tokens=policy.suppressed_ids
     )
+    logging.set_verbosity_error()  # what it warned of while it loaded, it would say at each save
     return policy
 
 

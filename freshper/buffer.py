@@ -172,7 +172,7 @@ class ReplayBuffer:
         """Restore the state of a buffer of the same capacity into a new one."""
         for name in ARRAYS:
             getattr(self, name)[:] = state[name].numpy()
-        self.episodes = list(state["episodes"])
+        self.episodes = state["episodes"]
         self.added = int(state["added"])
         self.now = int(state["now"])
         self.tree.nodes[:] = state["nodes"].numpy()
@@ -190,17 +190,12 @@ class ReplayBuffer:
 
     def _lowest(self, n: int) -> np.ndarray:
         """Return the n slots of the lowest leaves, of equal ones the oldest."""
-        leaves = self.tree.leaves[: len(self)]
-        # torch's topk is faster than NumPy's partition if n is small.
-        nth = torch.from_numpy(leaves).topk(n, largest=False).values.max().item()
-        slots = np.flatnonzero(leaves <= nth)
-        # All below the n-th lowest, and of those that equal it the oldest.
-        order = np.where(leaves[slots] < nth, -1, self.arrival[slots])
-        return slots[order <= np.partition(order, n - 1)[n - 1]]
+        held = slice(len(self))
+        order = np.lexsort((self.arrival[held], self.tree.leaves[held]))  # by leaf, then by age
+        return np.sort(order[:n])
 
 
 def check_priorities(base_priorities: np.ndarray) -> None:
     """Raise ValueError if a base priority is not finite and positive."""
-    allowed = np.isfinite(base_priorities) & np.greater(base_priorities, 0.0)
-    if not allowed.all():
+    if not all(0.0 < p < np.inf for p in base_priorities):
         raise ValueError(f"base priorities must be finite and positive, got {base_priorities}")

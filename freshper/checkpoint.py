@@ -113,8 +113,7 @@ def load(saved: Saved, parts: Parts) -> None:
         policy.held_out_features.update(state["held_out_features"])
     # A file from someone else may hold anything.
     except Exception as error:
-        reason = reason_of(error)
-        raise UserError(f"{folder} is not a checkpoint of this run: {reason}") from error
+        raise UserError(f"{folder} is not a checkpoint of this run: {reason_of(error)}") from error
 
 
 def find_saved(run: str) -> Saved | None:

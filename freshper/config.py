@@ -165,7 +165,7 @@ TABLES: dict[str, dict[str, Any]] = tomllib.loads(
 )
 
 
-def defaults(preset: str, env: str, method: str) -> dict[str, Any]:
+def defaults(config: Config) -> dict[str, Any]:
     """Return the settings in which preset and method differ from the dataclass."""
-    tables = TABLES[preset]
-    return tables["shared"] | tables.get(env, {}) | TABLES["method"][method]
+    tables = TABLES[config.preset]
+    return tables["shared"] | tables.get(config.env, {}) | TABLES["method"][config.method]

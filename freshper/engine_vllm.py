@@ -37,24 +37,15 @@ from safetensors.torch import save_file
 from envs.base import TextEnv, UserError
 from freshper.config import Config
 from freshper.engine_hf import Sampling
-from freshper.errors import BackendError, phase
+from freshper.errors import SIGNALS, BackendError, phase
 from freshper.models import Policy
 from freshper.rollout import Conversation, Reply
 from freshper.trainer import TorchTrainer
 
-OF_GROUPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SHARE = 0.5  # of a GPU's memory, if vLLM and the trainer are on the same one
 SHARED_MEMORY = "/dev/shm"
 # torchrun's variables, which vLLM's processes would take for their own.
-LAUNCHER = (
-    "RANK",
-    "LOCAL_",
-    "WORLD_SIZE",
-    "MASTER_",
-    "TORCHELASTIC_",
-    "GROUP_",
-    "ROLE_",
-)
+LAUNCHER = tuple("RANK LOCAL_ WORLD_SIZE MASTER_ TORCHELASTIC_ GROUP_ ROLE_".split())
 
 
 def gpus_of_vllm(device: str) -> list[str]:
@@ -188,11 +179,11 @@ class VLLMEngine:
             # once. They inherit that such signals are blocked. Python's resource tracker would
             # unblock them at its start.
             resource_tracker.ensure_running()
-            signal.pthread_sigmask(signal.SIG_BLOCK, OF_GROUPS)
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             try:
                 self.llm = LLM(model=self.folder, **options)
             finally:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_GROUPS)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
         core = self.llm.llm_engine.engine_core
         threading.Thread(target=end_waits, args=(core,), daemon=True).start()

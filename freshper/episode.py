@@ -25,7 +25,7 @@ from torch import Tensor
 
 PADDING = 0.15  # the largest share of padding in a micro-batch
 # What `collate` pads. The last one is None without a KL term.
-PER_TOKEN = ("tokens", "action_mask", "behavior_logprobs", "rewards", "ref_logprobs")
+PER_TOKEN = "tokens action_mask behavior_logprobs rewards ref_logprobs".split()
 
 
 @dataclass(eq=False)
@@ -131,10 +131,12 @@ def collate(episodes: list[Episode]) -> Batch:
             padded[name] = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
     padded["tokens"] = padded["tokens"].long()
 
-    images = [episode.images for episode in episodes]
-    lengths = [len(episode.tokens) for episode in episodes]
-    seeds = [episode.seed for episode in episodes]
-    return Batch(images=images, lengths=lengths, seeds=seeds, **padded)
+    return Batch(
+        images=[episode.images for episode in episodes],
+        lengths=[len(episode.tokens) for episode in episodes],
+        seeds=[episode.seed for episode in episodes],
+        **padded,
+    )
 
 
 # -- images in the buffer

@@ -17,6 +17,7 @@ import torch
 
 from envs.base import UserError
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # they may reach a whole group
 STOPPING = b"""
 stopping after this iteration, with a checkpoint; Ctrl-C twice stops at once, without one
 """
@@ -71,7 +72,7 @@ class Ending(contextlib.ExitStack):
     stopping = False  # whether the loop has seen it
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in SIGNALS:
             before = signal.getsignal(number)
             # nohup has ignored the end of the terminal.
             if number != signal.SIGHUP or before != signal.SIG_IGN:

@@ -5,14 +5,13 @@ allowed. So does a flag that has no effect with the others, if RULES has the cas
 """
 
 import argparse
-import ast
 import dataclasses
 import inspect
 import json
 import math
 import os
+import re
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -53,7 +52,7 @@ RULES: list[tuple[str, str, Callable[[Any, Config], object]]] = [
     ("tau", "has no effect with --decay none", lambda x, c: c.decay != "none"),
 ]  # fmt: skip
 OF_TASKS = {"slippery", "data", "search_url"}  # flags that a task may list as its `settings`
-PATHS = ("out", "resume", "model", "data")  # their "~" is the home folder
+PATHS = "out resume model data".split()  # their "~" is the home folder
 # What may change with --resume: how long, and in how much memory.
 MAY_CHANGE = ("iterations", "micro_batch_size")
 
@@ -77,12 +76,8 @@ def make_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("-h", "--help", action="store_true", help="show this text and exit")
-    # The docstring below each field
-    source: Any = ast.parse(inspect.getsource(Config)).body[0]
-    texts = {}
-    for node, below in pairwise(source.body):
-        if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr):
-            texts[ast.unparse(node.target)] = ast.literal_eval(below.value)
+    # By field, the docstring below it
+    texts = dict(re.findall(r'(\w+): .*\n    """(.*)"""', inspect.getsource(Config)))
     for field in dataclasses.fields(Config):
         options: dict[str, Any] = {"type": type(field.default), "choices": choices_of(field)}
         if field.type is bool:
@@ -104,8 +99,7 @@ def with_flags(flags: dict[str, Any]) -> Config:
     that --resume goes on with. Raises UserError if there is no such run, or with flags for it."""
     if "resume" not in flags:
         named = Config(**flags)
-        settings = defaults(named.preset, named.env, named.method)
-        return Config(**settings | flags)
+        return Config(**defaults(named) | flags)
 
     folder = flags["resume"]
     try:
@@ -131,7 +125,7 @@ def with_flags(flags: dict[str, Any]) -> Config:
 def check(config: Config) -> None:
     """Raise UserError if a setting that preset and method do not have breaks a rule, or the task
     does not take it."""
-    standard = vars(Config(**defaults(config.preset, config.env, config.method)))
+    standard = vars(Config(**defaults(config)))
     changed = {name: value for name, value in vars(config).items() if value != standard[name]}
     for names, sentence, holds in RULES:
         for name in names.split():

@@ -151,7 +151,7 @@ class ReturnNormalizer:
         return {"window": self.window, "means": self.means, "std": self.std}
 
     def load_state_dict(self, state: dict) -> None:
-        vars(self).update(state, window=list(state["window"]))
+        vars(self).update(state)
 
 
 def returns_differ(window: list[Tensor]) -> bool:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -33,9 +33,6 @@ from freshper.rollout import Engine, evaluate
 from freshper.run import Row, Run, write
 from freshper.trainer import TorchTrainer, Update
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 # Every run whose mean of ten iterations fell below it failed (docs/log.md).
 MIN_ESS = 0.3
 
@@ -43,9 +40,10 @@ MIN_ESS = 0.3
 
 
 @contextlib.contextmanager
-def narrated(run: Run, policy: Policy, env: TextEnv) -> Iterator[None]:
+def narrated(run: Run, policy: Policy) -> Iterator[None]:
     """Print before the block what will run, and after it how it ended. Then draw the figures."""
     config = run.config
+    env = run.envs[0]
     levels = policy_levels(env, config.eval_episodes)
     levels_text = ", ".join(f"{name} policy {value:.2f}" for name, value in levels.items())
     run.say(title(config))
@@ -184,10 +182,10 @@ def replay_columns(drawn: Replay, update: Update) -> Row:
     }
 
 
-def held_out(run: Run, engine: Engine, envs: list[TextEnv]) -> Row:
+def held_out(run: Run, engine: Engine) -> Row:
     """Evaluate the policy on the held-out seeds, write the page of its episodes, and return the
     columns of the evaluation."""
-    episodes = evaluate(engine, envs, run.config)
+    episodes = evaluate(engine, run.envs, run.config)
     write(run.folder / "episodes.html", episodes_page(run.config, engine.policy, episodes))
     return {f"eval_{name}": mean for name, mean in summarize(episodes).items()}
 
@@ -230,7 +228,7 @@ def draw(run: Run, levels: Row) -> None:
 
 
 @contextlib.contextmanager
-def drawing(path: Path, title: str, ylabel: str, levels: Row) -> Iterator["Axes"]:
+def drawing(path: Path, title: str, ylabel: str, levels: Row) -> Iterator[Any]:
     """Write a figure with what the block draws against episodes, the levels of policies, by name,
     as horizontal lines, and the legend below."""
     from matplotlib.figure import Figure  # takes long, and only the end of a run needs it
@@ -290,5 +288,4 @@ def episodes_page(config: Config, policy: Policy, episodes: list[Episode]) -> st
             text = policy.tokenizer.decode(part, skip_special_tokens=True)
             yield list(islice(images, borders // 2)), text
 
-    page = PAGE.render(title=title(config), episodes=episodes[:8], parts_of=parts_of)
-    return page
+    return PAGE.render(title=title(config), episodes=episodes[:8], parts_of=parts_of)

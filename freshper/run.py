@@ -41,7 +41,7 @@ replay_success replay_age ess ess_token buffer_size lr rollout_s logprobs_s upda
 sync_s""".split()
 
 
-class Run(contextlib.AbstractContextManager):
+class Run:
     """A context in which this process alone writes to the folder of a run.
 
     Entering makes the folder, or takes that of --resume. Leaving removes a new folder to which no
@@ -49,8 +49,10 @@ class Run(contextlib.AbstractContextManager):
 
     say = staticmethod(tqdm.write)  # print a line above the progress bar
 
-    def __init__(self, config: Config, env: TextEnv, argv: list[str] | None = None):
+    def __init__(self, config: Config, envs: list[TextEnv], argv: list[str] | None = None):
+        env = envs[0]
         self.config = config
+        self.envs = envs
         self.argv = argv  # the command line of the config
         self.folder = folder_of(config)
         self.made_with = vars(config) | {"resume": "", "data_sha256": hash_of(env)}
@@ -113,15 +115,22 @@ class Run(contextlib.AbstractContextManager):
         self.write_config()
         replay = self.folder / "replay.csv"
         if replay.exists():
-            rows, _, _ = replay.read_bytes().partition(b"\n%d," % (self.done + 1))
-            write(replay, (rows.rstrip() + b"\n").lstrip())
+            text = replay.read_text(errors="replace")
+            rows, _, _ = text.partition(f"\n{self.done + 1},")
+            write(replay, f"{rows.rstrip()}\n".lstrip())
         return bool(saved)
 
     def log(self, iteration: int, row: Row, replays: Sequence[tuple[Replay, Update]] = ()) -> None:
         """Write the rows of an iteration: the replayed trajectories to replay.csv, then the row of
         metrics.csv."""
         for drawn, update in replays:
-            rows = replayed(iteration, drawn, update)
+            columns = {
+                "iteration": iteration,
+                "age": drawn.ages,
+                "probability": drawn.probabilities,
+                "reward": [episode.reward for episode in drawn.episodes],
+            }
+            rows = pandas.DataFrame(columns | update.drift)
             with may_fail(self.folder), open(self.folder / "replay.csv", "a") as file:
                 rows.to_csv(file, header=not file.tell(), index=False, float_format="%.6g")
 
@@ -161,13 +170,13 @@ class Run(contextlib.AbstractContextManager):
         write(self.folder / "metrics.csv", self.metrics.to_csv(index=False, float_format="%.8g"))
 
 
-def write(path: Path, content: str | bytes) -> None:
+def write(path: Path, text: str) -> None:
     """Write a file such that a kill or a reader finds all of it, or what was there before.
 
     Raises UserError if the disk does not take it."""
     new = path.with_name(f".{path.name}")
     with may_fail(path.parent):
-        new.write_bytes(content.encode() if isinstance(content, str) else content)
+        new.write_bytes(text.encode())
         new.replace(path)
 
 
@@ -187,17 +196,6 @@ def compare(now: Row, then: Row) -> None:
     for name in now.keys() - {"out", *MAY_CHANGE}:
         if now[name] != then.get(name):
             raise UserError(f"{name} is {now[name]}, but {then.get(name)} in the checkpoint")
-
-
-def replayed(iteration: int, drawn: Replay, update: Update) -> pandas.DataFrame:
-    """Return the rows of replay.csv of a replay update."""
-    columns = {
-        "iteration": iteration,
-        "age": drawn.ages,
-        "probability": drawn.probabilities,
-        "reward": [episode.reward for episode in drawn.episodes],
-    }
-    return pandas.DataFrame(columns | update.drift)
 
 
 def folder_of(config: Config) -> Path:

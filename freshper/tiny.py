@@ -22,7 +22,7 @@ import hashlib
 import inspect
 import os
 import shutil
-import time
+import timeit
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,21 +37,15 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from envs import ENVS
 from envs.base import WARM_START_SEEDS, TextEnv, UserError
+from envs.frozenlake import FrozenLake
 from freshper.episode import Episode, collate
 from freshper.models import Policy
 from freshper.rollout import Conversation, Reply, rollout
 
-SPECIAL = [
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-]
+SPECIAL = """<|endoftext|> <|im_start|> <|im_end|> <|vision_start|> <|vision_end|> <|image_pad|>
+<|video_pad|>""".split()
 # Whole words, besides those of the task.
-WORDS = ("system", "user", "assistant", "<answer>", "</answer>", "<think>", "</think>")
+WORDS = "system user assistant <answer> </answer> <think> </think>".split()
 CHAT_TEMPLATE = """\
 {% for message in messages %}<|im_start|>{{ message.role }}
 {% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}\
@@ -60,8 +54,6 @@ CHAT_TEMPLATE = """\
 {% endfor %}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-# Of most tasks 2. On the ice, detours need depth.
-LAYERS = {ENVS["frozenlake"]: 4, ENVS["frozenlake_vlm"]: 4}
 HIDDEN = 64
 PATCH = 7  # pixels; a token is 2 x 2 patches
 INITIALIZER_RANGE = 0.1  # at transformers' 0.02 so small a model hardly starts to learn
@@ -100,10 +92,7 @@ def choose_threads() -> None:
     seconds = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        began = time.perf_counter()
-        for _ in range(500):
-            (x @ weight).relu()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(timeit.timeit(lambda: (x @ weight).relu(), number=500))
     if seconds[0] < seconds[1]:
         torch.set_num_threads(1)
 
@@ -138,7 +127,8 @@ def build_policy(env: TextEnv, heads: int = 4) -> Policy:
         "vocab_size": len(tokenizer),
         "hidden_size": HIDDEN,
         "intermediate_size": 2 * HIDDEN,
-        "num_hidden_layers": LAYERS.get(type(env), 2),
+        # On the ice, detours need depth.
+        "num_hidden_layers": 4 if isinstance(env, FrozenLake) else 2,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "max_position_embeddings": 4096,

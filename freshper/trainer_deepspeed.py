@@ -37,7 +37,7 @@ from torch import Tensor
 
 from freshper.config import Config
 from freshper.episode import Batch, group_by_length
-from freshper.errors import BackendError, NonFiniteError, phase
+from freshper.errors import SIGNALS, BackendError, NonFiniteError, phase
 from freshper.models import Policy
 from freshper.trainer import (
     MAX_GRAD_NORM,
@@ -199,14 +199,8 @@ class DeepSpeedTrainer(TorchTrainer):
 
 
 # The methods of a trainer that compute on all ranks
-TOGETHER = (
-    "record_behavior_logprobs",
-    "logprobs",
-    "update",
-    "load_state_dict",
-    "save_optimizer",
-    "load_optimizer",
-)
+TOGETHER = """record_behavior_logprobs logprobs update load_state_dict save_optimizer
+load_optimizer""".split()
 
 
 class RankZero:
@@ -266,7 +260,7 @@ def serve(trainer: TorchTrainer) -> int:
     This is the worker loop of ranks other than 0."""
     assert isinstance(trainer, DeepSpeedTrainer)
     # These signals reach every rank, and rank 0 decides.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
     while True:

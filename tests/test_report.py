@@ -149,7 +149,7 @@ def test_a_damaged_table_ends_no_run(run, tmp_path, monkeypatch, damage, sentenc
     (tmp_path / "replay.csv").write_text((run[0] / "replay.csv").read_text().replace(*damage, 1))
     lines = []
     monkeypatch.setattr(Run, "say", staticmethod(lines.append))
-    damaged = Run(Config(resume=str(tmp_path), batch_size=4), ENVS["frozenlake"]())
+    damaged = Run(Config(resume=str(tmp_path), batch_size=4), [ENVS["frozenlake"]()])
     damaged.metrics = pandas.read_csv(run[0] / "metrics.csv")
     draw(damaged, {})
     assert any(sentence in line for line in lines)

@@ -172,7 +172,7 @@ def test_a_run_in_use_is_not_read(copy, monkeypatch, capsys):
     """Its newest checkpoint may be half written: it is neither loaded nor called damaged."""
     monkeypatch.setattr(checkpoint, "checksums", Mock(side_effect=AssertionError("read")))
     before = sorted(copy.rglob("*"))
-    with Run(parse_args(["--resume", str(copy)]), FrozenLake()):
+    with Run(parse_args(["--resume", str(copy)]), [FrozenLake()]):
         assert resume(copy) == 2
     error = capsys.readouterr().err
     assert error == f"train.py: error: {copy} is in use by another process\n"
@@ -206,7 +206,7 @@ def test_the_rows_of_data_are_those_of_the_checkpoint(tmp_path):
     def made_with(answer):
         env = FrozenLake()
         env.rows = {"train": [Question("1 + 1?", answer)]}
-        return Run(Config(), env).made_with
+        return Run(Config(), [env]).made_with
 
     compare(made_with("2"), made_with("2"))
     with pytest.raises(UserError, match=r"^data_sha256 is .* in the checkpoint"):
