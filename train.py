@@ -7,7 +7,7 @@ Each line of the algorithm stands with its number. The module behind it says how
 and why we differ.
 """
 
-import time
+from time import perf_counter
 
 from freshper.flags import parse_args
 
@@ -46,10 +46,10 @@ def train(run: Run, ending: Ending, trainer: TorchTrainer, engine: Engine) -> No
 
     for iteration in watched(run, ending):  # Algorithm 1, line 1
         # 2: roll out pi_mu in E to collect episodes {e_j} with rewards {r_j}
-        began = time.perf_counter()
+        began = perf_counter()
         seeds = training_seeds(config, iteration)
         episodes = rollout(engine, run.envs, seeds, config.max_tokens, config.max_new_tokens)
-        row = {"rollout_s": time.perf_counter() - began}
+        row = {"rollout_s": perf_counter() - began}
 
         # 3: compute behavior log-probs log pi_mu(e_j), before training
         row |= trainer.record_behavior_logprobs(episodes)
@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     config = parse_args(argv)
     # Handles signals, and turns an error into a sentence and a status.
     with Ending() as ending:
-        if join_ranks(config) > 0:
+        if join_ranks(config):
             return serve(config)  # compute what rank 0 asks for, until it ends
 
         # The folder's lock; the newest checkpoint's weights; what is printed and drawn.
