@@ -42,7 +42,8 @@ sync_s""".split()
 
 
 class Run:
-    """A context in which this process alone writes to the folder of a run.
+    """The settings and environments of a run, and a context in which this process alone writes to
+    its folder.
 
     Entering makes the folder, or takes that of --resume. Leaving removes a new folder to which no
     row was written. Raises UserError if the folder cannot be made, or is in use."""

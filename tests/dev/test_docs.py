@@ -4,6 +4,7 @@ import copy
 import fnmatch
 import importlib.util
 import json
+import os
 import re
 import runpy
 import shlex
@@ -92,21 +93,29 @@ def test_an_installed_copy_works_in_another_folder(tmp_path):
     install = "-m pip install -q --no-deps --target".split()
     subprocess.run([sys.executable, *install, tmp_path / "to", source], check=True)
     shutil.rmtree(source)
-    use = """from freshper import backends, flags, rollout
+    use = """from freshper import backends, episode, flags, reinforce, rollout
     config = flags.parse_args(["--iterations", "1"])
     envs = backends.make_envs(config)
     with backends.backends(config, None, envs[0]) as (trainer, engine):
         episodes = rollout.rollout(engine, envs, [1, 2, 3, 4], 512, 8)
-        print(trainer.record_behavior_logprobs(episodes))
+        trainer.record_behavior_logprobs(episodes)
+        batch = episode.collate(episodes)
+        norm = reinforce.ReturnNormalizer(True, 0.0)
+        norm.observe(batch)
+        print(trainer.update(batch, norm.advantages(batch)))
     """
     use = use.replace("\n    ", "\n")
     subprocess.run([sys.executable, "-c", use], cwd=tmp_path / "to", check=True)
 
 
-def test_uv_finds_versions_of_all_extras(tmp_path):
+def test_uv_finds_versions_of_all_extras_and_runs(tmp_path):
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, tmp_path)
-    subprocess.run([sys.executable, "-m", "uv", "lock"], cwd=tmp_path, check=True)
+    uv = [sys.executable, "-m", "uv"]
+    subprocess.run([*uv, "lock"], cwd=tmp_path, check=True)
+    words = "run --active --no-sync train.py --env frozenlake_vlm".split()
+    here = os.environ | {"VIRTUAL_ENV": sys.prefix}
+    subprocess.run([*uv, *words, *SHORT, "--out", tmp_path / "run"], cwd=ROOT, env=here, check=True)
 
 
 def test_paper_to_code_has_every_label_in_order_with_its_number():
