@@ -115,3 +115,11 @@ def test_a_conversation_that_has_not_grown_gets_a_new_reply(text_policy):
     first, again = [engine.generate([conversation], 4)[0] for _ in range(2)]
     assert first.tokens == again.tokens
     assert first.logprobs == again.logprobs
+
+
+def test_random_numbers_go_on_from_a_saved_state(text_policy):
+    engine, other = (HFEngine(text_policy, Sampling(), seed) for seed in (0, 1))
+    logits = torch.zeros(20, 250)
+    engine.sample(logits)
+    other.load_state_dict(engine.state_dict())
+    assert engine.sample(logits) == other.sample(logits)

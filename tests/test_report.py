@@ -5,6 +5,7 @@ import base64
 import html
 import io
 import re
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,12 +28,14 @@ FLAGS = """--iterations 10 --eval_every 4 --rollout_batch_size 8 --batch_size 4
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A real run: its folder, what it printed, and the episodes of each rollout."""
+    """A real run: its folder, what it printed, and the episodes and seconds of each rollout."""
     folder, lines, collected = tmp_path_factory.mktemp("runs") / "run", [], []
 
     def recorded(*arguments):
-        collected.append(rollout(*arguments))
-        return collected[-1]
+        began = time.perf_counter()
+        episodes = rollout(*arguments)
+        collected.append((episodes, time.perf_counter() - began))
+        return episodes
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "rollout", recorded)
@@ -75,7 +78,8 @@ def test_metrics_agree_with_the_trajectories_that_were_replayed(run):
     assert metrics["step"].tolist() == [*range(0, 44, 4)]  # two epochs and two replay updates
     assert metrics["episodes"].tolist() == [*range(0, 88, 8)]
     assert np.flatnonzero(~np.isnan(metrics["eval_success"])).tolist() == [0, 4, 8, 10]
-    for k, episodes in enumerate(run[2], 1):
+    for k, (episodes, seconds) in enumerate(run[2], 1):
+        assert metrics["rollout_s"][k] == pytest.approx(seconds, abs=2e-3)
         assert metrics["train_reward"][k] == pytest.approx(np.mean([e.reward for e in episodes]))
         assert metrics["train_success"][k] == np.mean([e.outcome["success"] for e in episodes])
     phases = sum(metrics[f"{phase}_s"][1:] for phase in ("rollout", "logprobs", "update", "replay"))
