@@ -214,11 +214,12 @@ def test_evaluations_do_not_change_training(tmp_path):
 @pytest.mark.parametrize(
     "text", ["--method freshper --env frozenlake_vlm", "--method per", "--method on_policy"]
 )
-def test_every_method_runs_and_engine_and_trainer_agree(text, tmp_path):
+def test_every_method_runs_and_engine_and_trainer_agree(text, tmp_path, capsys):
     out = tmp_path / "run"
     name = "frozenlake_vlm" if "vlm" in text else "frozenlake"
     k = 0 if "on_policy" in text else 2
     assert train.main(flags(text, out)) == 0
+    assert "held-out success, last evaluation: " in capsys.readouterr().out
     table = read(out, "metrics.csv")
     assert table["step"].tolist() == [0, 1 + k, 2 + 2 * k]
     # On-policy training keeps no episodes.
