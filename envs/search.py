@@ -20,6 +20,7 @@ from envs.base import UserError
 # word counts 1
 TITLE = 4.0
 TRIGRAM = 0.25
+DIMENSION = 2048  # places of hashed words
 
 # Client: its attempts, the seconds for which it waits for the next bytes of an answer, and the
 # seconds before the second attempt (twice as many before the third).
@@ -33,58 +34,51 @@ class SearchError(UserError, ConnectionError):
     """The search server failed."""
 
 
-class LocalEncoder:
-    """Hash words and letter trigrams with a sign into `dimension` places, weighted by idf over the
-    corpus."""
-
-    def __init__(self, corpus: list[str], dimension: int = 2048):
-        self.dimension = dimension
-        documents = sum(self._terms(contents) != 0 for contents in corpus)  # [dimension]
-        self.idf = np.log((1 + len(corpus)) / (1 + documents)) + 1
-
-    def encode(self, texts: list[str], passages: bool = False) -> np.ndarray:
-        """Return unit vectors of queries or of passages, float32 [n, dimension]. A text without
-        words gets zeros."""
-        title_weight = TITLE if passages else 1.0
-        terms = []
-        for text in texts:
-            title, _, body = text.partition("\n")
-            terms.append(title_weight * self._terms(title) + self._terms(body))
-
-        vectors = self.idf * terms
-        norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-        return (vectors / np.maximum(norms, 1e-12)).astype(np.float32)
-
-    def _terms(self, text: str) -> np.ndarray:
-        """Return the signed number of words and trigrams in each place, float64 [dimension]."""
-        counts = np.zeros(self.dimension)
-        for word in re.findall(r"\w+", text.lower()):
-            framed = f"#{word}#"
-            trigrams = [framed[k : k + 3] for k in range(len(word))]
-
-            for term in [word, *trigrams]:
-                weight = 1.0 if term is word else TRIGRAM
-                digest = zlib.crc32(term.encode())
-                counts[digest % self.dimension] += weight if digest >> 31 else -weight
-
-        return counts
-
-
 class Retriever:
-    """Search passages with an exact FAISS index."""
+    """Search passages with an exact FAISS index of words and letter trigrams: hashed with a sign
+    into DIMENSION places, and weighted by idf over the corpus."""
 
     def __init__(self, corpus: list[str]):
         import faiss  # takes a quarter of a second, and other tasks do without
 
         self.corpus = np.array(corpus, dtype=object)
-        self.encoder = LocalEncoder(corpus)
-        self.index = faiss.IndexFlatIP(self.encoder.dimension)
-        self.index.add(self.encoder.encode(corpus, passages=True))
+        documents = sum(terms_of(contents) != 0 for contents in corpus)  # [DIMENSION]
+        self.idf = np.log((1 + len(corpus)) / (1 + documents)) + 1
+        self.index = faiss.IndexFlatIP(DIMENSION)
+        self.index.add(self.encode(corpus, passages=True))
 
     def search(self, queries: list[str], topk: int) -> list[list[str]]:
         """Return the `topk` best passages of each query, best first."""
-        _, positions = self.index.search(self.encoder.encode(queries), topk)
+        _, positions = self.index.search(self.encode(queries), topk)
         return self.corpus[positions].tolist()
+
+    def encode(self, texts: list[str], passages: bool = False) -> np.ndarray:
+        """Return unit vectors of queries or of passages, float32 [n, DIMENSION]. A text without
+        words gets zeros."""
+        title_weight = TITLE if passages else 1.0
+        terms = []
+        for text in texts:
+            title, _, body = text.partition("\n")
+            terms.append(title_weight * terms_of(title) + terms_of(body))
+
+        vectors = self.idf * terms
+        norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+        return (vectors / np.maximum(norms, 1e-12)).astype(np.float32)
+
+
+def terms_of(text: str) -> np.ndarray:
+    """Return the signed number of words and trigrams in each place, float64 [DIMENSION]."""
+    counts = np.zeros(DIMENSION)
+    for word in re.findall(r"\w+", text.lower()):
+        framed = f"#{word}#"
+        trigrams = [framed[k : k + 3] for k in range(len(word))]
+
+        for term in [word, *trigrams]:
+            weight = 1.0 if term is word else TRIGRAM
+            digest = zlib.crc32(term.encode())
+            counts[digest % DIMENSION] += weight if digest >> 31 else -weight
+
+    return counts
 
 
 def harmless(text: str) -> str:

@@ -13,7 +13,7 @@ from conftest import write_rows
 from envs import search, synthetic_wiki
 from envs.base import EVAL_SEEDS, WARM_START_SEEDS, UserError, play_out
 from envs.nq_search import NQSearch, exact_match, parse_action
-from envs.search import LocalEncoder, Retriever, retrieve
+from envs.search import Retriever, retrieve
 
 NO_SERVER = "http://127.0.0.1:9/retrieve"
 START = {"train": 0, "held-out": EVAL_SEEDS}  # the first seed of each group
@@ -201,22 +201,23 @@ def test_faiss_finds_what_brute_force_finds():
     corpus = [" ".join(map(str, rng.integers(1000, size=9))) for _ in range(2500)]
     queries = corpus[::60]
     retriever = Retriever(corpus)
-    passages = retriever.encoder.encode(corpus, passages=True).astype(np.float64)
-    products = retriever.encoder.encode(queries).astype(np.float64) @ passages.T
+    passages = retriever.encode(corpus, passages=True).astype(np.float64)
+    products = retriever.encode(queries).astype(np.float64) @ passages.T
     best = np.argsort(-products, axis=1)[:, :7]
     assert retriever.search(queries, topk=7) == np.array(corpus)[best].tolist()
 
 
-def test_the_local_encoder_is_tf_idf(monkeypatch):
+def test_texts_are_encoded_by_tf_idf(monkeypatch):
     """Cosines against counts of words, without hashing. With 2^18 places none collide."""
     monkeypatch.setattr(search, "TRIGRAM", 0.0)
+    monkeypatch.setattr(search, "DIMENSION", 1 << 18)
     texts = [re.findall(r"\w+", text.lower()) for text in TEXTS]
     words = sorted(set(sum(texts, [])))
     counts = np.array([list(map(text.count, words)) for text in texts])
     vectors = counts * (np.log(6 / (1 + (counts > 0).sum(0))) + 1)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
 
-    *hashed, without_words = LocalEncoder(TEXTS, dimension=1 << 18).encode([*TEXTS, "?"])
+    *hashed, without_words = Retriever(TEXTS).encode([*TEXTS, "?"])
     np.testing.assert_allclose(np.inner(hashed, hashed), vectors @ vectors.T, atol=1e-5)
     assert not without_words.any()
 
