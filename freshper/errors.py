@@ -51,7 +51,8 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, UserError):
         return reason
     frames = traceback.extract_tb(error.__traceback__)
-    place = [frame for frame in frames if "site-packages" not in frame.filename][-1]
+    ours = [frame for frame in frames if "site-packages" not in frame.filename]
+    place = (ours or frames)[-1]  # an installed copy is there, too
     return f"{type(error).__name__}: {reason} ({place.filename}:{place.lineno})"
 
 
