@@ -22,7 +22,7 @@ from freshper.errors import Ending, protect_output
 from freshper.is_weights import importance_weights
 from freshper.priority import age_decay, base_priorities
 from freshper.reinforce import ReturnNormalizer, advantages
-from freshper.report import columns_of, held_out, narrated, watched
+from freshper.report import columns_of, evaluation, narrated, watched
 from freshper.rollout import Engine, rollout, training_seeds
 from freshper.run import Run
 from freshper.trainer import TorchTrainer
@@ -40,9 +40,10 @@ def train(run: Run, ending: Ending, trainer: TorchTrainer, engine: Engine) -> No
     norm = ReturnNormalizer(config.baseline == "turn", config.kl_reward_coef)
     parts = {"trainer": trainer, "engine": engine, "buffer": buffer, "norm": norm}
 
-    # Go on from the newest checkpoint of --resume, whose weights are loaded, or begin.
+    # Go on from the newest checkpoint of --resume, whose weights are loaded: with the rows and
+    # settings up to it, from the iteration after it. Or begin with row 0.
     if not run.restore(parts):
-        run.log(0, held_out(run, engine))
+        run.log(0, evaluation(run, engine))
 
     for iteration in watched(run, ending):  # Algorithm 1, line 1
         # 2: roll out pi_mu in E to collect episodes {e_j} with rewards {r_j}
@@ -92,10 +93,10 @@ def train(run: Run, ending: Ending, trainer: TorchTrainer, engine: Engine) -> No
 
         # Write the row of metrics.csv. An evaluation and a checkpoint are due every so many
         # iterations and after the last one, a checkpoint also after a signal (Ctrl-C, SIGTERM),
-        # after which no iteration begins.
+        # after which no iteration begins. An error saves nothing.
         row |= columns_of(episodes, fresh, replays, trainer, buffer)
         if config.is_due(config.eval_every, iteration):
-            row |= held_out(run, engine)
+            row |= evaluation(run, engine)
         run.log(iteration, row, replays)
         if ending.must_stop() or config.is_due(config.save_every, iteration):
             run.save(parts)
@@ -107,9 +108,10 @@ def main(argv: list[str] | None = None) -> int:
     # Handles signals, and turns an error into a sentence and a status.
     with Ending() as ending:
         if join_ranks(config):
-            return serve(config)  # compute what rank 0 asks for, until it ends
+            return serve(config)  # compute what rank 0 asks for, until it ends; deaf to signals
 
-        # The folder's lock; the newest checkpoint's weights; what is printed and drawn.
+        # The folder's lock, and no folder without a row; the newest checkpoint's weights; what is
+        # printed and drawn.
         with (
             Run(config, make_envs(config), argv) as run,
             backends(config, run.saved, run.envs[0]) as (trainer, engine),

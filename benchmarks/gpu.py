@@ -45,8 +45,8 @@ def table(folder: Path, flags: list[str], minutes: float) -> str:
     rows = folder / "metrics.csv"
     if not rows.exists():
         return ended
-    measured = pandas.read_csv(rows, index_col="iteration")[1:].filter(COLUMNS.split())
-    return f"{measured.to_string(float_format='%.4g')}\n{ended}"
+    numbers = pandas.read_csv(rows, index_col="iteration")[1:].filter(COLUMNS.split())
+    return f"{numbers.to_string(float_format='%.4g')}\n{ended}"
 
 
 def main() -> None:

@@ -147,7 +147,7 @@ class NQSearch(QuestionEnv):
 
     def random_reply(self, rng: np.random.Generator) -> str:
         """Return a search for a person, or a value as answer, with probability 1/2 each. With
-        `data`, it never searches: a run's baseline asks no server."""
+        `data`, it never searches: the random policy asks no server."""
         tag = "answer"
         pattern = synthetic_wiki.VALUE
         if not self.data and rng.random() < 0.5:

@@ -37,7 +37,7 @@ def family(tasks, *formulas, column="final", by=judge, shown=NAMES):
 
 
 # Effects that are not judged
-measured = partial(family, by=lambda parts: "")
+shown_only = partial(family, by=lambda parts: "")
 
 
 def times(success, tasks, *formulas):
@@ -146,7 +146,7 @@ def claim_3_sokoban():
     """3, Sokoban: Standard PER "fails catastrophically" on Sokoban Simple (4.3).
 
     Not tested: on-policy training has 0.31, the random policy 0.20, so nothing can fall by 0.2."""
-    return untested, measured(SOKOBAN, "on_policy - per")
+    return untested, shown_only(SOKOBAN, "on_policy - per")
 
 
 def claim_4():
@@ -194,7 +194,7 @@ def claim_5_sokoban():
     rivals = [f"freshper --tau {tau}" for tau in (5, 80, 450)]
     means = [values(SOKOBAN, arm).mean() for arm in (*rivals, "freshper")]
     answer = "no" if np.argmax(means) in (0, 3) else "yes"
-    return lambda parts: answer, measured(SOKOBAN, *(f"freshper - {arm}" for arm in rivals))
+    return lambda parts: answer, shown_only(SOKOBAN, *(f"freshper - {arm}" for arm in rivals))
 
 
 def claim_6():
@@ -276,7 +276,7 @@ def claim_13():
     """13: an advantage clip of 0.2 "was essential for stable off-policy learning" (E).
 
     Not tested yet: it ran with KL terms, at a rate tuned for 20. No until 2026-11-28."""
-    return untested, measured(TEXT, "freshper --advantage_clip 0.2 - freshper")
+    return untested, shown_only(TEXT, "freshper --advantage_clip 0.2 - freshper")
 
 
 def claim_13_diverged():
@@ -284,7 +284,7 @@ def claim_13_diverged():
 
     Not tested, as 13. Shown is the share of runs without the dual clip, too, in which numbers
     were not finite. No until 2026-11-28."""
-    return untested, measured(TEXT, "freshper --dual_clip 0", column="diverged")
+    return untested, shown_only(TEXT, "freshper --dual_clip 0", column="diverged")
 
 
 def claim_14():
@@ -294,7 +294,7 @@ def claim_14():
     rule."""
     default = "freshper --kl_loss_coef 0.05 --kl_reward_coef 0.1"
     off = "freshper --kl_loss_coef 0"
-    return untested, measured(TEXT, f"{off} - freshper", f"{off} - {default}")
+    return untested, shown_only(TEXT, f"{off} - freshper", f"{off} - {default}")
 
 
 def claim_15():
@@ -337,7 +337,7 @@ def claim_19_gain():
     provides no benefit" (B.3).
 
     Not tested: on-policy training solves CliffWalking in one run of five. No until 2026-11-28."""
-    return untested, measured(CLIFF, "freshper - on_policy")
+    return untested, shown_only(CLIFF, "freshper - on_policy")
 
 
 def claim_20():

@@ -290,7 +290,7 @@ class WorkerExtension:
         model.compute_logits = compute_logits
 
     def end_with(self, trainer: int, folder: str) -> None:
-        """Let this process end, and with it all of vLLM, if the trainer's is killed."""
+        """End this process, and with it all of vLLM, once the process of the trainer has ended."""
 
         def watch() -> None:
             while os.path.exists(f"/proc/{trainer}"):

@@ -182,7 +182,7 @@ def replay_columns(drawn: Replay, update: Update) -> Row:
     }
 
 
-def held_out(run: Run, engine: Engine) -> Row:
+def evaluation(run: Run, engine: Engine) -> Row:
     """Evaluate the policy on the held-out seeds, write the page of its episodes, and return the
     columns of the evaluation."""
     episodes = evaluate(engine, run.envs, run.config)

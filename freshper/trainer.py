@@ -68,7 +68,7 @@ class TorchTrainer:
         has_kl = config.kl_reward_coef or config.kl_loss_coef
         self.reference = policy.copy() if has_kl else None  # pi_ref, the initial policy
         trainable = [p for p in policy.model.parameters() if p.requires_grad]
-        # Fused, a step needs no further memory. On a CPU it would round in another way.
+        # Fused, a step needs no further memory. On a CPU it rounds differently.
         fused = config.device != "cpu"
         self.optimizer = torch.optim.AdamW(trainable, lr=config.lr, weight_decay=0.0, fused=fused)
 
