@@ -275,7 +275,8 @@ def claim_12_freshper():
 def claim_13():
     """13: an advantage clip of 0.2 "was essential for stable off-policy learning" (E).
 
-    Not tested yet: it ran with KL terms, at a rate tuned for 20. No until 2026-11-28."""
+    Not tested yet: clip 20 without KL terms lacks its best rate (third campaign, rule 2). Shown is
+    0.2 with KL terms, at 20's rate. No until 2026-11-28."""
     return untested, shown_only(TEXT, "freshper --advantage_clip 0.2 - freshper")
 
 
