@@ -159,7 +159,7 @@ def test_what_cannot_be_compared_is_named(out, tmp_path, monkeypatch, capsys, se
 
 def test_runs_with_different_data_are_not_compared(out, monkeypatch, capsys):
     monkeypatch.setattr(compare, "find_saved", lambda run: Mock(made_with={"data_sha256": run}))
-    monkeypatch.setattr(compare, "train_all", lambda *_: None)
+    monkeypatch.setattr(compare, "train_all", lambda *given: setattr(given[2], "training", False))
     assert call(monkeypatch, out, *ARMS) == 2
     assert capsys.readouterr().err.endswith(f"{out} has runs with different rows of --data\n")
 
