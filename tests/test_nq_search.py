@@ -90,14 +90,26 @@ def test_golden_answers_that_cannot_be_compared_are_refused(answers, tmp_path):
         NQSearch(data=source, search_url=NO_SERVER)
 
 
+def test_what_each_kind_of_reply_earns():
+    """Reward, valid, and whether it ends the episode."""
+    env = NQSearch()
+    env.reset(seed=3)
+    for reply, *expected in (
+        ("<search>Rome</search>", 0.0, True, False),
+        ("Rome", -0.15, False, False),
+        ("<answer>x</answer>", 0.0, True, True),
+        (f"<answer>{env.question.answers[0]}</answer>", 1.0, True, True),
+    ):
+        _, reward, ended, _, info = env.step(reply)
+        assert [reward, info["valid"], ended] == expected
+
+
 def test_the_optimal_player_searches_for_each_person_of_the_chain():
     env = NQSearch()
     for seed in range(50):
         hops = 1 + ("friend" in env.reset(seed=seed)[0].text)
         total, info = play_out(env, seed, env.optimal_reply)
         assert total == 1.0 and info["metrics"] == {"searches": hops}
-    env.reset(seed=0)
-    assert env.step("<answer>x</answer>")[1:3] == (0.0, True)  # a wrong answer ends it, too
 
 
 def test_a_failed_search_raises_before_any_episode_takes_its_turn(questions, monkeypatch):
