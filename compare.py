@@ -297,10 +297,11 @@ def main() -> int:
         ending.training = True
         train_all(runs, args.jobs, ending)
 
-        results = pandas.DataFrame([summary(run, args.metric) for run in runs])
         saved = [find_saved(str(run.folder)) for run in runs]
         if len({one.made_with["data_sha256"] for one in saved if one}) > 1:
             raise UserError(f"{args.out} has runs with different rows of --data")
+
+        results = pandas.DataFrame([summary(run, args.metric) for run in runs])
         rows = results.drop(columns=["episodes", "values"])
         write(args.out / "results.csv", rows.to_csv(index=False))
         text = table(results, len(results["values"][0]) - 1)

@@ -86,7 +86,7 @@ def backends(
     if config.trainer == "deepspeed":
         from freshper import trainer_deepspeed
 
-        trainer_deepspeed.meet()
+        trainer_deepspeed.meet()  # the other ranks wait in `serve` until this one has the lock
     policy = load(config, saved, env)
     check_rows(policy, env, config)
     with contextlib.closing(make_trainer(policy, config)) as trainer:

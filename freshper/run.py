@@ -79,7 +79,11 @@ class Run:
     @cached_property
     def saved(self) -> Saved | None:
         """The newest whole checkpoint, None if there is none yet. Raises UserError if it was made
-        with other settings or rows of --data, or if all are damaged."""
+        with other settings or rows of --data, if all are damaged, or if another process has changed
+        config.json."""
+        # The settings were read before this process had the lock.
+        if self.config.resume and parse_args(self.argv) != self.config:
+            raise UserError(f"{self.folder} has other settings now: start again")
         saved = checkpoint.find_saved(self.config.resume)
         if saved:
             compare(self.made_with, saved.made_with)
@@ -92,9 +96,6 @@ class Run:
         Returns whether there is one. Raises UserError if it is not one of this run, or has more
         iterations than --iterations."""
         saved = self.saved
-        # The settings were read before this process had the lock.
-        if self.config.resume and parse_args(self.argv) != self.config:
-            raise UserError(f"{self.folder} has other settings now: start again")
         if saved:
             checkpoint.load(saved, parts | {"metrics": self})
             if self.done > self.config.iterations:

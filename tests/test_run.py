@@ -215,11 +215,16 @@ def test_the_rows_of_data_are_those_of_the_checkpoint(tmp_path):
         compare(made_with("3"), made_with("2"))
 
 
-def test_a_run_that_is_extended_is_so_from_its_start(copy, finished, monkeypatch):
-    """Another --resume, begun before this one has ended, reads the new --iterations."""
-    with monkeypatch.context() as patch:
+def stop_before_an_iteration(*call):
+    """Resume a run with flags, and interrupt it before its first iteration."""
+    with pytest.MonkeyPatch.context() as patch:
         at_call(patch, HFEngine, "generate", 1, send(signal.SIGINT, signal.SIGINT))
-        assert resume(copy, "--iterations", "7") == 130
+        assert resume(*call) == 130
+
+
+def test_a_run_that_is_extended_is_so_from_its_start(copy, finished):
+    """Another --resume, begun before this one has ended, reads the new --iterations."""
+    stop_before_an_iteration(copy, "--iterations", "7")
     assert resume(copy) == 0
     rows = contents(copy)[0]
     assert rows[:-1] == contents(finished)[0]
@@ -227,7 +232,7 @@ def test_a_run_that_is_extended_is_so_from_its_start(copy, finished, monkeypatch
     assert AutoTokenizer.from_pretrained(copy / "checkpoint").chat_template
 
 
-def test_of_damaged_checkpoints_the_one_before_is_used(copy, capsys, finished, monkeypatch):
+def test_of_damaged_checkpoints_the_one_before_is_used(copy, capsys, finished):
     """A flipped bit, a file that is cut short, other content, none at all."""
     rng = random.Random(0)
     names = "state.pt optimizer-0.pt model.safetensors tokenizer.json manifest.json run.json"
@@ -248,9 +253,7 @@ def test_of_damaged_checkpoints_the_one_before_is_used(copy, capsys, finished, m
 
     for folder in copy.glob("checkpoint*"):
         shutil.rmtree(folder)
-    with monkeypatch.context() as patch:
-        at_call(patch, HFEngine, "generate", 1, send(signal.SIGINT, signal.SIGINT))
-        assert resume(copy, "--micro_batch_size", "3") == 130
+    stop_before_an_iteration(copy, "--micro_batch_size", "3")
     assert resume(copy) == 0  # it starts over
     assert contents(copy) == contents(finished)
     assert parse_args(["--resume", str(copy)]).micro_batch_size == 3

@@ -93,18 +93,17 @@ def test_an_installed_copy_works_in_another_folder(tmp_path):
     install = "-m pip install -q --no-deps --target".split()
     subprocess.run([sys.executable, *install, tmp_path / "to", source], check=True)
     shutil.rmtree(source)
-    use = """from freshper import backends, episode, flags, reinforce, rollout
-    config = flags.parse_args(["--iterations", "1"])
-    envs = backends.make_envs(config)
-    with backends.backends(config, None, envs[0]) as (trainer, engine):
-        episodes = rollout.rollout(engine, envs, [1, 2, 3, 4], 512, 8)
-        trainer.record_behavior_logprobs(episodes)
-        batch = episode.collate(episodes)
-        norm = reinforce.ReturnNormalizer(True, 0.0)
-        norm.observe(batch)
-        print(trainer.update(batch, norm.advantages(batch)))
-    """
-    use = use.replace("\n    ", "\n")
+    use = """if True:
+        from freshper import backends, episode, flags, reinforce, rollout
+        config = flags.parse_args([])
+        envs = backends.make_envs(config)
+        with backends.backends(config, None, envs[0]) as (trainer, engine):
+            episodes = rollout.rollout(engine, envs, [1, 2, 3, 4], 512, 8)
+            trainer.record_behavior_logprobs(episodes)
+            batch = episode.collate(episodes)
+            norm = reinforce.ReturnNormalizer(True, 0.0)
+            norm.observe(batch)
+            print(trainer.update(batch, norm.advantages(batch)))"""
     subprocess.run([sys.executable, "-c", use], cwd=tmp_path / "to", check=True)
 
 

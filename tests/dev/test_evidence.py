@@ -229,9 +229,8 @@ def test_drift_by_age():
             steps = (1 / slope(age, kl, drawn), 1 / c, mean / np.interp(mean, age, kl))
             logs = np.log([age[kl > 0], kl[kl > 0]])
             readings.append([*steps, age[0] / kl[0], slope(*logs, drawn[kl > 0])])
-        intervals = np.array([interval([reading], [1]) for reading in np.transpose(readings)])
-        mean, _, high = intervals.T
-        assert_printed(cells, np.transpose([mean, high - mean]), atol=5.1e-3)
+        intervals = [interval([reading], [1]) for reading in np.transpose(readings)]
+        assert_printed(cells, [(mean, high - mean) for mean, _, high in intervals], atol=5.1e-3)
 
 
 def test_the_files_are_those_of_the_data():
