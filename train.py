@@ -40,8 +40,8 @@ def train(run: Run, ending: Ending, trainer: TorchTrainer, engine: Engine) -> No
     norm = ReturnNormalizer(config.baseline == "turn", config.kl_reward_coef)
     parts = {"trainer": trainer, "engine": engine, "buffer": buffer, "norm": norm}
 
-    # Go on from the newest checkpoint of --resume, whose weights are loaded: with the rows and
-    # settings up to it, from the iteration after it. Or begin with row 0.
+    # Go on from the newest checkpoint of --resume, whose weights are loaded. The loop then begins
+    # with the iteration after it. Without a checkpoint, begin with row 0.
     if not run.restore(parts):
         run.log(0, evaluation(run, engine))
 
@@ -108,10 +108,10 @@ def main(argv: list[str] | None = None) -> int:
     # Handles signals, and turns an error into a sentence and a status.
     with Ending() as ending:
         if join_ranks(config):
-            return serve(config)  # compute what rank 0 asks for, until it ends; deaf to signals
+            return serve(config)  # compute what rank 0 asks for until it ends, and ignore signals
 
-        # The folder's lock, and no folder without a row; the newest checkpoint's weights; what is
-        # printed and drawn.
+        # Run holds the folder's lock, and removes a new folder without rows. backends loads the
+        # newest checkpoint's weights. narrated prints how the run ends, and draws its figures.
         with (
             Run(config, make_envs(config), argv) as run,
             backends(config, run.saved, run.envs[0]) as (trainer, engine),
