@@ -8,8 +8,7 @@ episode ever occurs in training.
 
 Where we differ: `slippery` is a parameter. The paper's ice is slippery: the player moves in the
 intended direction with probability 1/3. There the optimal policy succeeds in 0.49 of the episodes
-(exact, by `action_values`; the first 1,024 held-out maps). The paper's VLM result of 0.630 is above
-that.
+(exact, by `action_values`; the first 1,024 held-out maps). The paper's VLM result is 0.630.
 """
 
 from functools import cache
