@@ -106,11 +106,13 @@ def success():
 
 def tuning():
     """Return success by learning rate, a factor on the preset's: the mean over two tasks (of
-    Config A: text alone) and two seeds, 1 for the optimal policy and 0 for the random one."""
-    yield "arm", "success"
+    Config A and its rivals: text alone) and two seeds, 1 for the optimal policy and 0 for the
+    random one."""
     runs = RUNS.loc[PAIR].query("seed in (401, 402)")["normalised"]
-    for (arm, rate), mean in runs.groupby(["arm", "rate"]).mean().items():
-        yield f"{arm} @ {rate:g}", f"{mean:.3f}"
+    means = runs.groupby(["arm", "rate"]).mean().unstack()
+    yield "success, by rate", *means
+    for arm, row in means.iterrows():
+        yield arm, *row.map("{:.3f}".format, na_action="ignore").fillna("")
 
 
 def second_stage():

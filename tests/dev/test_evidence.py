@@ -98,9 +98,8 @@ def test_the_rates_are_the_best_of_the_tuning():
     means = success.groupby(["arm", "rate"]).mean()
     best = means.groupby("arm").idxmax()
     assert {arm: best[arm] for arm in ARMS} == {arm: (arm, RATES.get(arm, 1)) for arm in ARMS}
-    for name, cell in printed("Tuning"):
-        arm, rate = name.split(" @ ")
-        assert_printed([cell], means[arm, float(rate)])
+    for arm, *cells in printed("Tuning"):
+        assert_printed(cells, means[arm])
 
 
 MINUS = np.column_stack([np.ones(5), -np.eye(5)])
