@@ -294,8 +294,7 @@ def claim_13_diverged():
     of the runs.
 
     Until 2026-11-28 with our KL terms and without the dual clip: no."""
-    diverged = partial(family, TEXT, column="diverged", by=judge_above(0.5))
-    return alike, diverged(CLIP_20, DEFAULT)
+    return alike, family(TEXT, CLIP_20, DEFAULT, column="diverged", by=judge_above(0.5))
 
 
 def claim_14():

@@ -12,6 +12,9 @@ from pathlib import Path
 SHIM = Path(__file__).parent / "engines/torchvision_shim"
 runpy.run_path(str(SHIM / "sitecustomize.py"))
 os.environ["OMP_NUM_THREADS"] = "1"
+# nohup, and a shell's background, would make every run deaf to signals.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SHIM), os.environ.get("PYTHONPATH")]))
 
 import hypothesis
@@ -34,10 +37,6 @@ from freshper.tiny import build_policy
 # The same examples on every machine.
 hypothesis.settings.register_profile("repeatable", derandomize=True)
 hypothesis.settings.load_profile("repeatable")
-
-
-# nohup would make every run deaf to the end of a terminal.
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
