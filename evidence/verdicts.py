@@ -187,6 +187,7 @@ def readings(run):
 def drift():
     yield "1/c in steps", "arm", "runs", "intercept", "origin", "mean age", "youngest", "slope"
     ages = pandas.read_csv(FOLDER / "runs_ages.csv.gz")
+    # Neither tuning nor the third campaign, whose runs are not all made
     ages = ages.query("effective >= 30 and 500 < seed < 600")
     for (task, arm, rate), runs in ages.groupby(RUN).apply(readings).groupby(RUN[:3]):
         estimates, _, highs, *_ = contrast([np.stack(runs, axis=1)], [1])
