@@ -154,7 +154,7 @@ def claim_3_sokoban():
 
 
 def claim_4():
-    """4: age decay helps on most tasks: minus no decay.
+    """4: age decay helps on most tasks: minus `no decay`.
 
     The seven tasks, corrected over nine."""
     return most, family(TASKS, "freshper - no_decay", shown=MAIN)
@@ -177,14 +177,14 @@ def claim_5():
     """5: "tau is task-dependent" (4.3): tau 20 is above 1.25 on one task and not on the
     other.
 
-    Until 2026-11-28: tau 20 is above no decay, and 80 equals no decay (mixed)."""
+    Until 2026-11-28: tau 20 is above `no decay`, and 80 equals it (mixed)."""
     return unlike, family(PAIR, "freshper - freshper --tau 1.25")
 
 
 def claim_5_long():
     """5, long: on Sokoban Simple a very long tau is "identical to Standard PER" (B.1).
 
-    Tau 450 equals no decay at the same rate. A run has 600 steps, so it is not as long as the
+    Tau 450 equals `no decay` at the same rate. A run has 600 steps, so it is not as long as the
     paper's. Added on 2026-11-28, before its runs; until then not tested."""
     arms = "freshper --tau 450 - no_decay @ 0.5"
     return alike, family(SOKOBAN, arms, by=judge_equal)
@@ -383,7 +383,7 @@ def claim_22():
 
 
 def claim_a():
-    """a: is it more than updates? Minus as many updates.
+    """a: is it more than updates? Minus `as many updates`.
 
     By the first rule no on CliffWalking."""
     return count, family(TASKS, "freshper - epochs")
@@ -397,7 +397,7 @@ def claim_a_rate():
 
 
 def claim_a_updates():
-    """a, updates: minus on-policy training after as many updates, at constant rates.
+    """a, updates: minus `on-policy` after equally many updates, at constant rates.
 
     The only pair in which no rate falls. Added on 2026-11-28."""
     formula = "freshper +constant - on_policy +constant"
@@ -405,7 +405,7 @@ def claim_a_updates():
 
 
 def claim_b():
-    """b: does it beat uniform replay up to an age? Minus it."""
+    """b: does FreshPER beat `uniform up to an age`?"""
     return count, family(TASKS, "freshper - uniform")
 
 
@@ -415,7 +415,7 @@ def claim_c():
 
 
 def claim_c_none():
-    """c, none: do shuffled ages equal no decay at the same rate?"""
+    """c, none: do shuffled ages equal `no decay` at the same rate?"""
     return count, family(PAIR, "freshper +shuffled - no_decay @ 0.5", by=judge_equal)
 
 
@@ -444,7 +444,7 @@ def claim_g():
 
 
 def claim_h():
-    """h, 0.5: episodes until a success of 0.5: on-policy training's, and as many updates'."""
+    """h, 0.5: episodes until a success of 0.5: of `on-policy` and `as many updates`."""
     return count, times(0.5, reached(0.5), *EPISODES)
 
 

@@ -203,7 +203,7 @@ def tables():
         "Differences of arms": compared(DIFFERENCES),
         "The two-by-two": compared(FACTORS),
         "The second stage": second_stage(),
-        "FreshPER minus no decay, by the share of the episodes": shares(),
+        "FreshPER minus `no decay`, by the share of the episodes": shares(),
         "Episodes and time until a success": episodes_and_time(),
         "Tuning": tuning(),
         "Drift by age": drift(),

@@ -148,7 +148,7 @@ def test_the_second_stage():
 
 
 def test_no_decay_by_the_share_of_the_episodes():
-    for name, rate, *cells in printed("FreshPER minus no decay, by the share of the episodes"):
+    for name, rate, *cells in printed("FreshPER minus `no decay`, by the share of the episodes"):
         groups = []
         for task in NINE if name == "nine tasks" else SEVEN:
             for arm in ("freshper", "no_decay" if rate == "doubled" else "no_decay @ 0.5"):
@@ -186,30 +186,32 @@ def test_episodes_and_time_until_a_success():
         ratios.append(expected)
 
 
-def assert_claimed(number, expected):
-    """Compare the effects of a claim, without their names."""
-    (effects,) = [row[-1] for row in printed("Claims and questions") if row[0] == number]
-    assert_printed(re.findall(": ([^;]*)", effects), expected)
-
-
-def test_smollm2():
-    arms = ("freshper", "on_policy @ 0.5", "epochs @ 1", "per @ 0.5")
-    runs = [curves(SMOLLM2, arm) for arm in arms]
+MEASURES = {
+    "a, updates": lambda run: np.interp(360, run["step"], run["eval_success"]),
     # Evaluations are equally far apart.
-    means = [[run["eval_success"].rolling(2).mean().mean() for run in of_arm] for of_arm in runs]
-    logs = [[-first(run, 0.5) for run in of_arm] for of_arm in runs]
-    final = [finals(SMOLLM2, arm) for arm in arms]
-    for number, (ours, *others) in (("i", means), ("i, 0.5", logs), ("i, final", final)):
-        expected = [interval([ours, theirs]) for theirs in others]
-        assert_claimed(number, np.exp(expected) if number == "i, 0.5" else expected)
+    "i": lambda run: run["eval_success"].rolling(2).mean().mean(),
+    "i, 0.5": lambda run: first(run, 0.5),
+}
+FINAL = (
+    "3; 3, Sokoban; 5; 5, long; 5, Sokoban; 6; 9, rates; 13; 14; 15; 16; 17; 18; 19, gain; 20; "
+    "20, tenth; 22; a, rate; c; c, none; d; e; f; g; i, final; tau"
+)
 
 
-def test_after_as_many_updates():
-    groups = []
-    for arm in ("freshper +constant", "on_policy +constant"):
-        runs = curves("text FrozenLake", arm)
-        groups.append([np.interp(360, run["step"], run["eval_success"]) for run in runs])
-    assert_claimed("a, updates", interval(groups))
+@pytest.mark.parametrize("number", [*MEASURES, *FINAL.split("; ")])
+def test_the_effects_of_a_claim(number):
+    (effects,) = [row[-1] for row in printed("Claims and questions") if row[0] == number]
+    for effect in effects.split("; "):
+        name, cell = effect.split(": ")
+        task = max(filter(name.startswith, KEYS), key=len)
+        groups = []
+        for arm in name.removeprefix(task + " ").split(" - "):
+            if number in MEASURES:
+                groups.append([MEASURES[number](run) for run in curves(task, arm)])
+            else:
+                groups.append(finals(task, arm))
+        expected = interval(groups)
+        assert_printed([cell], np.exp(expected) if number == "i, 0.5" else expected)
 
 
 def slope(x, y, weights):
