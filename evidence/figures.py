@@ -130,7 +130,7 @@ def pays(figure):
             style = "-" if values([task], arm, f"reach {success}").all() else "--"
             curve(axes, COSTS, until(success, task, arm, COSTS), arm, linestyle=style)
         axes.axhline(1, color=COLORS["freshper"], linewidth=2)
-        axes.set(title=f"{NAMES[task]}\nto {success:g}", xscale="log", ylim=(0, 5))
+        axes.set(title=f"{NAMES[task]}\nto {success:g}", xscale="log", ylim=(0, 8))
     for arm in ("freshper", "epochs", "on_policy"):
         panels[0].plot([], [], color=COLORS[arm], label=ARMS[arm])
     panels[0].plot([], [], "k--", label="at least")
