@@ -106,7 +106,7 @@ class Config:
     backend: Backend = "hf+torch"
     """engine that generates + trainer"""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """precision of all passes (appendix F: BF16)"""
+    """precision of all passes (appendix F: BF16; without it in the CPU, float32 is faster)"""
     zero_stage: Literal[1, 2, 3] = 2
     """ZeRO stage of DeepSpeed (Table 4: 2; NQ 3)"""
 
