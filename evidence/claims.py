@@ -444,7 +444,7 @@ def claim_g():
 
 
 def claim_h():
-    """h, 0.5: episodes until a success of 0.5: of `on-policy` and `as many updates`."""
+    """h, 0.5: episodes until a success of 0.5: `on-policy` and `as many updates`, over FreshPER."""
     return count, times(0.5, reached(0.5), *EPISODES)
 
 
