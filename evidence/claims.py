@@ -462,7 +462,7 @@ def claim_h_high():
 
 
 def claim_i():
-    """i: SmolLM2: mean over the curve, FreshPER minus its rivals.
+    """i: SmolLM2 on GSM8K (stand-in): mean over the curve, FreshPER minus its rivals.
 
     Added on 2026-11-28, after these runs; the third campaign makes others."""
     return count, family(SMOLLM2, *OF_SMOLLM2, column="curve")

@@ -27,7 +27,7 @@ NAMES = {
     "geoqa": "GeoQA (stand-in)",
     "cliffwalking": "CliffWalking",
     "sokoban_hard": "Sokoban Hard",
-    "small": "GSM8K (stand-in), SmolLM2",
+    "small": "SmolLM2",
 }
 TASKS = list(NAMES)[:-1]
 # The paper's Table 1. GSM8K and CliffWalking are its controls.

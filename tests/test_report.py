@@ -100,10 +100,8 @@ def test_what_is_printed(run):
     folder, lines, _ = run
     last = read(folder, "metrics.csv")["eval_success"][[4, 8, 10]].mean()
     env = ENVS["frozenlake"](max_turns=3)
-    success = [env.policy_levels(10**9 + k) for k in range(8)]
-    random = np.mean([of_seed["random"] for of_seed in success])
-    optimal = np.mean([of_seed["optimal"] for of_seed in success])
-    levels = f"(random policy {random:.2f}, optimal policy {optimal:.2f})"
+    mean = pandas.DataFrame([env.policy_levels(10**9 + k) for k in range(8)]).mean()
+    levels = f"(random policy {mean['random']:.2f}, optimal policy {mean['optimal']:.2f})"
     assert f"held-out success, mean of the last 3 evaluations: {last:.2f} {levels}" in lines
     assert "the policy is evaluated on 8 of them before it is trained" in lines
     ess = read(folder, "metrics.csv")["ess_token"][1:].mean()
