@@ -21,7 +21,7 @@ KEYS = {name: task for task, name in NAMES.items()}
 *NINE, _ = KEYS  # without SmolLM2
 SEVEN = [name for name in NINE if name not in ("NQ Search (stand-in)", "CliffWalking")]
 _, *RIVALS = ARMS
-FIRST = slice(501, 505)
+STAGE_1 = slice(501, 505)
 RNG = np.random.default_rng(0)
 ROWS = pandas.read_csv(FOLDER / "runs.csv", index_col=RUN)
 CURVES = pandas.read_csv(FOLDER / "runs_curves.csv.gz", index_col=RUN)
@@ -63,12 +63,12 @@ def key(name, formula):
     return KEYS[name], arm, float(rate or RATES.get(arm.split()[0], 1))
 
 
-def finals(name, arm, seeds=FIRST):
+def finals(name, arm, seeds=STAGE_1):
     return ROWS.loc[key(name, arm)].loc[seeds, "final"]
 
 
-def curves(name, arm, seeds=FIRST):
-    return [run for _, run in CURVES.loc[key(name, arm)].loc[seeds].groupby("seed")]
+def curves(name, arm):
+    return [run for _, run in CURVES.loc[key(name, arm)].loc[STAGE_1].groupby("seed")]
 
 
 def printed(title):
@@ -143,7 +143,7 @@ def test_the_second_stage():
         tasks = four if name == "mean of four" else [name]
         arms = formula.split(" - ")
         expected = []
-        for stage in (FIRST, slice(506, 510), slice(501, 510)):
+        for stage in (STAGE_1, slice(506, 510), slice(501, 510)):
             groups = [finals(task, arm, stage) for task in tasks for arm in arms]
             expected.append(interval(groups))
         assert_printed(cells, expected)
@@ -180,7 +180,7 @@ def test_episodes_and_time_until_a_success():
         logs, seconds = [], []
         for arm in (*RIVALS, "freshper"):
             logs.append([first(run, float(level)) for run in curves(name, arm)])
-            rows = ROWS.loc[key(name, arm)].loc[FIRST]
+            rows = ROWS.loc[key(name, arm)].loc[STAGE_1]
             seconds.append(np.median(rows["cpu_s"] / rows["episodes"]))
         expected = [np.exp(interval([log, logs[-1]])) for log in logs[:-1]]
         expected.append(expected[-1] * seconds[-2] / seconds[-1])
