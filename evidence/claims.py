@@ -20,7 +20,7 @@ GSM8K = ["gsm8k"]
 SOKOBAN = ["sokoban_simple"]
 SMOLLM2 = ["small"]
 CONFIRMED = range(601, 606)
-RIVALS = ("on_policy @ 0.5", "epochs @ 1", "per @ 0.5", "uniform @ 0.5")
+SMOLLM2_RIVALS = ("on_policy @ 0.5", "epochs @ 1", "per @ 0.5", "uniform @ 0.5")
 EPISODES = ("on_policy - freshper", "epochs - freshper")
 # Appendix E's, each at its best rate: clip 0.2 and 20 without KL and entropy terms, 20 with both
 CONFIG_A = "freshper --advantage_clip 0.2 --kl_loss_coef 0"
@@ -465,7 +465,7 @@ def claim_h_high():
 
 def smollm2(**rule):
     """Return FreshPER minus its four rivals, judged together."""
-    formulas = [f"freshper - {rival}" for rival in RIVALS]
+    formulas = [f"freshper - {rival}" for rival in SMOLLM2_RIVALS]
     return family(SMOLLM2, *formulas, seeds=CONFIRMED, **rule)
 
 
@@ -484,7 +484,7 @@ def claim_i_equal():
 
 def claim_i_half():
     """i, 0.5: the same: episodes until a success of 0.5, rival / FreshPER."""
-    ratios = [f"{rival} - freshper" for rival in RIVALS]
+    ratios = [f"{rival} - freshper" for rival in SMOLLM2_RIVALS]
     return count, times(0.5, SMOLLM2, *ratios, seeds=CONFIRMED)
 
 
